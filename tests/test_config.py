@@ -2,9 +2,8 @@
 
 import pytest
 
-from vllm_dymoe.config import ConfigError, ExpertBudget, Options
+from vllm_dymoe.config import ConfigError, ExpertBudget
 from vllm_dymoe.resolve import resolve_options
-from vllm_dymoe.systems import SYSTEMS, make_system
 
 
 def load(additional=None, checkpoint=None, environment=None):
@@ -80,11 +79,6 @@ def test_a_checkpoint_of_another_version_is_refused():
     assert load(checkpoint={"quant_method": "dymoe", "format_version": 5, "hi": 8}).hi == 8
 
 
-def test_stored_bits_leave_out_what_is_skipped():
-    assert Options(hi=4, lo=0).stored_bits == (4,)
-    assert Options(hi=8, lo=2).stored_bits == (8, 2)
-
-
 def test_a_budget_and_a_host_store_that_are_not_set_are_the_systems():
     own, chosen = load({"system": "duoserve"}), {"expert_budget": "auto", "host_store": "auto"}
     assert (own.expert_budget, own.host_store) == (ExpertBudget(slots="top-k"), "pinned")
@@ -103,9 +97,3 @@ def test_a_trace_is_a_folder_or_what_is_recorded_there():
     assert load({"trace": "a"}).trace == load({"trace": {"folder": "a"}}).trace
     trace = load(environment={"DYMOE_TRACE": '{"folder": "a", "limit": "1GiB", "inputs": true}'}).trace
     assert (str(trace.folder), trace.limit, trace.inputs) == ("a", 2**30, True)
-
-
-def test_every_system_is_served_with_the_default_options():
-    for name, kind in SYSTEMS.items():
-        lo = {"lo": 2} if name == "dynaexq" else {}  # which has no meaning without a low version
-        assert type(make_system(load({"system": name} | lo))) is kind

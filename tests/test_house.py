@@ -137,12 +137,6 @@ def lint_imports(tree):
 
 
 @pytest.mark.skipif(not LINT_IMPORTS.exists(), reason="import-linter is not installed")
-def test_imports_point_downwards(tree):
-    result = lint_imports(tree)
-    assert result.returncode == 0, result.stdout
-
-
-@pytest.mark.skipif(not LINT_IMPORTS.exists(), reason="import-linter is not installed")
 @pytest.mark.parametrize(
     ("path", "line", "message"),
     [

@@ -1,6 +1,5 @@
 """The papers' tables: every row has a source, what can be computed is, and what cannot says why."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -51,20 +50,6 @@ def test_a_preset_has_every_table_and_its_options_can_be_served(paper):
             assert line.ours.subject.options is not None
     for case in cases_of(tables, "m", WORKLOAD, {}, lambda subject: subject):
         resolve_options({**case.subject.options, "expert_budget": case.budget}, environment={})
-
-
-def test_figures_that_repeat_a_tables_rows_measure_nothing_twice():
-    cases = cases_of(list(PAPERS["firm"](8)), "m", WORKLOAD, {}, lambda subject: subject)
-    served = {(json.dumps(case.subject.options, sort_keys=True), case.budget) for case in cases}
-    assert len(served) == 9 * 4
-    assert len(cases) == len(served) + 15  # pairs of lengths, of one of them
-
-
-def test_batches_have_requests_enough_and_prompts_of_one_length():
-    cases = cases_of(list(PAPERS["dynaexq"](8)), "m", WORKLOAD, {}, lambda subject: subject)
-    assert {case.batch for case in cases} == {1, 2, 4, 8, 16, 32}
-    assert all(case.workload.requests >= case.batch and case.workload.prompt_tokens for case in cases)
-    assert len({case.group for case in cases}) == 3  # one engine for each system
 
 
 # -- routers --------------------------------------------------------------------------------------

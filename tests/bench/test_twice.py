@@ -50,12 +50,3 @@ def test_the_faster_run_of_each_row_counts(twice, tmp_path):
     assert (tmp_path / "table.md").read_text() == "4"
     twice(bench, tmp_path)  # everything is there: nothing is left to be taken
     assert len(bench.measured) == 6
-
-
-def test_a_run_that_was_ended_goes_on(twice, tmp_path):
-    bench = Bench(machine=[7], exact=[30.0], cache=[10.0, 40.0])
-    with pytest.raises(StopIteration):
-        twice(bench, tmp_path)
-    bench.times["exact"] = iter([20.0])
-    twice(bench, tmp_path)
-    assert kept(tmp_path) == {"machine": 7, "exact": 20.0, "cache": 10.0}

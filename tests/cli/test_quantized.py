@@ -154,11 +154,3 @@ def test_what_is_wrong_is_named(tmp_path, what):
     said = refused("quantize", model.folder, "-o", tmp_path / "out")
     assert all(part in said for part in sentence.split(".*")), said
     assert not (tmp_path / "out").exists()
-
-
-def test_other_formats_are_refused(tmp_path):
-    model, _ = make(tmp_path / "model", "awq")
-    model.save()
-    source = ("quantize", model.folder, "-o", tmp_path / "out")
-    assert "hi = 8 was asked for, but the experts of this awq checkpoint have 4 bits" in refused(*source, "--hi", 8)
-    assert "can only be held in groups of 32" in refused(*source, "--group-size", 64)

@@ -1,25 +1,17 @@
 """``vllm-dymoe train``: from a trace to a file, and the sentences for traces that will not do."""
 
 from dataclasses import replace
-from typing import get_args, get_type_hints
 
 import pytest
 
 from tests.cli.checkpoints import command
 from tests.predict.made_up import SIZES, made_up
 from vllm_dymoe import __version__
-from vllm_dymoe.cli.app import train
 from vllm_dymoe.predict.checkpoint import load_predictor
-from vllm_dymoe.predict.expert_mlp import ARCHITECTURES
 
 
 def invoke(*arguments):
     return command("train", *arguments)
-
-
-def test_every_architecture_can_be_chosen():
-    choices = get_args(get_type_hints(train)["architecture"])
-    assert list(choices) == ["auto", *ARCHITECTURES]
 
 
 def test_a_trace_becomes_a_predictor_with_a_card(tmp_path):

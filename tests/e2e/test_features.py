@@ -25,7 +25,6 @@ from tests.e2e.engines import (
 )
 from tests.runtime.steps import forward
 from vllm_dymoe.kernels import native
-from vllm_dymoe.vllm_adapter.prepare import RELOADING
 
 pytestmark = pytest.mark.engine
 
@@ -171,12 +170,6 @@ def test_an_aborted_request_leaves_the_others_as_they_are(plain, plain_answers):
     assert sorted(finished) == list(range(1, 16, 2))
     answers = [Answer.of(finished[number].outputs[0]) for number in range(1, 16, 2)]
     check_same_text(answers, plain_answers[1::2])
-
-
-def test_reloading_weights_is_refused_and_changes_nothing(plain, plain_answers):
-    with pytest.raises(ValueError, match=RELOADING[:60]):
-        plain.collective_rpc("reload_weights")
-    assert answer(plain, prompts()) == plain_answers
 
 
 def test_dummy_weights_need_no_checkpoint_and_no_time(tmp_path):

@@ -257,19 +257,6 @@ def test_metrics_say_what_the_workers_count(client, server, checkpoint):
     assert 0 < after["vllm_dymoe_resident_experts", "hi"] <= after["vllm_dymoe_slots", "hi"] == 64
 
 
-def test_a_line_of_statistics_only_when_there_is_work(client, server):
-    def lines():
-        return [line for line in server.log.read_text().splitlines() if "vllm-dymoe: hit rate" in line]
-
-    before, begin = len(settled(lines)), time.monotonic()
-    complete(client, prompts()[3], max_tokens=24)
-    seconds = time.monotonic() - begin
-    written = settled(lines)
-    assert before < len(written) <= before + seconds + 3, "more than one each second of work"
-    for part in ("INFO", "moved demand", "of the time", "evictions", "resident experts hi"):
-        assert part in written[-1], part
-
-
 def test_a_mistake_ends_the_start_with_one_sentence(checkpoint):
     """vllm_adapter/test_prepare has the others."""
     options = '{"dymoe": {"expert_budget": 1000}}'

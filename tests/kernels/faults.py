@@ -1,8 +1,5 @@
 """Faults to plant into `make gpu` on the host, by name; each is one that its parts exist to find."""
 
-import os
-import time
-
 
 def plant(name):
     """Plant a fault; None plants nothing."""
@@ -50,39 +47,8 @@ def _without_misses(stats):
     return replace(stats, misses=0)
 
 
-def _hang():
-    from parts import runtime
-
-    def run(record):
-        with record.check("something that never ends"):
-            time.sleep(3600)
-
-    runtime.run = run
-    _limit("runtime", 45)
-
-
-def _death():
-    from parts import runtime
-
-    def run(record):
-        with record.check("something that kills"):
-            os.abort()
-
-    runtime.run = run
-
-
-def _limit(part, seconds):
-    from dataclasses import replace
-
-    import gpu
-
-    gpu.PARTS = gpu.PARTS | {part: replace(gpu.PARTS[part], limit=seconds)}
-
-
 FAULTS = {
     "reused slot": _reused_slot,
     "fresh output": _fresh_output,
     "no fetches": _no_fetches,
-    "hang": _hang,
-    "death": _death,
 }

@@ -2,13 +2,10 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.matrices import random_packed
 from vllm_dymoe.kernels import dequantize, pack_floats, unpack
-from vllm_dymoe.kernels.torch_experts import linear
 from vllm_dymoe.residency.code import CODEBOOKS, FP8, MXFP4, NVFP4
 from vllm_dymoe.residency.matrix import MatrixFormat
 
@@ -68,17 +65,6 @@ def test_codes_and_scales_survive(book, rows, columns, group_size, bias, seed):
 def test_an_expert_takes_the_bits_that_are_published(book, bits):
     format = format_of(book, 768, 2048, 128)
     assert 8 * format.nbytes / (768 * 2048) == pytest.approx(bits, abs=0.01)
-
-
-@pytest.mark.parametrize("book", BOOKS, ids=lambda book: book.name)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rows", "columns"), [(100, 200), (64, 1088), (193, 2080)])
-def test_torch_multiplies_with_these_weights(book, dtype, rows, columns):
-    packed = random_packed(format_of(book, rows, columns, dtype=dtype, bias=True))
-    x = torch.randn(5, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
-    want = F.linear(x.double(), dequantize(packed, torch.float64), packed.bias.double())
-    unit = torch.finfo(dtype).eps * want.abs().amax()  # one rounding of the result; sums in float32 are far below
-    assert (linear(x, packed).double() - want).abs().max() <= unit
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,13 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.support.patience import becomes
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks" / "gpu"
@@ -87,15 +88,6 @@ def test_it_runs_to_its_end(tmp_path):
     assert "gpu: everything that was checked is right." in done.stdout
 
 
-def test_every_layer_is_measured_where_that_is_asked_for(tmp_path):
-    """`make bench-gpu`."""
-    done, results, _ = on_the_host(tmp_path, "kernels", "layers")
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
-    names = [speed["name"] for speed in results["parts"]["layers"]["speeds"]]
-    kernels = [f"kernels, Mixtral-8x7B, 4 bits, {tokens} tokens" for tokens in (1, 9)]
-    assert names == [*kernels, "kernels, two experts of Mixtral-8x7B fetched through from the host"]
-
-
 @pytest.mark.parametrize(("part", "speeds"), [("speeds", 33), ("layers", 51)])
 def test_every_line_of_the_measurements_runs_at_its_true_size(tmp_path, part, speeds):
     """Sizes at which a down projection is split in four, which the small ones above do not have."""
@@ -116,8 +108,6 @@ def test_every_line_of_the_measurements_runs_at_its_true_size(tmp_path, part, sp
         ("reused slot", "runtime", r"4 bits, prefetch none: .* minimum: 1 tokens of layer 0 have other bits"),
         ("no fetches", "runtime", r"minimum: only 0 experts were fetched, so that this says nothing"),
         ("fresh output", "graphs", r"pieces .* at 100%, .*: step 1 has other bits than eager pieces give"),
-        ("death", "runtime", r'runtime: it ended with signal SIGABRT in the middle of "something that kills": '),
-        ("hang", "runtime", r'runtime: no end after 45 seconds, in the middle of "something that never ends"; '),
     ],
 )
 def test_a_fault_is_found_and_nothing_is_measured(tmp_path, planted, part, check):
@@ -129,9 +119,6 @@ def test_a_fault_is_found_and_nothing_is_measured(tmp_path, planted, part, check
     assert results["not_run"] == ["speeds"]
     assert " us" not in done.stdout
     assert readme.read_text() == (FOLDER / "README.md").read_text()
-    if planted == "hang":
-        log = re.search(r"at that moment are in (\S+\.log)\.", done.stderr)[1]
-        assert "in run\n" in Path(log).read_text(), "the stacks"
 
 
 PART = """
@@ -167,12 +154,9 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started(processes, tmp_path
     assert found.failure.startswith('no end after 3 seconds, in the middle of "a check"; the stacks')
     assert told == [{"kind": "begin", "name": "a check"}]
     child = int((tmp_path / "hung.log").read_text())
-    deadline = time.monotonic() + 20
-    while Path(f"/proc/{child}/stat").exists() and time.monotonic() < deadline:
-        if Path(f"/proc/{child}/stat").read_text().split()[2] == "Z":  # dead, and not yet waited for
-            break
-        time.sleep(0.05)
-    assert time.monotonic() < deadline, "what it had started still runs"
+    state = Path(f"/proc/{child}/stat")
+    # Z: dead, and not yet waited for.
+    assert becomes(lambda: not state.exists() or state.read_text().split()[2] == "Z", 20), "what it started still runs"
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tests.kernels.matrices import random_expert, random_packed
-from tests.kernels.test_kernels import KERNELS, TOLERANCE, compute, random_tokens, relative_error
-from vllm_dymoe.kernels import Activation, dequantize, expert_reference
+from tests.kernels.matrices import random_packed
+from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.kernels.lattice import nearest, points, rotate, signs
-from vllm_dymoe.residency.code import LATTICES, code_of
+from vllm_dymoe.residency.code import LATTICES
 from vllm_dymoe.residency.format import Format
 
 CODES = (torch.arange(1 << 16)[:, None] >> torch.arange(0, 16, 2) & 3).to(torch.uint8)
@@ -48,31 +45,6 @@ def test_rotations_change_no_product(size):
     torch.testing.assert_close(rotate(rotate(x, block), block, back=True), x)
     signs = matrix[:block, 0].sign()
     assert size < 64 or 0.3 < (signs > 0).double().mean() < 0.7 or block < 32
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-@settings(max_examples=15, deadline=None)
-@given(
-    code=st.sampled_from(sorted(LATTICES)),
-    tokens=st.sampled_from([1, 2, 7, 40]),
-    hidden=st.integers(30, 150),
-    intermediate=st.integers(30, 150),
-    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
-    bias=st.booleans(),
-    gate=st.booleans(),
-    seed=st.integers(0, 1000),
-)
-def test_every_kernel_agrees_with_the_reference(kernel, code, tokens, hidden, intermediate, dtype, bias, gate, seed):
-    activation = Activation.SILU if gate else Activation(Activation.GELU.curve, has_gate=False)
-    x, rows = random_tokens(tokens, hidden, dtype, seed), list(range(tokens))
-    expert = random_expert(hidden, intermediate, LATTICES[code], 64, dtype, seed, bias=bias, gate=gate)
-    want = expert_reference(x, expert.gate, expert.up, expert.down, activation)
-    made = KERNELS[kernel]()
-    got = compute(made, x, [expert.work(rows, rows)], tokens, activation)
-    assert relative_error(got, want) < TOLERANCE[dtype]
-    plain = random_expert(hidden, intermediate, code_of(4), 64, dtype, seed, gate=gate)  # whose inputs are not rotated
-    compute(made, x, [plain.work(rows, rows)], tokens, activation)
-    assert torch.equal(compute(made, x, [expert.work(rows, rows)], tokens, activation), got)
 
 
 def number(section, width, r, c):

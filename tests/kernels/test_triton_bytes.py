@@ -28,15 +28,12 @@ from vllm_dymoe.kernels.triton import (
     ExpertShape,
     GroupedTile,
     Scratch,
-    TritonKernel,
     Weighting,
     WorkList,
     decode_down,
     decode_gate_up,
 )
 from vllm_dymoe.residency.code import CODEBOOKS, FP8
-from vllm_dymoe.residency.decision import Decision, Grouped
-from vllm_dymoe.residency.format import Expert
 
 BFLOAT16, SILU = torch.bfloat16, Activation.SILU
 FLOATS = [book.tag for book in CODEBOOKS.values()]
@@ -48,7 +45,6 @@ HALVES = [
     (ExpertShape(270, 64, 128, BFLOAT16, nested=4), [4, 2]),
     (ExpertShape(150, 60, 64, BFLOAT16, True, frozenset(), frozenset({8, 4}), nested=8), [8, 4, 8]),
 ]
-SMALLER = replace(HALVES[1][0], hidden=70), [2, 4]
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="compute-sanitizer looks for the same on a GPU")
@@ -168,17 +164,6 @@ def test_each_byte_is_read_once(bits, monkeypatch):
         assert (counts[offset : offset + fmt.weight_bytes] == 1).all()
 
 
-def test_bytes_that_no_row_reads_arrive_too():
-    """Random bytes as a blob: whatever lies in padding is copied like everything else."""
-    for bits in (16, 8, 4, 2):
-        shape = ExpertShape(70, 67, 32, BFLOAT16, True)
-        experts = Experts(shape, [bits])
-        experts.blobs[0].random_(0, 60)  # no infinities among the scales
-        slot = torch.zeros_like(experts.blobs[0])
-        decode(random_x(1, 70, BFLOAT16), experts.table([slot.data_ptr()]), work_list([[(0, 0)]], 1), 1)
-        assert torch.equal(slot, experts.blobs[0])
-
-
 def test_empty_items_are_nothing():
     """A list made on the device has room for more items than there are."""
     experts = Experts(ExpertShape(64, 64, 32, BFLOAT16), [4])
@@ -242,24 +227,6 @@ def test_either_section_is_fetched_by_itself_or_both(shape, bits):
             source = experts.blobs if stored is slots else experts.fine
             for slot, blob in zip(stored, source, strict=True):
                 assert torch.equal(slot, blob if there else torch.zeros_like(blob))
-
-
-def test_a_layer_of_both_through_the_kernel():
-    """Placed as its slices come: the same as each expert by itself."""
-    shape, bits = HALVES[0]
-    experts = Experts(shape, bits)
-    kernel = TritonKernel(DEVICE, formats=[shape.formats(width)[0] for width in bits])
-    x, tokens = random_x(2, shape.hidden, shape.dtype), torch.tensor([0, 1])
-    pairs = torch.cat([tokens * 3 + e for e in range(3)])
-    decision = Decision.of_routing(Grouped([0, 1, 2], [0, 2, 4, 6], tokens.repeat(3), pairs), [0, 1, 2])
-    out = poisoned(6, shape.hidden, dtype=shape.dtype)
-    kernel.begin(x, decision, out, SILU)
-    for order in ([1, 0], [2]):
-        for e in order:
-            decision.place(e, Expert(*experts.matrices[e]))
-        kernel.compute(order)
-    for e in range(3):
-        assert relative_error(out.view(2, 3, -1)[:, e], experts.reference(e, x, SILU)) < TOLERANCE[shape.dtype]
 
 
 def test_whole_codes_and_halves_of_the_same_bits_cannot_share_a_launch():

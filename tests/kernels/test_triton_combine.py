@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.sections import DEVICE
 from tests.operations import Operations
-from vllm_dymoe.kernels.combine import Pairs, combine_with_torch
+from vllm_dymoe.kernels.combine import Pairs, combine, combine_with_torch
 from vllm_dymoe.kernels.triton import combine as on_gpu
 from vllm_dymoe.kernels.triton.start import run_kernel
 
@@ -91,6 +91,8 @@ def test_it_is_the_plain_loop_to_the_last_bit(
     twin = torch.full((tokens, hidden), NAN, dtype=dtype)
     combine_with_torch(pairs, twin)
     assert same_bits(twin, want)
+    handed_on = {"expert_ids": expert_ids if ids else None, "renormalize": pairs.renormalize}
+    assert same_bits(combine(out, weights, skipped=set(skipped), **handed_on), want), "the processor's"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

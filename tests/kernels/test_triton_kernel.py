@@ -11,7 +11,6 @@ from tests.kernels.sections import DEVICE, TOLERANCE, relative_error, some_width
 from vllm_dymoe.kernels import Activation, expert_reference
 from vllm_dymoe.kernels.triton import TritonKernel
 from vllm_dymoe.kernels.triton.kernel import MINIMUM_WORKSPACE_BYTES
-from vllm_dymoe.residency.matrix import PackedMatrix
 
 
 def on_device(packed):
@@ -172,22 +171,6 @@ def test_experts_that_disagree_with_what_was_announced_are_refused(flag):
     compute_experts(kernel, random_x(1, 64), [work_of(announced, [0], [0])], out, Activation.SILU)
     with pytest.raises(ValueError, match="the same bits with and without integer zeros or an order"):
         compute_experts(kernel, random_x(1, 64), [work_of(other, [0], [0])], out, Activation.SILU)
-
-
-def test_a_misaligned_address_is_refused():
-    work = work_of(random_expert(64, 64, 4), [0], [0])
-    section = torch.zeros(work.gate.format.nbytes + 8, dtype=torch.uint8, device=DEVICE)[8:]
-    stored = section[: work.gate.format.weight_bytes].view(work.gate.format.weight_shape)
-    crooked = PackedMatrix(work.gate.format, stored, work.gate.scales_zeros)
-    out = torch.zeros(1, 64, dtype=torch.bfloat16, device=DEVICE)
-    with pytest.raises(ValueError, match=r"work holds address 0x.*8, expected multiples of 16"):
-        compute_experts(
-            make_kernel(),
-            random_x(1, 64),
-            [ExpertWork(crooked, work.up, work.down, work.tokens, work.pairs)],
-            out,
-            Activation.SILU,
-        )
 
 
 def test_wrong_activations_are_refused():

@@ -12,7 +12,6 @@ from tests.kernels.sections import DEVICE
 from tests.kernels.test_triton_kernel import make_kernel, on_device, random_x
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.kernels.triton import kernel as module
-from vllm_dymoe.kernels.triton import place
 from vllm_dymoe.residency.decision import Decision, Grouped
 from vllm_dymoe.residency.format import Expert
 
@@ -73,19 +72,6 @@ def test_however_experts_are_grouped_into_launches_their_bits_are_those_of_one_c
     assert not kernel._semaphores.any()
 
 
-def test_skipped_experts_are_not_described():
-    x, packed, rows, pairs = described_layer()
-    out = torch.full((len(COUNTS) * max(COUNTS), x.shape[1]), float("nan"), dtype=x.dtype, device=DEVICE)
-    kernel, decision = make_kernel(), decision_of(rows, pairs, [1, 3])
-    kernel.begin(x, decision, out, Activation.SILU)
-    for item, expert in enumerate((1, 3)):
-        decision.place(item, Expert(*packed[expert]))
-    kernel.compute([0, 1])
-    written = ~out.view(-1, len(COUNTS), x.shape[1]).isnan().any(2).cpu()
-    assert written.nonzero()[:, 1].unique().tolist() == [1, 3]
-    assert written.sum() == COUNTS[1] + COUNTS[3]
-
-
 def test_projections_of_a_described_layer_are_received_before_they_are_launched(monkeypatch):
     """The device learns the place of an expert before the expert is waited for."""
     x, packed, rows, pairs = described_layer()
@@ -106,21 +92,6 @@ def test_projections_of_a_described_layer_are_received_before_they_are_launched(
     decision.place(1, Expert(*packed[1]))
     kernel.compute([1], lambda count: events.append("receive"))
     assert events == ["place", "receive"]
-
-
-@pytest.mark.parametrize("count", [1, 3, 4, 9])
-def test_places_are_written_where_they_belong(count):
-    generator = torch.Generator().manual_seed(count)
-    numbers = torch.randint(1 << 33, 1 << 47, (count, 3), generator=generator).tolist()
-    widths = [[(16, 8, 4, 2)[(row + column) % 4] for column in range(3)] for row in range(count)]
-    places = [place.Place(11 - row, tuple(numbers[row]), tuple(widths[row])) for row in range(count)]
-    addresses, bits = torch.full((12, 3), -7, device=DEVICE), torch.full((12, 3), -7, dtype=torch.int32, device=DEVICE)
-    place.place_experts(addresses, bits, places)
-    chosen = [row.row for row in places]
-    assert addresses[chosen].tolist() == numbers
-    assert bits[chosen].tolist() == widths
-    others = sorted(set(range(12)) - set(chosen))
-    assert bool((addresses[others] == -7).all() and (bits[others] == -7).all())
 
 
 def test_a_misaligned_place_is_refused():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.sections import DEVICE, TOLERANCE, relative_error
-from tests.runtime.decided import KINDS, decided_runtime, run_decided, store_of
+from tests.runtime.decided import KINDS, decided_runtime, decode, run_decided, store_of
 from tests.runtime.steps import ByNumber, make_runtime, random_step, run, with_budget
 from tests.small_model import make_experts, make_store
 from tests.support.memory_writer import MemoryWriter
@@ -68,12 +68,13 @@ def test_the_integers_of_a_checkpoint_beside_a_tier_derived_from_them(monkeypatc
         assert relative_error(got, one.double()) < TOLERANCE[torch.bfloat16]
 
 
-def test_steps_without_the_host_have_the_bits_of_steps_with_it(on_triton):
+@pytest.mark.parametrize("nested", [False, True])
+def test_steps_without_the_host_have_the_bits_of_steps_with_it(on_triton, nested):
     """Decided by the program and fetched by the kernels that compute: at every budget, and by the host's path.
 
     In float16, because the interpreter does not round to bfloat16 as a GPU does.
     """
-    store = make_store(make_experts(dtype=torch.float16))
+    store = make_store(make_experts(dtype=torch.float16, nested=nested))
     steps = [(0, 0, 1), (1, 1, 3), (2, 0, 3), (3, 1, 1), (4, 0, 40), (5, 0, 2)]
     system = Dymoe(retention=0.5, reuse_high=False)
     want = run(with_budget(store, "100%", system), steps)
@@ -81,6 +82,14 @@ def test_steps_without_the_host_have_the_bits_of_steps_with_it(on_triton):
         runtime = decided_runtime(store, budget, system)
         assert isinstance(runtime.decode.kernel, TritonDecode)
         assert all(torch.equal(a, b) for a, b in zip(run_decided(runtime, steps), want, strict=True)), budget
+
+
+def test_rows_without_an_expert_are_zero(memory_store, on_triton):
+    """Padding, and tokens all of whose experts another rank has: whatever the output held is gone."""
+    x, weights, ids = random_step(1, 4, memory_store.experts)
+    ids[1], ids[2, 0] = -1, -1
+    out = decode(decided_runtime(memory_store, "50%"), 0, x, weights, ids, rows=3)
+    assert out.any(1).tolist() == [True, False, True, False]
 
 
 def test_what_is_fetched_ahead_changes_no_bit(on_triton):

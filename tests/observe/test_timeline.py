@@ -11,17 +11,3 @@ def test_a_timeline_ends_before_memory_does(monkeypatch):
         timeline.add(Lane.HOST, str(place), "wait", float(place), place + 0.5)
     assert [event["name"] for event in timeline.events() if event["ph"] == "X"] == ["0", "1", "2"]
     assert timeline.events()[0]["args"]["name"] == "rank 0, the first 3 spans"
-
-
-def test_a_device_has_marks_of_its_own():
-    class Device:
-        def mark(self):
-            return "event"
-
-        def seconds(self, mark):
-            return {"event": 7.0}.get(mark, mark)
-
-    timeline = Timeline(Device())
-    timeline.add(Lane.LINK, "copy", "demand", 6.5, timeline.clock.mark())
-    (event,) = (event for event in timeline.events() if event["ph"] == "X")
-    assert (event["ts"], event["dur"]) == (6.5e6, 0.5e6)

@@ -95,20 +95,6 @@ def test_a_file_has_its_name_when_it_is_whole(tmp_path, monkeypatch):
     assert_same(Trace.load(tmp_path), trace)  # what is still being written is left alone
 
 
-def test_what_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
-    trace = make_trace()
-    with pytest.raises(TraceError, match=r"absent.* cannot be written"):
-        trace.save(tmp_path / "absent" / "a.safetensors")
-
-    def fails(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("vllm_dymoe.observe.trace.os.fsync", fails)
-    with pytest.raises(TraceError, match="No space left on device"):
-        trace.save(tmp_path / "a.safetensors")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_requests_are_read_in_the_order_of_their_positions_with_the_last_of_what_was_computed_twice():
     trace = make_trace(tokens=9)
     request = torch.tensor([0, 1, 0, 0, 1, 0, 0, 3, 1], dtype=torch.int32)

@@ -73,25 +73,6 @@ def two_high(layer, sums):
     return np.argsort(np.argsort(-sums, kind="stable")) < 2
 
 
-def demand(routings, kept, choose=None, low=False, low_kept=0):
-    quotas = {Tier.HI: [kept] * 8} | ({Tier.LO: [low_kept] * 8} if low else {})
-    return replay(routings, quotas, choose, low)
-
-
-def test_more_slots_miss_less_and_all_of_them_nothing(routings):
-    missing = [demand(routings, kept).missing[Tier.HI] for kept in (0, 8, 16, 32)]
-    assert missing[0] == demand(routings, 0).active[Tier.HI] == 4
-    assert missing == sorted(missing, reverse=True)
-    assert missing[-1] < 0.2  # an expert that no step has used yet
-
-
-def test_low_experts_are_moved_low_or_skipped(routings):
-    half = demand(routings, 8, two_high, low=True, low_kept=8)
-    assert half.active == {Tier.HI: 2, Tier.LO: 2}
-    skipped = demand(routings, 8, two_high)
-    assert skipped.active == {Tier.HI: 2, Tier.LO: 0}
-
-
 def test_slices_are_kept_and_moved_each_by_itself(routings):
     def sliced(fine, base):
         quotas = {Tier.HI: [fine] * 8, Tier.LO: [base] * 8}

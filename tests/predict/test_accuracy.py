@@ -50,13 +50,6 @@ def test_counts_are_those_of_equations_7_and_8(steps):
     assert stats.utilisation == (right / named if named else 0)
 
 
-def test_layers_that_were_not_asked_about_do_not_count():
-    watched = Measured(Scripted())
-    observe(watched, 0, {1})
-    observe(watched, 1, {1, 2})
-    assert watched.stats.wanted == 0
-
-
 def test_a_step_that_broke_off_leaves_nothing():
     script = Scripted()
     watched = Measured(script)

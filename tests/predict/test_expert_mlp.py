@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.predict.made_up import SIZES, made_up
 from vllm_dymoe.observe.statistics import affinity, popularity
-from vllm_dymoe.predict.expert_mlp import ARCHITECTURES, PAPER_WIDTHS, Architecture, ExpertMLP, States
+from vllm_dymoe.predict.expert_mlp import ARCHITECTURES, Architecture, ExpertMLP, States
 from vllm_dymoe.predict.folded import FoldedMLP, fold
 
 TRACE = made_up(inputs=True)
@@ -49,16 +49,6 @@ def test_a_shared_network_is_told_the_layer_and_sees_inputs_if_it_shall():
     state = states(3, TRACE.experts[:3], x)
     assert torch.equal(state[:, 24:28], torch.tensor([0.0, 0, 0, 1]).expand(3, -1))
     assert torch.equal(state[:, 28:], x.float())
-
-
-def test_the_papers_network_has_seven_linear_layers_each_normalised_but_the_last():
-    network = make_model(Architecture()).network(1)
-    linear = [module for module in network if isinstance(module, nn.Linear)]
-    assert [module.out_features for module in linear] == [*PAPER_WIDTHS, SIZES.num_experts]
-    assert len(linear) == 7
-    kinds = [type(module) for module in network]
-    assert kinds == [nn.Linear, nn.BatchNorm1d, nn.ReLU, nn.Dropout] * 6 + [nn.Linear]
-    assert {module.p for module in network if isinstance(module, nn.Dropout)} == {0.1}
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -1,13 +1,11 @@
-"""The trained predictor step by step, inline and on a side stream."""
+"""The trained predictor step by step; test_side_stream.py has it on a stream of the device."""
 
 import pytest
 import torch
 
 from tests.predict.made_up import SIZES, made_up
-from tests.predict.streams import RecordedStream
 from vllm_dymoe.predict.expert_mlp import Architecture
 from vllm_dymoe.predict.folded import fold
-from vllm_dymoe.predict.side_stream import Inline, OnStream
 from vllm_dymoe.predict.trained import TrainedPredictor
 from vllm_dymoe.residency.routing import Phase, PromptTokens, Routing
 from vllm_dymoe.training import Recipe, train
@@ -29,9 +27,6 @@ def step(predictor, tokens, phase=Phase.DECODE, spoil=False, prompt=None):
         ids = TRACE.experts[tokens, layer].int()
         x = TRACE.router_inputs[tokens, layer].bfloat16()
         predictor.observe(Routing(layer, 9, x, ids, WEIGHTS, phase, prompt))
-        if spoil and predictor.answers_later:
-            predictor.begin(layer)
-            ids.fill_(0), x.fill_(torch.nan)
         answers.append(predictor.predict(layer))
         if spoil:
             ids.fill_(0), x.fill_(torch.nan)
@@ -44,10 +39,9 @@ def expected(model, layer, token):
         return model(layer, TRACE.experts[token][None], x)[0].topk(SIZES.top_k)
 
 
-@pytest.mark.parametrize("side_stream", [Inline, lambda: OnStream(RecordedStream())])
 @pytest.mark.parametrize("name", KINDS)
-def test_it_names_what_the_network_says_for_each_layer_but_the_first(name, side_stream):
-    predictor = TrainedPredictor(fold(MODELS[name]), SIZES.top_k, side_stream())
+def test_it_names_what_the_network_says_for_each_layer_but_the_first(name):
+    predictor = TrainedPredictor(fold(MODELS[name]), SIZES.top_k)
     for token in (3, 50, 51):
         answers = step(predictor, slice(token, token + 1), spoil=True)
         assert answers[-1] == []

@@ -7,7 +7,7 @@ from tests.small_model import make_experts
 from tests.support.memory_writer import MemoryWriter
 from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize.dummy import fill_randomly, random_store
-from vllm_dymoe.residency.code import CODEBOOKS, code_of
+from vllm_dymoe.residency.code import CODEBOOKS
 from vllm_dymoe.residency.format import BlobKey, Projection, all_keys
 from vllm_dymoe.residency.matrix import MatrixFormat
 from vllm_dymoe.store import FileStore, Manifest
@@ -37,14 +37,6 @@ def test_weights_are_finite_and_centred_and_of_the_usual_size(bits, dtype, hidde
     assert 0.015 < everything.std() < 0.03
     assert everything.mean().abs() < 0.002
     assert everything.unique().numel() >= min(2**bits, 64)
-
-
-def test_an_order_of_columns_is_one():
-    matrix = MatrixFormat(64, 100, code_of(4), 32, torch.bfloat16, act_order=True)
-    section = torch.full((matrix.nbytes,), 0xEE, dtype=torch.uint8)
-    fill_randomly(matrix, section, torch.Generator().manual_seed(0))
-    order = matrix.view(section).order
-    assert order.sort().values.tolist() == list(range(100)) != order.tolist()
 
 
 def test_a_seed_is_repeated_and_another_one_differs():

@@ -1,6 +1,5 @@
 """The record of errors: its numbers, and that it does not depend on the order of the work."""
 
-import json
 import random
 
 import pytest
@@ -15,7 +14,7 @@ from vllm_dymoe.quantize.gptq import Curvature, quantize_gptq
 from vllm_dymoe.quantize.packer import ExpertPacker
 from vllm_dymoe.quantize.quantizers import dequantized
 from vllm_dymoe.residency.format import BlobKey, Projection
-from vllm_dymoe.store import ErrorRecord, Manifest
+from vllm_dymoe.store import Manifest
 from vllm_dymoe.store.writer import StoreWriter
 
 ODD = {"hidden": 72, "intermediate": 40}  # whole groups nowhere
@@ -78,10 +77,3 @@ def test_the_order_of_the_work_changes_nothing():
         records.append(tally.record())
     assert records[0] == records[1] == records[2]
     assert records[0].fallbacks == ((), (0, 1, 2, 3, 4, 5))
-
-
-def test_a_record_survives_the_manifest():
-    record = ErrorRecord({4: (0.123461, 0.5), 2: (0.0, 1.0)}, {4: (0.25, 0.125)}, ((), (3, 1)))
-    again = ErrorRecord.from_json(json.loads(json.dumps(record.to_json())))
-    assert again.weight == {4: (0.1235, 0.5), 2: (0.0, 1.0)}
-    assert (again.output, again.fallbacks) == (record.output, record.fallbacks)

@@ -48,14 +48,6 @@ def test_columns_of_a_group_stay_in_their_own_order():
     assert all((stored[groups == group].diff() > 0).all() for group in range(4))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_symmetric_codes_need_no_zeros(dtype):
-    matrix = prequantized(70, 200, 64, symmetric=True, dtype=dtype)
-    section = packed(matrix, 64, dtype, steps=False)
-    assert torch.equal(dequantize(section, dtype), matrix.dequantize())
-    assert not section.scales_zeros[:, :, 1].any()
-
-
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_ranks_share_is_cut_out_of_the_codes(ranks):
     """Rows as gate and up have them, columns as down has them, where a rank's columns begin inside a group of 64."""

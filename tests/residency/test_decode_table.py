@@ -212,17 +212,6 @@ def test_a_step_without_rows_changes_nothing():
     assert not any(values.any() for values in (decision.count, decision.work[:-1], decision.computed))
 
 
-def test_padding_changes_nothing():
-    ids, weights = random_step(3)
-    table, same = (make_table({LOW: [2, 2], HIGH: [3, 3]}) for _ in range(2))
-    padded, exact = decide(table, 0, ids, weights, real=2), decide(same, 0, ids[:2], weights[:2])
-    same_memory = padded.of(2, EXPERTS)
-    for name, values in exact.tensors.items():
-        if name not in ("work", "scratch"):
-            assert torch.equal(getattr(same_memory, name), values), name
-    assert not padded.computed[2:].any()
-
-
 def test_the_ring_holds_the_last_decisions():
     table = make_table({LOW: [0, 0], HIGH: [1, 1]}, depth=2)
     decide(table, 1, *random_step(0))

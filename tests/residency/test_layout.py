@@ -1,19 +1,9 @@
 """One blob: three matrices with what the expert has."""
 
-import pytest
 import torch
 
 from vllm_dymoe.residency.code import MXFP4, code_of
 from vllm_dymoe.residency.format import Format, stored_formats
-
-
-@pytest.mark.parametrize("flag", ["bias", "integer_zeros", "act_order"])
-def test_all_projections_are_as_the_expert_is(flag):
-    without, with_it = (Format(96, 64, code_of(4), 32, torch.float16, **{flag: there}) for there in (False, True))
-    assert [getattr(matrix, flag) for matrix in with_it.matrices] == [True] * 3
-    assert [getattr(matrix, flag) for matrix in without.matrices] == [False] * 3
-    assert [(matrix.rows, matrix.columns) for matrix in with_it.matrices] == [(64, 96), (64, 96), (96, 64)]
-    assert with_it.nbytes == sum(matrix.nbytes for matrix in with_it.matrices)
 
 
 def test_published_floats_have_no_halves():

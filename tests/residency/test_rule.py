@@ -115,18 +115,6 @@ def test_promotion_replaces_the_low_version_and_conservative_reuse_keeps_the_hig
     assert (kept(table), kept(table, LOW)) == (set(), {0})
 
 
-def test_a_promotion_that_passes_keeps_the_low_version_and_one_that_does_not_frees_its_slot():
-    table = make(1, 2)
-    for _ in range(3):
-        step(table, high(1))
-    step(table, low(0))
-    assert step(table, high(0)) == {0: PASS}
-    assert kept(table, LOW) == {0}
-    table = make(1, 1)
-    step(table, low(0))
-    assert step(table, {0: HIGH, 1: LOW}) == {0: FREE, 1: FREE}
-
-
 def naive(wanted, held, heat, used_at, shares, reuse_high, nested):
     """The rule, expert by expert, as a person reads it: places, and what is held then."""
     held, places = dict(held), {expert: [] for expert in sorted(wanted)}

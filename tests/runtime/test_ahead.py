@@ -7,7 +7,6 @@ from tests.predict.gates import random_gates
 from tests.runtime.decided import check_decided, decided_runtime, decode, decode_wide
 from tests.runtime.steps import BUDGETS, equal, forward, make_runtime, random_step
 from tests.small_model import make_experts, make_store
-from vllm_dymoe.kernels import Activation
 from vllm_dymoe.predict import Gate
 from vllm_dymoe.predict.next_gate import NextGate
 from vllm_dymoe.systems.dymoe import Dymoe
@@ -111,13 +110,6 @@ def test_another_predictor_ends_it_because_graphs_hold_the_first_one():
         assert not runtime.memory.device_side.most_ahead
         whole_step(lambda *layer: decode(runtime, *layer), 0, 2)
         assert runtime.stats().bytes_moved["prefetch"] == moved
-
-
-def test_padding_rows_fetch_nothing():
-    runtime = decided_runtime(STORE, "25%", Exact(ahead_in_graph=6), predictor=NextGate(gates(), TOP_K))
-    runtime.decode.warm_up(Activation.SILU)
-    whole_step(lambda *layer: decode(runtime, *layer, rows=0), 1, 3)
-    assert runtime.stats().bytes_moved["prefetch"] == 0
 
 
 def test_without_a_predictor_or_the_option_there_is_no_branch():

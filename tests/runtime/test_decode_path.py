@@ -10,7 +10,6 @@ from tests.runtime.decided import KINDS, check_decided, decided_runtime, decode,
 from tests.runtime.steps import BUDGETS, CPU, STEPS, equal, forward, make_runtime, random_step, run
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.config import ConfigError, Options
-from vllm_dymoe.kernels import Activation
 from vllm_dymoe.residency.rule import HIGH, LOW
 from vllm_dymoe.runtime import MoERuntime, Parts, moe
 from vllm_dymoe.runtime.decisions import device_decides
@@ -89,15 +88,6 @@ def test_rows_that_fill_up_a_batch_are_zeros_and_change_nothing(memory_store):
         assert torch.equal(
             getattr(runtime.memory.device_side.table, name), getattr(other.memory.device_side.table, name)
         )
-
-
-def test_padding_rows_change_nothing(memory_store):
-    runtime = decided_runtime(memory_store, "50%")
-    before = runtime.stats()
-    runtime.decode.warm_up(Activation.SILU)
-    assert not decode(runtime, 0, *random_step(1, 4, memory_store.experts), rows=0).any()
-    assert runtime.stats() == before
-    assert not runtime.memory.device_side.table.heat.any()
 
 
 def test_experts_of_another_rank_add_nothing(memory_store):

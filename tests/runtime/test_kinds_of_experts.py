@@ -9,7 +9,7 @@ from tests.runtime.steps import BUDGETS, STEPS, ByNumber, equal, make_runtime, r
 from tests.small_model import make_experts, make_store
 from tests.store.stores import damage, read, write
 from vllm_dymoe.kernels import Activation, Curve, expert_reference
-from vllm_dymoe.residency.format import BlobKey, ModelExperts, Projection
+from vllm_dymoe.residency.format import BlobKey, ModelExperts
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.store import FileStore, StoreError
@@ -125,8 +125,3 @@ def test_a_runtime_makes_room_for_one_with_more_layers():
     store = first.store
     assert not held.pools
     assert run(make_runtime(store), STEPS)
-
-
-def test_projections_without_a_gate():
-    assert make_experts().projections == tuple(Projection)
-    assert without_gate(make_experts()).projections == (Projection.UP, Projection.DOWN)

@@ -174,13 +174,6 @@ def test_the_best_candidates_take_the_staging_slots_and_the_others_wait_for_one(
     ahead.check()
 
 
-def test_what_is_on_its_way_is_not_fetched_twice():
-    ahead = make_ahead()
-    ahead.prefetcher.offer(0, candidates(3, 3, 3))
-    ahead.prefetcher.fill()
-    assert fetched(ahead) == [(1, 3)]
-
-
 def test_a_new_offer_replaces_what_was_not_begun_and_layers_that_are_past_are_ignored():
     ahead = make_ahead()
     ahead.prefetcher.offer(0, candidates(3, 4, 5))
@@ -312,13 +305,6 @@ def test_predictions_that_hide_less_than_they_take_become_rare_in_their_phase_al
             rare = phase is Phase.DECODE and not waits
             assert predictor.begun == (29 if rare else 40), "what is not read is not begun"
     assert prefetcher.intervals == {"prefill": 1, "decode": 1 if waits else 2}, "one second hidden for 0.6, and for 0.1"
-
-
-def test_a_guess_that_is_on_its_way_has_hidden_what_the_link_did_so_far():
-    ticket = Ticket(None, None, Reason.PREFETCH, moved_seconds=2.0)
-    assert ticket.link_seconds(now=10.0) == 2
-    ticket.state, ticket.began = State.RUNNING, 9.5
-    assert ticket.link_seconds(now=10.0) == 2.5
 
 
 @settings(max_examples=80, deadline=None)

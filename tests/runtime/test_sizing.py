@@ -17,7 +17,8 @@ from vllm_dymoe.systems.firm import Firm
 from vllm_dymoe.systems.on_demand import OnDemand
 
 EXPERTS = make_experts(layers=3, num_experts=8, bits=(4, 2))
-BOTH = frozenset((Tier.HI, Tier.LO))
+
+
 OPTIONS = Options(hi=4, lo=2, group_size=32)
 WORKSPACE = 1000
 

@@ -112,14 +112,6 @@ def choose(asked="auto", available=64 * GIB, ranks=1, device="cuda", experts=LAR
     return choose_host_place(asked, device, experts, HostRoom(available, ranks, **room))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_share_the_machines_memory(ranks):
-    assert choose(available=NEEDED * 10 // 9 * ranks + 100, ranks=ranks).pinned
-    place = choose(available=NEEDED * ranks, ranks=ranks)
-    assert not place.pinned
-    assert f"15.2 GiB on each of {ranks} ranks" in place.reason
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_memory_that_is_not_there_is_refused_with_the_numbers_that_would_fit(ranks):
     available = 9 * GIB * ranks

@@ -11,7 +11,7 @@ from vllm_dymoe.residency.rule import HIGH, LOW
 from vllm_dymoe.residency.table import Table, set_pools, set_precision
 from vllm_dymoe.systems.dymoe import Dymoe
 
-LAYERS, EXPERTS, TOP_K, TOKENS, SLOTS = 2, 12, 3, 6, 24
+LAYERS, EXPERTS, TOP_K, TOKENS = 2, 12, 3, 6
 FORMATS = {HIGH: Format(64, 32, code_of(4), 32, torch.bfloat16), LOW: Format(64, 32, code_of(2), 32, torch.bfloat16)}
 _NESTED = stored_formats((4, 2), lambda bits: FORMATS[HIGH if bits == 4 else LOW])
 NESTED = {HIGH: _NESTED[4], LOW: _NESTED[2]}

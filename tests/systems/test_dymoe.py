@@ -31,14 +31,6 @@ def prompt_of(rows, heavy):
     return PromptTokens(rows, torch.tensor(heavy, dtype=torch.bool), not bool(rows.all()))
 
 
-def test_decode_takes_the_largest_routing_weights():
-    system = Dymoe(retention=0.75, high_by="depth")
-    step = routing(7, [[9, 4, 2, 6]], [[0.1, 0.4, 0.3, 0.2]])  # r(7) = 0.5: two of four
-    assert system.precision.select(step) == {2: Tier.HI, 4: Tier.HI, 6: Tier.LO, 9: Tier.LO}
-    first = routing(0, [[9, 4, 2, 6]], [[0.1, 0.4, 0.3, 0.2]])
-    assert high(system.precision.select(first)) == {2, 4, 6, 9}
-
-
 def test_prefill_takes_the_experts_of_heavy_hitters():
     system = Dymoe(retention=0.75, high_by="depth")
     ids = [[0, 1], [0, 1], [0, 1], [2, 3], [2, 3]]
@@ -49,15 +41,6 @@ def test_prefill_takes_the_experts_of_heavy_hitters():
     assert high(system.precision.select(routing(7, ids, weights, every))) == {0, 1}, (
         "nothing known of attention: the load"
     )
-
-
-def test_a_mixed_step_is_high_where_either_phase_wants_it():
-    system = Dymoe(retention=0.75, high_by="depth")
-    ids = [[0, 1], [0, 1], [2, 3], [3, 4]]
-    weights = [[0.9, 0.1], [0.9, 0.1], [0.8, 0.2], [0.3, 0.7]]
-    # The first three rows are a prompt whose heavy hitter is row 2; the last is decoded. Each phase keeps half.
-    step = routing(7, ids, weights, prompt_of([1, 1, 1, 0], [0, 0, 1, 0]))
-    assert high(system.precision.select(step)) == {2, 3} | {4}
 
 
 @settings(max_examples=100, deadline=None)
@@ -85,13 +68,6 @@ def test_the_rule_of_mixed_steps_written_out(layer, tokens, seed, retention, of_
             wanted.update(phase.used[phase.first(schedule.critical(layer, LAYERS, len(phase.used)))].tolist())
     assert high(plan) == wanted
     assert list(plan) == sorted(set(ids.flatten().tolist()))
-
-
-def test_several_requests_that_decode_are_one_batch():
-    """Eq. 5 over the experts of all, by the sum of their weights: bytes stay at r however many requests there are."""
-    system = Dymoe(retention=0.75, high_by="depth")
-    step = routing(7, [[0, 1], [2, 1], [3, 1]], [[0.9, 0.1], [0.55, 0.45], [0.6, 0.4]])
-    assert high(system.precision.select(step)) == {0, 1}, "expert 1 has 0.95 in all"
 
 
 def test_retention_1_is_exact_and_0_is_uniform_low():
@@ -154,12 +130,6 @@ def test_a_batch_counts_on_the_scale_of_one_token():
     many = Dymoe(retention=0.5).precision.select(routing(0, ids.repeat(16, 1), weights.repeat(16, 1)))
     assert one == many
     assert high(one) == {0, 1}
-
-
-def test_shares_are_what_a_token_gets():
-    shares = Dymoe(retention=0.75, high_by="depth").precision.shares(LAYERS, 4)
-    assert shares[Tier.HI] == [1, 1, 1, 1, 0.75, 0.75, 0.75, 0.5]
-    assert shares[Tier.LO] == [0, 0, 0, 0, 0.25, 0.25, 0.25, 0.5]
 
 
 @pytest.mark.parametrize(

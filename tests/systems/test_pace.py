@@ -36,10 +36,6 @@ def test_a_second_of_the_host_has_to_hide_two_and_to_win_four(before, cost, afte
     assert pace.interval == after
 
 
-def test_guesses_that_are_right_half_of_the_time_leave_it_as_it_is():
-    assert use(Pace(), 200, needed=1) == 200
-
-
 def test_a_cache_that_leaves_few_guesses_is_judged_by_its_predictions():
     pace = Pace()
     for _ in range(33):

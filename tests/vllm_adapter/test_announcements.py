@@ -6,7 +6,6 @@ import torch
 from tests.small_model import make_experts, make_store
 from vllm_dymoe import __version__
 from vllm_dymoe.config import Options
-from vllm_dymoe.predict import Predictor
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS
 from vllm_dymoe.units import size
@@ -58,14 +57,6 @@ def test_settings_that_work_badly_are_a_warning(store, slots, options, said):
     assert all("raise expert_budget" in sentence for sentence in found if "tier" in sentence)
 
 
-def test_a_system_without_a_low_tier_may_have_bases():
-    """A store of two tiers, one inside the other, that is served high."""
-    nested = make_store(make_experts(layers=LAYERS, num_experts=EXPERTS, top_k=TOP_K, nested=True))
-    runtime = MoERuntime(nested, chosen(expert_budget="100%"), CPU)
-    assert len(runtime.plan.slots) == 2
-    assert warnings(runtime) == []
-
-
 def test_the_first_line_says_what_is_active(store):
     runtime = runtime_with(store, slots=7)
     line = describe(runtime)
@@ -97,18 +88,6 @@ def test_the_first_line_says_what_is_active(store):
 )
 def test_prefetch_is_announced(store, options, said):
     assert said in describe(runtime_with(store, slots=4, **options))
-
-
-def test_a_predictor_is_announced_with_its_file_and_what_it_takes(store):
-    class Weighty(Predictor):
-        nbytes = 2048
-
-        def predict(self, layer):
-            return []
-
-    options = chosen(predictor="a/file", expert_budget="50%", link_gbps=1.0)
-    line = describe(MoERuntime(store, options, CPU, predictor=Weighty()))
-    assert "; prefetch trained, by a/file (2.0 KiB of the budget); hi" in line
 
 
 def test_what_decides_in_decode_is_said(memory_store):

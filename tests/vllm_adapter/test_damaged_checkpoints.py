@@ -102,8 +102,8 @@ def in_the_cache(cache, checkpoint):
     return SimpleNamespace(model_config=model, load_config=SimpleNamespace(load_format="auto", download_dir=str(cache)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_was_downloaded_is_checked_too(tmp_path, kind):
+def test_what_was_downloaded_is_checked_too(tmp_path):
+    kind = "fp8-blocks"
     reader = make_reader(config_of(kind))
     tensors = experts(kind)
     (tmp_path / "model").mkdir()

@@ -1,6 +1,5 @@
 """What stands around a step that needs no host, and that nothing of it stands inside."""
 
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -90,13 +89,6 @@ def test_a_warm_up_changes_nothing(runtime):
             assert not warming_up.forward(LAYERS[0], *random_step(1, rows, runtime.experts)).any()
         assert all(torch.equal(before[name], table[name]) for name in before)
         assert runtime.stats() == stats
-
-
-def test_rows_that_fill_up_a_batch_are_left_out(runtime):
-    filled = rank_of(runtime)
-    _, outputs = run(filled, 1, 8, tokens=5)
-    assert not outputs[0][5:].any()
-    assert outputs[0][:5].any(1).all()
 
 
 def test_observers_hear_of_a_step_when_it_has_run_unless_they_need_inputs(runtime):
@@ -196,20 +188,3 @@ def test_nothing_of_ours_stands_beside_the_launches_of_a_captured_layer(runtime,
         assert captured(runtime, Launches(), monkeypatch, rows=rows) == ["empty_like"]
     shared = captured(runtime, Launches(), monkeypatch, expert_map=range(13))
     assert shared == ["_to_copy", "index", "empty_like"]
-
-
-def test_versions_follow_what_such_steps_choose(memory_store):
-    parameters = {"window_s": 0, "window_uses": 1, "margin": 0, "alpha": 1, "link_share": 1}
-    runtime = decided_runtime(memory_store, "90%", "dynaexq", system_options=parameters)
-    serving = rank_of(runtime)
-    for number in range(30):
-        run(serving, number, 6, tokens=4)
-        serving.step.end()
-        time.sleep(0.002)
-    runtime.check_integrity()
-    stats = runtime.stats()
-    assert sum(stats.choices.values()) % (4 * runtime.experts.top_k * len(LAYERS)) == 0, "padding is counted"
-    assert stats.windows > 0
-    assert stats.misses == 0
-    assert stats.moves["published"] > 0
-    run(serving, 30, DECODE_ROWS + 1)

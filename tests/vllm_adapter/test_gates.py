@@ -98,15 +98,6 @@ def test_a_gate_is_found_wherever_it_lies(tree, place, dtype):
     assert_found(tree, *place(), dtype)
 
 
-def test_the_gate_is_the_block_s_own_whatever_else_has_the_experts(tree):
-    """vLLM's models keep lists of their MoE layers."""
-    model = nn.Module()
-    model.layers = nn.ModuleList(Block(gate=linear()) for _ in range(3))
-    model.moe_layers = nn.ModuleList(block.experts for block in model.layers)
-    for block in model.layers:
-        assert_found(tree, block, block.gate)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -252,17 +243,6 @@ def test_a_gate_that_is_not_there_or_chooses_otherwise_gets_a_sentence_and_no_pr
     (sentence,) = warnings()
     reason = "that was found for model" if there else "of model.layers.0.mlp.experts cannot be used: no linear layer"
     assert f'system "exact" fetches nothing ahead, because the gate {reason}' in sentence
-
-
-def test_a_trace_does_without_a_gate_that_chooses_otherwise(warnings, tmp_path):
-    rank = Rank([good, good], system="on-demand", trace={"folder": tmp_path, "inputs": True})
-    assert rank.predictor is None
-    assert len(rank.foresight.gates) == 2
-    rank.see(1, torch.randn(50, HIDDEN), 0)
-    assert not rank.turned_off, "there is no predictor to be turned off"
-    assert rank.foresight.gates == []
-    (sentence,) = warnings()
-    assert sentence.startswith("vllm-dymoe: the trace will not have what the next layer's gate says, because the gate")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm_dymoe import summary
 from vllm_dymoe.runtime.stats import RuntimeStats
 from vllm_dymoe.vllm_adapter import patches
-from vllm_dymoe.vllm_adapter.metrics import METRICS, Statistics, statistics_of
+from vllm_dymoe.vllm_adapter.metrics import METRICS, Statistics
 
 NONE = {"demand": 0, "prefetch": 0, "migration": 0}
 SOME = {
@@ -118,27 +118,11 @@ async def original(self):
     pass
 
 
-def test_an_engine_keeps_its_statistics():
-    engine = Engine()
-    assert statistics_of(engine) is statistics_of(engine) is not None
-
-
 @pytest.mark.parametrize("options", [{"quantization": "awq"}, {"logs": False}, {"client": 1}])
 def test_no_worker_is_asked_where_nothing_is_to_say(options):
     engine = Engine(**options)
     asyncio.run(patches._do_log_stats(original, engine))
     assert engine.asked == 0
-
-
-def test_vllm_logs_first(monkeypatch):
-    order = []
-    monkeypatch.setattr(Statistics, "publish", lambda statistics, answers: order.append(answers[0]["hits"]))
-
-    async def logs(self):
-        order.append("vllm")
-
-    asyncio.run(patches._do_log_stats(logs, Engine()))
-    assert order == ["vllm", 1]
 
 
 def test_counts_that_cannot_be_had_stop_nothing(warnings):

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 
@@ -34,15 +33,6 @@ def first_runner(names, position):
     )
 
 
-def second_runner(names, counts, position):
-    """The second one: a batch for each step, which it may have cut."""
-    starts = np.array([0, *np.cumsum(counts), 99, 99])
-    batch = SimpleNamespace(
-        req_ids=names, num_reqs=len(names), query_start_loc_np=starts, positions=torch.tensor(position)
-    )
-    return SimpleNamespace(execute_model_state=SimpleNamespace(input_batch=batch))
-
-
 @pytest.fixture
 def recorder():
     return Mock(recording=True)
@@ -66,14 +56,6 @@ def test_the_order_of_rows_is_the_runners_and_not_the_schedulers(recorder):
     recorder.name.assert_called_once_with(1, "code")
 
 
-def test_the_second_runner_says_itself_how_many_rows_a_request_has(recorder):
-    observer = TraceObserver(recorder)
-    step = scheduled(4, 1, new=[new("a", 4), new("b", 1)])
-    observer.begin_step(step)
-    observer.end_step(second_runner(["b", "a"], [1, 3], [0, 0, 1, 2]), step, 7, failed=False)
-    assert spans_of(recorder) == [Span(1, 1, 1), Span(0, 3, 4)]
-
-
 def test_numbers_last_as_long_as_a_request_and_are_never_given_again(recorder):
     observer = TraceObserver(recorder)
     observer.begin_step(scheduled(2, 2, new=[new("a", 2), new("b", 2)]))
@@ -85,18 +67,6 @@ def test_numbers_last_as_long_as_a_request_and_are_never_given_again(recorder):
     assert spans_of(recorder) == [Span(2, 5, 5), Span(1, 1, 2)]
     observer.begin_step(scheduled(finished=["a", "b", "unknown"]))
     assert observer._requests == {}
-
-
-def test_a_step_that_failed_is_not_recorded(recorder):
-    observer = TraceObserver(recorder)
-    step = scheduled(2, new=[new("a", 2)])
-    observer.begin_step(step)
-    observer.end_step(first_runner(["a"], [0, 1]), step, 7, failed=True)
-    recorder.recording = False
-    observer.end_step(None, step, 7, failed=False)  # nothing is looked at when recording has ended
-    recorder.end.assert_not_called()
-    observer.forget(4)
-    recorder.forget.assert_called_once_with(4)
 
 
 def test_heavy_hitters_are_only_tokens_of_prompts(recorder):

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from vllm import envs
-from vllm.config import LoRAConfig
 from vllm.v1.worker.gpu_worker import Worker
 
 from tests.vllm_adapter.test_prepare import MODEL, configure, refusal
@@ -94,11 +93,6 @@ def test_only_the_executor_that_calls_workers_is_accepted_of_ray(second, monkeyp
 )
 def test_lora_that_reaches_the_experts_is_refused(targets):
     assert "LoRA on the experts is not supported" in refusal(enable_lora=True, lora_target_modules=targets)
-
-
-def test_lora_on_attention_is_accepted():
-    config = configure(enable_lora=True, lora_target_modules=ATTENTION)
-    assert isinstance(config.lora_config, LoRAConfig)
 
 
 def patched(name, original):

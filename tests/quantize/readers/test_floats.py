@@ -12,10 +12,9 @@ from safetensors.torch import load_file
 
 from tests.quantize.readers.float_packing import CONFIGS, FP8_WEIGHTS, compressed, parts, random_floats
 from vllm_dymoe.kernels import dequantize, unpack
-from vllm_dymoe.quantize.held import Held, blocks
 from vllm_dymoe.quantize.readers import make_reader
 from vllm_dymoe.quantize.tensors import CheckpointError
-from vllm_dymoe.residency.code import FP8, MXFP4, NVFP4
+from vllm_dymoe.residency.code import FP8
 from vllm_dymoe.residency.matrix import MatrixFormat
 
 FOLDER = Path(__file__).parent / "golden"
@@ -201,15 +200,3 @@ def test_quark_and_auto_round_have_other_words_for_the_same(kind, config):
     matrix, reader = random_floats(kind, 64, 128), make_reader(config)
     given = dict(zip(reader.parts, parts(kind, matrix).values(), strict=True))
     assert torch.equal(reader.read(given, 64, 128).dequantize(), matrix.dequantize())
-
-
-def test_sixteen_codes_are_all_read():
-    """The golden tensors have what quantizers choose; this has everything that a file can hold."""
-    codes = torch.arange(256, dtype=torch.uint8).view(2, 128)
-    for book in (MXFP4, NVFP4):
-        four = codes & 15
-        scales = torch.full((2, 128 // book.group_size), 0.5).to(book.scale_dtype)
-        factor = (1.0, 3.0) if book.has_factor else (1.0, 1.0)
-        matrix = Held(book, four, scales, torch.arange(2), blocks(128, book.group_size), factor)
-        assert torch.equal(dequantize(packed(matrix)), matrix.dequantize())
-        assert matrix.dequantize().unique().numel() == 15

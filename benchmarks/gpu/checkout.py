@@ -12,25 +12,6 @@ def missing(*modules: str) -> list[str]:
     return sorted(name for name in modules if importlib.util.find_spec(name) is None)
 
 
-def need(*modules: str, command: str = "bench-gpu") -> None:
-    """Go on only where these are installed.
-
-    Args:
-        modules: names.
-        command: of the Makefile.
-
-    Raises:
-        SystemExit: one is not; the sentence says which, and what to do.
-    """
-    absent = missing(*modules)
-    if absent:
-        name = Path(sys.argv[0]).stem
-        raise SystemExit(
-            f"{name}: {sys.executable} has no {' and no '.join(absent)}; name a Python that has, as in "
-            f"make {command} PYTHON=python3.12."
-        )
-
-
 def find_package() -> None:
     """Put the checkout's packages in reach; a package that is installed already stays the one that is used."""
     if importlib.util.find_spec("vllm_dymoe") is not None:

@@ -17,12 +17,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from checkout import find_package, missing, need
+from checkout import find_package, missing
 from processes import run_part
 from record import Found, PartEndedError, Recorder
-
-need("torch", "triton", command="gpu")
-find_package()
 
 HERE = Path(__file__).parent
 README = HERE / "README.md"
@@ -72,13 +69,11 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.part is not None:
         return _child(arguments.part, arguments.result, arguments.deadline)
-    absent = missing(*{name for part in arguments.parts for name in PARTS[part].needs})
+    absent = missing("torch", "triton", *{name for part in arguments.parts for name in PARTS[part].needs})
     if absent:
-        without = [part for part in arguments.parts if not PARTS[part].needs]
         print(
-            f"gpu: {sys.executable} has no {' and no '.join(absent)}, which the runtime needs: "
-            f"{sys.executable} -m pip install {' '.join(absent)}; without them only "
-            f"benchmarks/gpu/gpu.py --parts {' '.join(without) or 'kernels'} can run.",
+            f"gpu: {sys.executable} has no {' and no '.join(absent)}: {sys.executable} -m pip install "
+            f"{' '.join(absent)}, or name a Python that has, as in make gpu PYTHON=python3.12.",
             file=sys.stderr,
         )
         return 1
@@ -87,6 +82,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _child(name: str, result: Path, deadline: float) -> int:
     """One part, in this process."""
+    find_package()
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(deadline - time.time() - 1, 0.1))  # before this process is ended
     record = Recorder(result)

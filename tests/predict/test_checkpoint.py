@@ -19,7 +19,7 @@ from vllm_dymoe.training import Recipe, train
 FOLDED = fold(train(made_up(inputs=True), Architecture((8,), 2, True, True), Recipe(epochs=1)).model)
 CARD = PredictorCard(SIZES, {"name": "small"}, {"path": "t"}, {"trained": {"all_k": 0.5}}, 3)
 
-SAVED = FOLDED.tensors()
+SAVED = FOLDED.tensors
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ def file(tmp_path):
 def test_card_and_network_come_back(file):
     card, network = load_predictor(file)
     assert card == read_card(file) == CARD
-    for name, tensor in FOLDED.tensors().items():
-        assert torch.equal(network.tensors()[name], tensor.half())
+    for name, tensor in FOLDED.tensors.items():
+        assert torch.equal(network.tensors[name], tensor.half())
     assert [path.name for path in file.parent.iterdir()] == [file.name], "something half-written was left"
 
 

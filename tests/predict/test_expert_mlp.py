@@ -56,7 +56,7 @@ def test_a_shared_network_is_told_the_layer_and_sees_inputs_if_it_shall():
 def test_folding_changes_nothing(name):
     architecture = small(ARCHITECTURES[name])
     model = make_model(architecture)
-    folded = FoldedMLP.of(fold(model).tensors())
+    folded = FoldedMLP(fold(model).tensors)
     rows = None
     for layer in range(1, SIZES.num_layers):
         experts, x = TRACE.experts[:50], TRACE.router_inputs[:50, layer - 1]

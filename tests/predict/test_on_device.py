@@ -17,8 +17,8 @@ CPU = torch.device("cpu")
 def random_network(history):
     generator = torch.Generator().manual_seed(history)
     sizes = (3, history * EXPERTS, 12), (3, HIDDEN, 12), (3, 12, EXPERTS), (3, EXPERTS), (LAYERS, EXPERTS)
-    tables, seen, matrix, bias, popularity = (torch.randn(size, generator=generator) for size in sizes)
-    return FoldedMLP(tables, seen, [matrix], [bias], popularity)
+    names = "tables", "gates", "matrix.0", "bias.0", "popularity"
+    return FoldedMLP({name: torch.randn(size, generator=generator) for name, size in zip(names, sizes, strict=True)})
 
 
 def predictors():

@@ -62,8 +62,8 @@ def test_heop_begins_with_the_models_experts_per_token_and_the_papers_numbers():
     gates, _ = random_gates(LAYERS, EXPERTS, HIDDEN)
     tuner = Firm().foresight.make(RoutedModel(LAYERS, EXPERTS, TOP_K, gates))._tuner
     assert tuner.setting(0) == (2, 3)
-    assert (tuner._alpha, tuner._beta, tuner._update_every, tuner._patience, tuner._rounds) == (0.5, 0.5, 10, 2, 20)
-    assert tuner._largest == (4, 6)
+    assert (tuner.alpha, tuner.beta, tuner.update_every, tuner.patience, tuner.rounds) == (0.5, 0.5, 10, 2, 20)
+    assert tuner.largest == (4, 6)
 
 
 @pytest.mark.parametrize(

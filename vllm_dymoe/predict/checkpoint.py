@@ -62,7 +62,7 @@ def save_predictor(path: Path, card: PredictorCard, network: FoldedMLP) -> None:
     half = network.to(torch.device("cpu"), torch.float16)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(half.tensors(), incomplete, {"kind": _KIND, "card": json.dumps(asdict(card))})
+        save_file(half.tensors, incomplete, {"kind": _KIND, "card": json.dumps(asdict(card))})
         with incomplete.open("rb") as file:
             os.fsync(file.fileno())
         incomplete.replace(path)
@@ -82,7 +82,7 @@ def load_predictor(path: Path) -> tuple[PredictorCard, FoldedMLP]:
     card, tensors = _read(path, with_tensors=True)
     sizes = card.header
     try:
-        network = FoldedMLP.of(tensors)
+        network = FoldedMLP(tensors)
         width = network.tables.shape[2]
         one_or_all = (1, sizes.num_layers - 1)
         found = [network.num_layers, network.num_experts, len(network.tables) in one_or_all, network.tables.shape[1]]

@@ -62,14 +62,8 @@ def chosen(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 
 class States(nn.Module):
-    """Makes s_l (Eq. 5) of what earlier layers chose.
-
-    Args:
-        sizes: layers, experts and width of the model.
-        architecture: of the network that reads the states.
-        popularity: float32 [layers, experts], Eq. 2.
-        affinity: float32 [layers - 1, experts, experts], Eq. 3.
-    """
+    """Makes s_l (Eq. 5) of what earlier layers chose, with popularity float32 [layers, experts] (Eq. 2) and affinity
+    float32 [layers - 1, experts, experts] (Eq. 3)."""
 
     popularity: torch.Tensor
     affinity: torch.Tensor
@@ -128,11 +122,7 @@ class States(nn.Module):
 
 
 class ExpertMLP(nn.Module):
-    """The network or networks of one model.
-
-    Args:
-        states: what they see.
-    """
+    """The network or networks of one model."""
 
     def __init__(self, states: States) -> None:
         super().__init__()

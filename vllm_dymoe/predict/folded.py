@@ -12,7 +12,7 @@ so that the first layer costs k rows for each layer of history, however wide the
 layers has one W_h: there the second term is a table of its own, of E rows for each l.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -21,58 +21,33 @@ from vllm_dymoe.predict.expert_mlp import ExpertMLP
 
 
 class FoldedMLP:
-    """A network for every layer but the first.
+    """A network for every layer but the first, of tensors by name; KeyError if one is missing."""
 
-    Args:
-        tables: [layers - 1 or 1, history * experts, width]; the layer that was chosen last comes first.
-        gates: [layers - 1 or 1, hidden, width], what the router's input is multiplied with; None if it is not seen.
-        matrices: for each later linear layer, [layers - 1 or 1, width, next width].
-        biases: of these, [layers - 1 or 1, next width].
-        popularity: [layers, experts], Eq. 2, for steps in which the network is not asked.
-        recent: [layers - 1, experts, width], added for the layer that was chosen last; None where it is in ``tables``.
-    """
-
-    def __init__(
-        self,
-        tables: torch.Tensor,
-        gates: torch.Tensor | None,
-        matrices: Sequence[torch.Tensor],
-        biases: Sequence[torch.Tensor],
-        popularity: torch.Tensor,
-        recent: torch.Tensor | None = None,
-    ) -> None:
-        self.recent = recent
-        self.tables, self.gates, self.matrices, self.biases = tables, gates, tuple(matrices), tuple(biases)
-        self.popularity = popularity
-        self.num_layers, self.num_experts = popularity.shape
-        self.history = tables.shape[1] // self.num_experts
-        self._tables = tables.unbind()  # a view made once, not in every layer of every step
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor]) -> "FoldedMLP":
-        """The opposite of ``tensors``; KeyError if one is missing."""
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = dict(tensors)
+        self.tables = tensors["tables"]
+        """[layers - 1 or 1, history * experts, width]; the layer that was chosen last comes first."""
+        self.recent = tensors.get("recent")
+        """[layers - 1, experts, width], added for the layer that was chosen last; None where it is in ``tables``."""
+        self.gates = tensors.get("gates")
+        """[layers - 1 or 1, hidden, width], what the router's input is multiplied with; None if it is not seen."""
         later = range(sum(name.startswith("matrix.") for name in tensors))
-        matrices = [tensors[f"matrix.{number}"] for number in later]
-        biases = [tensors[f"bias.{number}"] for number in later]
-        recent = tensors.get("recent")
-        return cls(tensors["tables"], tensors.get("gates"), matrices, biases, tensors["popularity"], recent)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        found = {"tables": self.tables, "popularity": self.popularity}
-        if self.gates is not None:
-            found["gates"] = self.gates
-        if self.recent is not None:
-            found["recent"] = self.recent
-        for number, (matrix, bias) in enumerate(zip(self.matrices, self.biases, strict=True)):
-            found |= {f"matrix.{number}": matrix, f"bias.{number}": bias}
-        return found
+        self.matrices = [tensors[f"matrix.{number}"] for number in later]
+        """For each later linear layer, [layers - 1 or 1, width, next width]."""
+        self.biases = [tensors[f"bias.{number}"] for number in later]
+        """Of these, [layers - 1 or 1, next width]."""
+        self.popularity = tensors["popularity"]
+        """[layers, experts], Eq. 2, for steps in which the network is not asked."""
+        self.num_layers, self.num_experts = self.popularity.shape
+        self.history = self.tables.shape[1] // self.num_experts
+        self._tables = self.tables.unbind()  # a view made once, not in every layer of every step
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors().values())
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "FoldedMLP":
-        return self.of({name: tensor.to(device, dtype).contiguous() for name, tensor in self.tensors().items()})
+        return FoldedMLP({name: tensor.to(device, dtype).contiguous() for name, tensor in self.tensors.items()})
 
     def remember(self, experts: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
         """The history with one more layer, whose choices are ``experts`` int [tokens, top_k]; ``before`` is that of the
@@ -124,11 +99,15 @@ def fold(model: ExpertMLP) -> FoldedMLP:
     table, recent = torch.stack(tables[:networks]), torch.stack(recents)
     if networks == len(tables):
         table[:, : states.sizes.num_experts] += recent
-    matrices = [torch.stack([layers[i][0].T for layers in later[:networks]]) for i in range(len(later[0]))]
-    biases = [torch.stack([layers[i][1] for layers in later[:networks]]) for i in range(len(later[0]))]
-    seen = torch.stack(gates[:networks]) if states.architecture.router_input else None
-    separate = None if networks == len(tables) else recent
-    return FoldedMLP(table, seen, matrices, biases, states.popularity, separate)
+    found = {"tables": table, "popularity": states.popularity}
+    if states.architecture.router_input:
+        found["gates"] = torch.stack(gates[:networks])
+    if networks < len(tables):
+        found["recent"] = recent
+    for number in range(len(later[0])):
+        found[f"matrix.{number}"] = torch.stack([layers[number][0].T for layers in later[:networks]])
+        found[f"bias.{number}"] = torch.stack([layers[number][1] for layers in later[:networks]])
+    return FoldedMLP(found)
 
 
 def _sum_of_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -25,10 +25,8 @@ class Gate:
     """This rank's number of each expert, negative for another rank's; None where the rank has all of them."""
 
     def scores(self, x: torch.Tensor) -> torch.Tensor:
-        """What the router would choose by: [tokens, hidden] -> float32 [tokens, experts].
-
-        Experts of groups that are not chosen from have minus infinity.
-        """
+        """What the router would choose by: [tokens, hidden] -> float32 [tokens, experts]; minus infinity in groups that
+        are not chosen from."""
         logits = self.logits(x).float()
         scores = logits.sigmoid() if self.scoring == "sigmoid" else logits.softmax(-1)
         if self.correction is not None:
@@ -59,13 +57,9 @@ class Gate:
         return expert if self.local is None else self.local[expert]
 
     def agreement(self, x: torch.Tensor, ids: torch.Tensor, tolerance: float = 0.0) -> float:
-        """The share of a router's choices that this gate would have made too, 0 to 1.
-
-        Args:
-            x: [tokens, hidden], the router's input.
-            ids: [tokens, top_k] int, this rank's experts; negative for another rank's, which are not compared.
-            tolerance: the share of a token's largest score by which a choice may miss.
-        """
+        """The share of a router's choices that this gate would have made too, 0 to 1, or missed by a share of a token's
+        largest score. ``x`` [tokens, hidden] is the router's input, ``ids`` [tokens, top_k] int are this rank's
+        experts; negative for another rank's, which are not compared."""
         scores, ids = self.scores(x), ids.long()
         if self.local is not None:
             experts = torch.full((len(self.local) + 1,), -1, device=ids.device)

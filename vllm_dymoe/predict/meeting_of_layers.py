@@ -52,7 +52,7 @@ class MeetingOfLayers(Predictor):
         self._tuner = tuner
         self._held = held
         self._there: Set[int] = frozenset()
-        self._inputs: deque[torch.Tensor] = deque(maxlen=tuner.largest_p if tuner else p)
+        self._inputs: deque[torch.Tensor] = deque(maxlen=tuner.largest.p if tuner else p)
         self._layer = -1
         self._phase = Phase.DECODE
         self._named: frozenset[int] | None = None

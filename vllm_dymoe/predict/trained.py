@@ -1,9 +1,6 @@
-"""The trained predictor at work (DuoServe-MoE 5.3): in decode a network names the next layer's experts.
-
-A prefill wants nearly all of them, so it is not asked then (5.2): the most popular ones come first. In a step of both
-it is asked about the rows that decode, and its names come before the popular ones. Its state is made of what the
-routers chose in the running step, by tensor operations alone: the host waits for nothing but the names that come out.
-"""
+"""The trained predictor at work (DuoServe-MoE 5.3): in decode a network names the next layer's experts, from what
+routers chose in the running step. A prefill wants nearly all of them, so the most popular ones are named (5.2); in a
+step of both the network is asked about the rows that decode, and its names come first."""
 
 from collections.abc import Sequence
 

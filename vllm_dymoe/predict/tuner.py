@@ -19,7 +19,6 @@ search a group measures twice as long and asks for twice the drift, or every tex
 
 import math
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -70,68 +69,40 @@ class _Group:
     step_layers: int = 0
 
 
+@dataclass(eq=False)
 class Heop:
-    """Chooses K and P for each group of layers.
+    """Chooses K and P for each group of layers."""
 
-    Args:
-        num_layers: MoE layers.
-        start: the K and P to begin with.
-        largest: the largest K and P to try.
-        alpha: cost of naming an expert that is not wanted.
-        beta: cost of not naming one that is.
-        update_every: decode steps between two moves (N_update).
-        patience: moves without a new best before the search turns (Pat).
-        rounds: moves before the best is kept.
-        shift: how much drift, in deviations of a step's cost, starts the search again for the first time.
-        seed: of the first direction.
-    """
+    num_layers: int  # MoE layers
+    start: Setting  # to begin with
+    largest: Setting  # to try
+    alpha: float = 0.5  # cost of naming an expert that is not wanted
+    beta: float = 0.5  # cost of not naming one that is
+    update_every: int = 10  # decode steps between two moves (N_update)
+    patience: int = 2  # moves without a new best before the search turns (Pat)
+    rounds: int = 20  # moves before the best is kept
+    shift: float = 25.0
+    """How much drift, in deviations of a step's cost, starts the search again for the first time."""
+    seed: int = 0  # of the first direction
 
-    def __init__(
-        self,
-        num_layers: int,
-        start: Setting,
-        largest: Setting,
-        alpha: float = 0.5,
-        beta: float = 0.5,
-        update_every: int = 10,
-        patience: int = 2,
-        rounds: int = 20,
-        shift: float = 25.0,
-        seed: int = 0,
-    ) -> None:
-        self._largest = largest
-        self._alpha, self._beta = alpha, beta
-        self._update_every, self._patience, self._rounds, self._shift = update_every, patience, rounds, shift
-        chance = random.Random(seed)
-        self._groups = [_Group(start, chance.randrange(2), chance.choice((-1, 1))) for _ in range(3)]
+    def __post_init__(self) -> None:
+        chance = random.Random(self.seed)
+        self._groups = [_Group(self.start, chance.randrange(2), chance.choice((-1, 1))) for _ in range(3)]
         # As in the paper's Figure 6: of 16 layers the first five are shallow, and the last four deep.
-        shallow, deep = math.ceil(num_layers * 0.3), num_layers // 4
-        self._group_of = [0 if i < shallow else 2 if i >= num_layers - deep else 1 for i in range(num_layers)]
-
-    @property
-    def largest_p(self) -> int:
-        return self._largest.p
-
-    @property
-    def settings(self) -> Sequence[Setting]:
-        return [group.setting for group in self._groups]
+        shallow, deep = math.ceil(self.num_layers * 0.3), self.num_layers - self.num_layers // 4
+        self._group_of = [0 if i < shallow else 2 if i >= deep else 1 for i in range(self.num_layers)]
 
     @property
     def settled(self) -> bool:
         """Whether every group that has had work keeps its best."""
         return all(group.fixed for group in self._groups if group.costs or group.recent.count)
 
-    @property
-    def restarts(self) -> int:
-        """How often a group began again because the workload had shifted."""
-        return sum(group.restarts for group in self._groups)
-
     def setting(self, layer: int) -> Setting:
         return self._groups[self._group_of[layer]].setting
 
     def record(self, layer: int, *, unused: int, missed: int, hits: int) -> None:
         group = self._groups[self._group_of[layer]]
-        group.step_cost += self._alpha * unused + self._beta * (missed - hits)
+        group.step_cost += self.alpha * unused + self.beta * (missed - hits)
         group.step_layers += 1
 
     def end_step(self) -> None:
@@ -146,7 +117,7 @@ class Heop:
                 self._watch(group, cost)
                 continue
             group.recent.add(cost)
-            if group.recent.count == self._update_every:
+            if group.recent.count == self.update_every:
                 self._update(group)
 
     def restart(self) -> None:
@@ -161,11 +132,11 @@ class Heop:
         improved, group.recent = average.mean < best_before, _Average()
         group.stale = 0 if improved else group.stale + 1
         group.rounds += 1
-        if group.rounds >= self._rounds:
+        if group.rounds >= self.rounds:
             group.setting = self._best(group)
             group.fixed = True
             return
-        if group.stale >= self._patience:
+        if group.stale >= self.patience:
             self._turn(group)
         for _ in range(4):  # a bound is a reason to turn, too
             if self._move(group):
@@ -185,7 +156,7 @@ class Heop:
         """Take one step; False at a bound."""
         moved = list(group.setting)
         moved[group.dimension] += group.direction
-        inside = 1 <= moved[group.dimension] <= self._largest[group.dimension]
+        inside = 1 <= moved[group.dimension] <= self.largest[group.dimension]
         if inside:
             group.setting = Setting(*moved)
         return inside
@@ -196,15 +167,15 @@ class Heop:
 
     def _watch(self, group: _Group, cost: float) -> None:
         reference = group.recent
-        if reference.count < 5 * self._update_every << group.restarts:
+        if reference.count < 5 * self.update_every << group.restarts:
             reference.add(cost)
             return
         # Costs are multiples of alpha and beta: a deviation far below them would make a shift of every change.
-        deviation = max(reference.deviation, 0.1 * max(self._alpha, self._beta))
+        deviation = max(reference.deviation, 0.1 * max(self.alpha, self.beta))
         drift = max(-5.0, min(5.0, (cost - reference.mean) / deviation))
         group.above = max(0.0, group.above + drift - 0.5)
         group.below = max(0.0, group.below - drift - 0.5)
-        if max(group.above, group.below) > self._shift * 2**group.restarts:
+        if max(group.above, group.below) > self.shift * 2**group.restarts:
             _begin_again(group)
             group.restarts += 1
 

@@ -1,8 +1,5 @@
-"""Writing a checkpoint that ``vllm serve`` opens in seconds: dense tensors as they were, experts packed.
-
-Everything goes into the temporary folder of the store's writer, which is renamed when it is complete; a folder that was
-about to be replaced when a run was killed gets its name back.
-"""
+"""Writing a checkpoint that ``vllm serve`` opens in seconds: dense tensors as they were, experts packed. Everything
+goes into the temporary folder of the store's writer, which is renamed when it is complete."""
 
 import json
 from collections.abc import Callable

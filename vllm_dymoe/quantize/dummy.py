@@ -1,8 +1,5 @@
-"""Random experts for ``--load-format dummy``: bytes as they would be, made without quantizing anything.
-
-What a kernel computes with them is finite and means nothing. The bytes differ from expert to expert, so that a wrong
-one is as visible as in a real store. Codes of padding rows are random, too; their scales and zeros are zero.
-"""
+"""Random experts for ``--load-format dummy``: bytes as they would be, made without quantizing anything. What a kernel
+computes with them is finite and means nothing; they differ from expert to expert, so that a wrong one is visible."""
 
 from collections.abc import Callable
 

@@ -1,11 +1,10 @@
 """Points of a lattice for a whole matrix, with feedback of errors, for one reading or for two.
 
-The inputs of a matrix are rotated, so that its weights look Gaussian, and eight rows of a column are rounded together
-to a point of E8 (``kernels/lattice.py``). What rounding a column does to the outputs is made up for by later columns,
-as in ``gptq`` (LDLQ of Tseng et al., "QuIP#", 2024). Where the low version lies inside the high one each reading has
-errors and wishes of its own: the base is nearest to a mean of the two, weighted with `LOW_SHARE`, and the fine slice
-to what the base leaves of the high one. A sweep of coordinate descent chooses every point once more, if that is for
-the better.
+Inputs are rotated, and eight rows of a column are rounded together to a point of E8 (``kernels/lattice.py``). What
+rounding a column does to the outputs is made up for by later columns, as in ``gptq`` (LDLQ of Tseng et al., "QuIP#",
+2024). With two readings the base is nearest to a mean of both wishes, weighted with `LOW_SHARE`, and the fine slice to
+what the base leaves of the high one. A sweep of coordinate descent chooses every point once more, if that is for the
+better.
 
 Points are made smaller than least squares would have them: the model's own KL is less (`SPREAD`). The low reading has a
 scale of its own, which makes it unbiased: <W, W'> = <W, W> for each row, as its inputs weigh them.

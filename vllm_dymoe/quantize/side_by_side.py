@@ -1,7 +1,5 @@
-"""Work on all cores, each piece on one.
-
-Quantizing is many small operations: spreading each of them over the cores costs more in waiting than it gains.
-"""
+"""Work on all cores, each piece on one: quantizing is many small operations, and spreading each costs more than it
+gains."""
 
 import contextlib
 import os

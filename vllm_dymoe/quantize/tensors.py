@@ -23,7 +23,7 @@ class CheckpointError(RuntimeError):
 
 
 def read_tensors(folder: Path) -> dict[str, TensorPlace]:
-    """Find every tensor of a checkpoint; CheckpointError if there is none, a file is damaged, or one is there twice."""
+    """Every tensor of a checkpoint; CheckpointError if there is none, a file is damaged, or one is there twice."""
     files = weight_files(folder)
     if not files:
         raise CheckpointError(f"{folder} has no *.safetensors files; other formats are not read.")

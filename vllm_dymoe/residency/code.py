@@ -1,10 +1,8 @@
-"""The register of codes: how stored bits become numbers, and what is stored beside them.
+"""The register of codes: how stored bits become numbers, and what is stored beside them (docs/format.md).
 
-16 bits are plain weights. 8, 4 and 2 bits are steps of a grid: weight = (step * code - center) * scale + zero. Each
-half of the bits of such a code is a slice of its own where versions are nested: the upper half alone is the low
-version. MXFP4, NVFP4 and FP8 are published floats, weight = level[code] * scale: the 16 levels of e2m1 (OCP
-Microscaling Formats 1.0, 5.3.3) or the 256 of e4m3 (arXiv:2209.05433). Codes of a lattice are points of E8, one for
-eight weights of a column whose inputs are rotated (``kernels/lattice.py``); the fine slice is a second, smaller point.
+16 bits are plain weights; 8, 4 and 2 bits are steps of a grid, weight = (step * code - center) * scale + zero, whose
+upper halves alone are the low version where versions are nested; MXFP4, NVFP4 and FP8 are published floats, weight =
+level[code] * scale; and codes of a lattice are points of E8 (``kernels/lattice.py``).
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """The table: (layer, expert) -> where. Integers only; a row names complete bytes, or nothing.
 
-It has one writer at a time. Where that is the host its columns are NumPy arrays; where it is the device they are
-tensors that a captured graph reads and writes, and the host has a copy. Budgets, shares, tiers, retention and pools are
-values in columns, so that a graph stays when they change between two steps.
+Its columns are NumPy arrays where the host writes, and where the device does tensors that a captured graph reads and
+writes, of which the host has a copy. Budgets, shares, tiers, retention and pools are values in columns, so that a graph
+stays when they change between two steps.
 
 Tiers are numbered as in ``rule``: NOWHERE, LOW and HIGH index what has size 3. An expert has one *slice*, the version
 that is held, or two where the low version lies inside the high one: the pool of LOW has bases and that of HIGH fine

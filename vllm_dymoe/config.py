@@ -85,43 +85,43 @@ class Options(BaseModel):
     hi: Literal[16, 8, 4, 2] = 4
     """Bits per weight of the high tier."""
     lo: Literal[8, 4, 2, 0] = 0
-    """Bits per weight of the low tier; 0 stores no second version, so that a low expert is skipped. With dymoe 2."""
+    """Bits per weight of the low tier; 0 skips low experts. With dymoe 2."""
     group_size: Literal[32, 64, 128] = 64
-    """Weights that share one scale and zero, along the input dimension."""
+    """Weights that share a scale and zero, along the inputs."""
     quantizer: Literal["rtn", "hqq", "gptq", "e8"] = "rtn"
-    """How experts are quantized: round to nearest, HQQ (slower, better at 2 bits); GPTQ, E8 by vllm-dymoe quantize."""
+    """Round to nearest, HQQ (slower, better at 2 bits); GPTQ, E8 by vllm-dymoe quantize."""
     dense: Literal[16, 8, 4] = 16
-    """Bits per weight of attention, shared experts and the LM head of a 16-bit checkpoint, on a CPU; 16 leaves them."""
+    """Bits of a 16-bit checkpoint's attention, shared experts and LM head on a CPU; 16 leaves them."""
     activations: Literal[16, 8] = 16
-    """Bits of the activations that a CPU multiplies experts' codes with; 8 is faster for batches and loses more."""
+    """Bits of what a CPU multiplies codes with; 8 is faster for batches and loses more."""
     expert_budget: ExpertBudget = AUTO
-    """Device memory for experts, on each rank: "auto", bytes ("4GiB"), a share of all ("25%"), "top-k" or "layer"."""
+    """Device memory for experts, on each rank: [the budget](#the-budget)."""
     host_store: Literal["auto", "file", "pinned"] = "auto"
-    """Where the packed experts live: safetensors shards on disk, page-locked host memory, or what there is room for."""
+    """Where packed experts live: on disk, in page-locked memory, or what there is room for."""
     host_memory: ExpertBudget = AUTO
-    """Host memory for experts, on each rank: "auto" for what there is room for, bytes ("16GiB"), or a share of all."""
+    """Host memory for experts, on each rank: "auto", bytes ("16GiB"), or a share of all."""
     checksums: Literal["first", "always"] = "first"
-    """When the bytes of an expert are checked: as they are first read from the disk, or each time."""
+    """When an expert's bytes are checked: as they are first read from the disk, or each time."""
     misses: Literal["fetch", "compute"] = "fetch"
-    """Experts without a slot are fetched, or computed where they lie in a CPU's memory; free slots are filled first."""
+    """Experts without a slot are fetched, or, free slots filled, computed where they lie in a CPU's memory."""
     decisions: Literal["auto", "host", "device"] = "auto"
-    """What decides in decode which experts are kept and fetched: the device, inside of a CUDA graph, or the host."""
+    """What decides in decode which experts are kept and fetched: [CUDA graphs](#cuda-graphs)."""
     store_dir: Path | None = None
-    """Folder of the shards of checkpoints that are quantized while they load (default: ~/.cache/vllm-dymoe)."""
+    """For what is quantized while it loads (default: ~/.cache/vllm-dymoe)."""
     system: str = "exact"
-    """How experts are served: the precision that each gets, which are kept, and which are fetched ahead."""
+    """How experts are served: [systems](#systems)."""
     system_options: dict[str, Any] = {}
     """Parameters of the system, by name."""
     predictor: Path | None = None
-    """File of a predictor that `vllm-dymoe train` has trained on this model, in place of the system's own."""
+    """File of a predictor that `vllm-dymoe train` has trained, in place of the system's own."""
     transfer_timeout_s: float = Field(default=60, ge=0)
-    """Seconds that one expert's transfer may take before the requests that wait for it fail; 0 waits for ever."""
+    """Seconds of one expert's transfer, after which requests that wait for it fail; 0 for ever."""
     disk_gbps: float | None = Field(default=None, gt=0)
-    """Rate in 1e9 bytes per second of an emulated disk, slower than the real one; none by default."""
+    """1e9 bytes per second of an emulated disk, slower than the real one."""
     link_gbps: float | None = Field(default=None, gt=0)
-    """Rate in 1e9 bytes per second of an emulated link between host store and device, on a CPU; none by default."""
+    """1e9 bytes per second of an emulated link to the device, on a CPU."""
     trace: TraceOptions | None = None
-    """Records every token's experts: a folder, or an object of `folder`, `limit` and `inputs`."""
+    """[Records](traces.md) every token's experts: a folder, or an object of `folder`, `limit` and `inputs`."""
 
     @field_validator("expert_budget", mode="before")
     @classmethod

@@ -93,26 +93,26 @@ class Migrating(BaseModel):
     model_config = _FROZEN
 
     hotness: Literal["squared_gates", "uses"] = "squared_gates"
-    """What makes an expert hot: the squares of its shares of tokens' routing weights, which the error of a low version
-    follows, or its uses, as the paper has it."""
+    """What makes an expert hot: its squared routing weights, which the error of a low version follows, or uses (the
+    paper)."""
     alpha: float = Field(default=0.5, gt=0, le=1)
-    """Weight of the last window in an expert's hotness."""
+    """Weight of the last window in hotness."""
     window_s: NonNegativeFloat = 2
     """Seconds of a window, after which high experts are chosen anew."""
     window_uses: PositiveFloat = 16
-    """Uses that experts have in a window on average; one with fewer goes on."""
+    """Least uses of an expert in a window, on average."""
     margin: NonNegativeFloat = 0.1
-    """How much hotter an expert must be to take another one's place, in even shares of a layer's traffic."""
+    """How much hotter an expert must be to take a place, in even shares of a layer's traffic."""
     in_flight: PositiveInt = 2
-    """Experts that are moved at the same time; more, within link_share, where versions are nested and need no slots."""
+    """Experts that are moved at the same time; more, within link_share, where versions are nested."""
     link_share: float = Field(default=0.25, gt=0, le=1)
     """Share of the time that the link may work for moves."""
     layer_worth: tuple[PositiveFloat, ...] = ()
-    """What high versions are worth in each layer beside the others; measured while serving if empty."""
+    """What high versions are worth in each layer; measured while serving if empty."""
     popularity: Path | None = None
-    """A trace: at start its most popular experts are high, and layers have places by what these bring."""
+    """A trace, whose most popular experts are high at start."""
     stream_cold: bool = False
-    """Whether a budget that cannot hold every low version is served all the same, by fetching while requests wait."""
+    """Whether a budget that cannot hold every low version is served, by fetching while requests wait."""
 
     @property
     def by_gates(self) -> bool:

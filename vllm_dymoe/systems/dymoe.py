@@ -115,19 +115,18 @@ class Dymoe(Exact):
     )
 
     retention: float = Field(default=0.75, ge=0, le=1)
-    """r: the average share of a layer's active experts that stay high; at 0 all are low, at 1 all are high."""
+    """r: the average share of a layer's active experts that stay high."""
     high_by: Literal["threshold", "depth", "equal"] = "threshold"
-    """What makes an expert high: its share of the routing weights is above one threshold for all layers, which moves
-    until retention is met; or it is among the largest of its layer, fewer the deeper it lies (Eq. 4), or equally many
-    everywhere."""
+    """What makes an expert high: a routing weight above one threshold for all layers; or it is among the largest of its
+    layer, fewer the deeper it lies (Eq. 4), or equally many everywhere."""
     heavy_share: float = Field(default=1, gt=0, le=1)
-    """Share of a prompt's tokens that count, those that attention dwells on (the paper's heavy hitters); 1 is all."""
+    """Share of a prompt's tokens that count, those that attention dwells on (heavy hitters)."""
     rounding: Literal["up", "nearest"] = "up"
-    """Of the number of high experts where no threshold decides: up as Eq. 5 has it, or to the nearest."""
+    """Of the number of high experts where no threshold decides (Eq. 5: up)."""
     skipped_weights: Literal["keep", "renormalize"] = "keep"
-    """Routing weights of experts that are skipped: lost, or handed to the token's other experts."""
+    """Weights of skipped experts: lost, or handed to the token's others."""
     reuse_high: bool = True
-    """Whether an expert that is wanted low is computed high where its high version is on the device."""
+    """Whether a low expert is computed high where its high version is on the device."""
 
     @cached_property
     def precision(self) -> CriticalHigh:

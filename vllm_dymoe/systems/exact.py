@@ -18,10 +18,9 @@ class Exact(System):
     summary: ClassVar[str] = "every expert at `hi`, the hottest kept"
 
     look_ahead: NonNegativeInt = 1
-    """How many layers ahead gates are asked, or a predictor is; more where experts come from a disk. 0 fetches nothing
-    before its router names it."""
+    """Layers ahead that gates, or a predictor, are asked about; more where experts come from a disk, 0 for none."""
     ahead_in_graph: int = Field(default=0, ge=0, le=24)
-    """Projections of the next layer's experts that a decode step fetches ahead where the device decides; 0 for none."""
+    """Projections of the next layer's experts that a step fetches ahead where the device decides."""
 
     @field_validator("ahead_in_graph")
     @classmethod

@@ -23,7 +23,7 @@ class Firm(System):
     summary: ClassVar[str] = "FIRM-MoE: what several layers agree on is fetched ahead, tuned while serving"
 
     projections: int = Field(default=2, ge=1, le=3)
-    """n: projections of an expert that are fetched ahead; the paper has 1 for small models and 2 for larger ones."""
+    """n: projections of an expert that are fetched ahead; the paper has 1 for small models."""
 
     @cached_property
     def foresight(self) -> Foresight:

@@ -14,7 +14,7 @@ class OnDemand(System):
     summary: ClassVar[str] = "Accelerate: an expert comes when it is needed, and nothing stays"
 
     overlap: bool = True
-    """Whether experts arrive while others are computed. Accelerate, as the papers measure it, does not."""
+    """Whether experts arrive while others are computed; Accelerate's do not."""
 
     @cached_property
     def residency(self) -> Residency:

@@ -5,7 +5,6 @@ threads are those of the OpenMP that torch has loaded: no second pool competes w
 """
 
 import ctypes
-from collections.abc import Sequence
 from ctypes import Structure, c_double, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -117,22 +116,14 @@ class Library:
         job = Sum(tokens, top_k, into.shape[1], into.dtype is torch.float16, *addresses, threads, 0)
         self._library.dymoe_weighted_sum(ctypes.addressof(job), self.isa, self.parallel)
 
-    def round_block(
-        self,
-        left: torch.Tensor,
-        errors: torch.Tensor,
-        codes: Sequence[torch.Tensor],
-        factors: torch.Tensor,
-        divisors: torch.Tensor,
-        low_share: float,
-        before: torch.Tensor | None,
-    ) -> None:
-        """Round a block of columns [columns, streams, rows], see ``quantize.lattice``; all tensors are contiguous."""
-        columns, streams, rows = left.shape
-        parts = left, errors, codes[0], codes[-1], factors, divisors
-        addresses = [part.data_ptr() for part in parts]
-        block = Rounding(rows, columns, streams, *addresses, 0 if before is None else before.data_ptr(), low_share)
-        self._library.dymoe_round_block(ctypes.addressof(block), self.isa)
+    def round_block(self, low_share: float, before: torch.Tensor | None, *parts: torch.Tensor) -> None:
+        """Round a block of columns, see ``quantize.lattice``. Tensors are contiguous, and in the order of `Rounding`: what is
+        left [columns, streams, rows], errors, codes of base and fine slice, factors and divisors."""
+        columns, streams, rows = parts[0].shape
+        addresses = [0 if part is None else part.data_ptr() for part in (*parts, before)]
+        self._library.dymoe_round_block(
+            ctypes.addressof(Rounding(rows, columns, streams, *addresses, low_share)), self.isa
+        )
 
 
 @cache

@@ -11,7 +11,7 @@ def use(pace, rounds, needed, hidden=1.0, cost=0.0):
     for _ in range(rounds):
         if pace.acts():
             asked += 1
-            pace.answer(cost)
+            pace.spend(cost)
             for guess in range(2):
                 pace.judge(guess < needed, hidden)
     return asked
@@ -40,7 +40,7 @@ def test_a_cache_that_leaves_few_guesses_is_judged_by_its_predictions():
     pace = Pace()
     for _ in range(33):
         assert pace.acts()
-        pace.answer(0.1)
+        pace.spend(0.1)
     assert pace.interval == 2, "nothing was hidden"
 
 
@@ -48,7 +48,7 @@ def test_a_few_wrong_guesses_have_no_share():
     pace = Pace()
     for place in range(33):
         pace.acts()
-        pace.answer(0.0)
+        pace.spend(0.0)
         if place < 7:
             pace.judge(False, 1.0)
     assert pace.interval == 1

@@ -103,7 +103,7 @@ def test_one_controller_steers_what_is_fetched_ahead():
         pace = Pace(paid=foresight is not None and foresight.paced)
         for _ in range(64):
             if pace.acts():
-                pace.answer(0.0)
+                pace.spend(0.0)
             pace.judge(False, 1.0)
         assert (pace.interval > 1) == (name in ("exact", "dymoe", "duoserve")), name
 

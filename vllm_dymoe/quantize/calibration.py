@@ -95,14 +95,9 @@ class Calibration:
             weights = (weights * chosen).sum(1, keepdim=True)
             if expert is None:
                 weights /= self.recording.top_k
-                rows = rows[: -(-self._borrowed // len(self._parts))]
+                rows = rows[: -(-4 * self.recording.hidden_size // len(self._parts))]
             for some in rows.split(_CHUNK):
                 yield inputs[some].float(), weights[some]
-
-    @property
-    def _borrowed(self) -> int:
-        """Tokens of its layer that an expert borrows: four for each number of an input."""
-        return 4 * self.recording.hidden_size
 
     def curvatures(
         self,

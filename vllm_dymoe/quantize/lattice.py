@@ -112,7 +112,8 @@ class _Rounding:
         library, codes = native.load(), [part[block] for part in self.codes]
         errors = torch.empty_like(left)
         if library is not None:
-            library.round_block(left, errors, codes, factors.contiguous(), divisors.contiguous(), self._share, before)
+            parts = left, errors, codes[0], codes[-1], factors.contiguous(), divisors.contiguous()
+            library.round_block(self._share, before, *parts)
             return errors
         for column, wanted in enumerate(left):
             base, *fine = choose(wanted, self._share)

@@ -66,7 +66,8 @@ class Code:
         """What a published float's codes (uint8) stand for: float32, of the same shape."""
         if self.bits == 8:
             return codes.view(self.dtype).float()
-        return as_e4m3(codes).view(torch.float8_e4m3fn).float() * E2M1_OF_E4M3
+        as_e4m3 = (codes & 8) << 4 | (codes & 7) << 2  # of a 64th
+        return as_e4m3.view(torch.float8_e4m3fn).float() * 64
 
 
 PLAIN = Code("16", 16, 16, 16)
@@ -94,12 +95,3 @@ def code_of(bits: int, codebook: Code | None = None) -> Code:
         known = f"{codebook.bits} for {codebook.name}" if codebook else "one of 16, 8, 4, 2"
         raise ValueError(f"bits is {bits}, expected {known}")
     return code
-
-
-E2M1_OF_E4M3 = 64.0
-"""e2m1 is that many times the e4m3 that :func:`as_e4m3` makes of it."""
-
-
-def as_e4m3(codes: Tensor) -> Tensor:
-    """e2m1 codes [...] as e4m3 codes of a 64th, which their bits are two places higher: uint8."""
-    return (codes & 8) << 4 | (codes & 7) << 2

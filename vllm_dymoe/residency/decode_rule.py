@@ -155,7 +155,7 @@ def bytes_ahead(table: Table, code: int, projections: int) -> int:
     return int(table.slot_bytes[code] if projections == PROJECTIONS else table.offsets[code, projections])
 
 
-def _found_ahead(table: Table, layer: int, expert: int, code: int) -> tuple[int, int]:
+def found_ahead(table: Table, layer: int, expert: int, code: int) -> tuple[int, int]:
     """Where a missing expert was fetched ahead, and how many of its projections."""
     slot, tier, projections = table.staged[layer % 2, :, expert].tolist()
     found = not table.nested and table.staged_for[layer % 2] == layer and tier == code
@@ -185,7 +185,7 @@ def _list_items(
         for number, part in enumerate((LOW, HIGH)[:code] if table.nested else (code,)):
             place, at = int(places[number, item]), (number, item)
             fate = Fate.HIT if place == HIT else Fate.PASS if place == PASS else Fate.KEEP
-            ahead, projections = (-1, 0) if fate is Fate.HIT else _found_ahead(table, layer, expert, code)
+            ahead, projections = (-1, 0) if fate is Fate.HIT else found_ahead(table, layer, expert, code)
             if projections:
                 counts[[Counter.AHEAD_USED, Counter.AHEAD_USED_BYTES]] += 1, bytes_ahead(table, code, projections)
             slot = -1

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from vllm_dymoe.residency.constants import Fate, experts_width
 from vllm_dymoe.residency.decision import Decision
-from vllm_dymoe.residency.decode_rule import PROJECTIONS, bytes_ahead, list_positions, slot_address
-from vllm_dymoe.residency.rule import HIGH, LOW, NOWHERE, Ints
+from vllm_dymoe.residency.decode_rule import PROJECTIONS, bytes_ahead, found_ahead, list_positions, slot_address
+from vllm_dymoe.residency.rule import HIGH, LOW, NOWHERE
 from vllm_dymoe.residency.table import Counter, Table
 
 THERE, KEPT, PASSING = 0, 1, 2
@@ -87,7 +87,7 @@ class WideShape:
         return slice(self.slices * first, self.slices * (first + (self.items if group == KEPT else self.half)))
 
     def work_items(self, group: int, steps: Sequence[int]) -> list[int]:
-        """Most items of a group in each class, see :func:`class_of`."""
+        """Most items of a group in each class, by how many positions an expert has."""
         room = self.items if group < PASSING else min(self.half, self.items)
         most = [room * (-(-steps[0] // 2)), *[room] * (len(steps) - 2), room + self.positions // steps[-1]]
         return [min(count, self.positions) for count in most]
@@ -114,16 +114,6 @@ class WideWork:
         )
 
 
-def class_of(sizes: Ints, steps: Sequence[int]) -> Ints:
-    """How experts of so many positions are computed: int64 [any].
-
-    Args:
-        sizes: int64 [any].
-        steps: most positions of an expert that is decoded, and of one item of each grouped class.
-    """
-    return np.minimum(np.searchsorted(steps, sizes), len(steps) - 1)
-
-
 def plan_wide_plain(
     table: Table, layer: int, ids: Tensor, decision: Decision, shape: WideShape, half: int, ahead: int,
     steps: Sequence[int], wide: WideWork,
@@ -142,7 +132,7 @@ def plan_wide_plain(
         shape: of the step.
         half: 0 or 1, which half of the staging slots the first group that passes takes.
         ahead: the version that the next layer's experts are served at; 0 to copy nothing ahead.
-        steps: see :func:`class_of`.
+        steps: most positions of an expert that is decoded, and of one item of each grouped class.
         wide: overwritten.
 
     Returns:
@@ -150,7 +140,7 @@ def plan_wide_plain(
     """
     host, count = table.on_host(), int(decision.count)
     sizes = (decision.work[:count, 2] - decision.work[:count, 1]).numpy().astype(np.int64)
-    classes, group = class_of(sizes, steps), np.full(count, THERE)
+    classes, group = np.minimum(np.searchsorted(steps, sizes), len(steps) - 1), np.full(count, THERE)
     kept = passed = 0
     wide.spans.zero_()
 
@@ -161,7 +151,8 @@ def plan_wide_plain(
     for item, (expert, code) in enumerate(zip(experts, tiers, strict=True)):
         parts = (LOW, HIGH)[:code] if host.nested else (code,)
         fates = decision.fate[: len(parts), item].tolist()
-        found = _ahead_slot(host, layer, expert, code)
+        slot, projections = found_ahead(host, layer, expert, code)
+        found = slot if projections == PROJECTIONS else None
         passes = Fate.PASS in fates and found is None and passed < shape.passes * shape.half
         if passes:
             group[item], listed, place = PASSING + passed // shape.half, shape.items + passed, passed % shape.half
@@ -205,10 +196,3 @@ def plan_wide_plain(
     begin_of[decision.experts[:count].numpy()] = begins
     list_positions(begin_of[wide.ids.flatten().numpy()], shape.top_k, decision)
     return group
-
-
-def _ahead_slot(table: Table, layer: int, expert: int, code: int) -> int | None:
-    """Where all of a missing expert lies that was copied ahead."""
-    slot, tier, projections = table.staged[layer % 2, :, expert].tolist()
-    whole = not table.nested and table.staged_for[layer % 2] == layer and projections == PROJECTIONS
-    return int(slot) if whole and tier == code else None

@@ -140,9 +140,7 @@ class Prefetcher:
         """A layer is routed: hand over what it needs, by expert and pool, and give up the rest. What is complete is
         there, everything else is in demand from now on; the caller releases it."""
         self._spend(0.0)
-        (self._pace.answer if self._answered else self._pace.spend)(
-            self._spent
-        )  # what guesses have cost the layer before
+        self._pace.spend(self._spent, answered=self._answered)  # what guesses have cost the layer before
         self._spent, self._answered, self._asked = 0.0, False, None
         self._candidates = deque(named for named in self._candidates if named[0] > layer)
         claimed = {}

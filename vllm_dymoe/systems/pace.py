@@ -46,11 +46,9 @@ class Pace:
             self._decide()
         return acts
 
-    def answer(self, seconds: float) -> None:
-        self._answers += 1
-        self._spent += seconds
-
-    def spend(self, seconds: float) -> None:
+    def spend(self, seconds: float, *, answered: bool = True) -> None:
+        """Record host time that guesses took, and whether a prediction named any."""
+        self._answers += answered
         self._spent += seconds
 
     def judge(self, needed: bool, hidden: float) -> None:

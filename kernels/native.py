@@ -117,8 +117,8 @@ class Library:
         self._library.dymoe_weighted_sum(ctypes.addressof(job), self.isa, self.parallel)
 
     def round_block(self, low_share: float, before: torch.Tensor | None, *parts: torch.Tensor) -> None:
-        """Round a block of columns, see ``quantize.lattice``. Tensors are contiguous, and in the order of `Rounding`: what is
-        left [columns, streams, rows], errors, codes of base and fine slice, factors and divisors."""
+        """Round a block of columns, see ``quantize.lattice``. Tensors are contiguous, and in the order of `Rounding`:
+        what is left [columns, streams, rows], errors, codes of base and fine slice, factors and divisors."""
         columns, streams, rows = parts[0].shape
         addresses = [0 if part is None else part.data_ptr() for part in (*parts, before)]
         self._library.dymoe_round_block(

@@ -17,7 +17,7 @@ from vllm_dymoe.predict.trained import NetworkOnDevice
 from vllm_dymoe.residency.decode_ahead import MOST_AHEAD, Copies
 from vllm_dymoe.residency.rule import HIGH, LOW
 from vllm_dymoe.residency.table import Counter, Table
-from vllm_dymoe.runtime.ahead import Ahead, NoBranch
+from vllm_dymoe.runtime.ahead import Ahead, Branch
 
 
 @pytest.mark.parametrize(("experts", "top_k", "tokens"), [(512, 22, 3), (128, 8, 16)])
@@ -102,7 +102,7 @@ PREDICTORS = {
 def test_a_branch_is_two_launches_of_ours_without_a_host(predictor):
     table = Table.allocate(3, EXPERTS, rows=4, top_k=TOP_K, depth=1, device="meta")
     kernel = Traced()
-    ahead = Ahead(table, kernel, PREDICTORS[predictor](), NoBranch(), rows=4)
+    ahead = Ahead(table, kernel, PREDICTORS[predictor](), Branch(), rows=4)
     with NoHost():
         for layer in range(3):
             ahead.name(layer, meta(4, 32), meta(4, TOP_K, dtype=torch.int32), meta(1, dtype=torch.int32))
@@ -118,6 +118,6 @@ def test_a_planted_look_at_what_was_named_is_found():
             return experts[scores > 0], scores
 
     table = Table.allocate(3, EXPERTS, rows=4, top_k=TOP_K, depth=1, device="meta")
-    ahead = Ahead(table, Traced(), Looks(gates(), TOP_K, "meta"), NoBranch(), rows=4)
+    ahead = Ahead(table, Traced(), Looks(gates(), TOP_K, "meta"), Branch(), rows=4)
     with NoHost(), pytest.raises(HostInStepError, match="waits for the device"):
         ahead.name(0, meta(4, 32), meta(4, TOP_K, dtype=torch.int32), meta(1, dtype=torch.int32))

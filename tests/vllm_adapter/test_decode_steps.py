@@ -13,7 +13,7 @@ from tests.vllm_adapter.steps import rank_of, scheduled
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.residency.table import Counter, Table
 from vllm_dymoe.runtime import start_timeline, stop_timeline
-from vllm_dymoe.runtime.ahead import NoBranch
+from vllm_dymoe.runtime.ahead import Branch
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS, DecodePath
 from vllm_dymoe.vllm_adapter import running as module
 from vllm_dymoe.vllm_adapter import step as step_module
@@ -173,7 +173,7 @@ def captured(runtime, kernel, monkeypatch, expert_map=None, rows=8):
     capturing = rank_of(runtime)
     with torch.device("meta"):
         table = Table.allocate(2, 6, rows=DECODE_ROWS, top_k=2, depth=1, device="meta")
-        capturing._decode.path = DecodePath(experts, table, kernel, torch.device("meta"), NoBranch())
+        capturing._decode.path = DecodePath(experts, table, kernel, torch.device("meta"), Branch())
         x = torch.empty(rows, 64, dtype=torch.bfloat16)
         weights, ids = torch.empty(rows, 2), torch.empty(rows, 2, dtype=torch.int32)
         local = None if expert_map is None else torch.empty(len(expert_map), dtype=torch.int64)

@@ -19,37 +19,21 @@ from vllm_dymoe.residency.decode_ahead import Copies
 from vllm_dymoe.residency.table import Table
 
 
-class Branch(Protocol):
-    """Where work is done beside the computation."""
+class Branch:
+    """Where work is done beside the computation: here where it stands, since a CPU plays the device."""
 
     def fork(self) -> AbstractContextManager[None]:
         """Inside, work is enqueued behind what the computing stream was given before, and beside what it is given."""
-        ...
+        return nullcontext()
 
     def mark(self) -> Any:
         """The point that work on the branch has come to."""
-        ...
 
     def join(self, mark: Any = None) -> None:
         """The computing stream goes on behind the branch, or behind a point of it."""
-        ...
 
 
-class NoBranch:
-    """Work is done where it stands: a CPU plays the device."""
-
-    def fork(self) -> AbstractContextManager[None]:
-        """Nothing."""
-        return nullcontext()
-
-    def mark(self) -> None:
-        """Nothing."""
-
-    def join(self, mark: Any = None) -> None:
-        """Nothing."""
-
-
-class CudaBranch:
+class CudaBranch(Branch):
     """A stream of its own, which a capture of the computing stream takes in."""
 
     def __init__(self, device: torch.device) -> None:
@@ -58,19 +42,16 @@ class CudaBranch:
 
     @contextmanager
     def fork(self) -> Iterator[None]:
-        """Behind an event of the computing stream."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             yield
 
     def mark(self) -> torch.cuda.Event:
-        """An event of this stream."""
         event = torch.cuda.Event()
         event.record(self._stream)
         return event
 
     def join(self, mark: Any = None) -> None:
-        """Behind an event of this one."""
         computing = torch.cuda.current_stream(self._device)
         if mark is None:
             computing.wait_stream(self._stream)
@@ -81,25 +62,16 @@ class CudaBranch:
 class AheadKernel(Protocol):
     """Names and fetches; see :mod:`~vllm_dymoe.residency.decode_ahead`."""
 
-    def name_ahead(self, table: Table, layer: int, ids: Tensor, scores: Tensor, rows: Tensor, copies: Copies) -> None:
-        """Choose what is fetched ahead for a layer."""
-        ...
+    def name_ahead(
+        self, table: Table, layer: int, ids: Tensor, scores: Tensor, rows: Tensor, copies: Copies
+    ) -> None: ...
 
-    def fetch_ahead(self, copies: Copies) -> None:
-        """Copy it."""
-        ...
+    def fetch_ahead(self, copies: Copies) -> None: ...
 
 
 class Ahead:
-    """What stands around each layer of a step.
-
-    Args:
-        table: which experts are where.
-        kernel: names and fetches.
-        predictor: of the next layer's experts.
-        branch: where that is done.
-        rows: of the largest step.
-    """
+    """What stands around each layer of a step, of up to so many rows: a predictor names the next layer's experts on a
+    branch, and a kernel fetches them."""
 
     def __init__(self, table: Table, kernel: AheadKernel, predictor: OnDevice, branch: Branch, rows: int) -> None:
         self._table, self._kernel, self._predictor, self._branch = table, kernel, predictor, branch
@@ -137,5 +109,4 @@ class Ahead:
 
 
 def make_branch(device: torch.device) -> Branch:
-    """A stream where the device has streams."""
-    return CudaBranch(device) if device.type == "cuda" else NoBranch()
+    return CudaBranch(device) if device.type == "cuda" else Branch()

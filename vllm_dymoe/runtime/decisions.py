@@ -16,15 +16,12 @@ MET = "the tokens of data-parallel engines meet at the experts"
 def device_decides(
     options: Options, system: System, device_type: str, *, readable: bool, obstacle: str = ""
 ) -> tuple[bool, str]:
-    """Whether the device decides, and why not, if it was to.
+    """Whether the device decides, and why not, if it was to; ConfigError if it was asked for, and cannot be.
 
     Args:
         device_type: "cuda", or "cpu", where the device is only played.
         readable: the device can read the host store by itself.
         obstacle: why the model needs the host, if it does.
-
-    Raises:
-        ConfigError: it was asked for, and cannot be.
     """
     if options.decisions == "host" or (options.decisions == "auto" and device_type != "cuda"):
         return False, ""
@@ -48,10 +45,7 @@ def _obstacle(options: Options, system: System, readable: bool) -> str:
 
 def without_device(options: Options) -> Options:
     """For a trace where ranks share the experts of a layer: the device knows its own, and the host what routers chose.
-
-    Raises:
-        ConfigError: the device was to decide.
-    """
+    ConfigError if the device was to decide."""
     if options.decisions == "device":
         raise ConfigError(
             'vllm-dymoe: decisions = "device" is impossible, because a trace records the experts of all ranks; use '

@@ -1,9 +1,7 @@
-"""The decode path: a layer's step in three launches over fixed memory, with no host in it.
+"""The decode path: a layer's step in three launches over fixed memory, with no host in it (docs/architecture.md).
 
-``decide`` finds the active experts and their tiers, applies the residency rule to the table, and writes down what is to
-be read from where; two launches compute from these addresses, and store on the way what is to be kept. Nothing depends
-on a value that the host would have to know, so that a whole step can be captured in a CUDA graph and replayed for ever:
-budget, shares, tiers and retention are values in the table.
+Nothing depends on a value that the host would have to know, so that a whole step can be captured in a CUDA graph and
+replayed for ever: budget, shares, tiers and retention are values in the table.
 """
 
 from typing import Protocol
@@ -24,13 +22,9 @@ DECODE_ROWS = 16
 
 
 class DecodeKernel(AheadKernel, WideKernel, Protocol):
-    """Decides and computes one layer's step, and fetches ahead for the next layer.
+    """Decides and computes one layer's step, and fetches ahead for the next layer."""
 
-    Attributes:
-        name: which implementation, for logs and reports.
-    """
-
-    name: str
+    name: str  # which implementation, for logs and reports
 
     def forward(
         self,
@@ -43,7 +37,8 @@ class DecodeKernel(AheadKernel, WideKernel, Protocol):
         ids: Tensor,
         activation: Activation,
     ) -> Tensor:
-        """Decide, fetch and compute, without waiting for the device.
+        """Decide, fetch and compute, without waiting for the device: [rows, hidden], the weighted sum over each token's
+        experts on this rank.
 
         Args:
             table: which experts are where; rewritten.
@@ -53,10 +48,6 @@ class DecodeKernel(AheadKernel, WideKernel, Protocol):
             x: [rows, hidden] bfloat16 or float16.
             weights: float32 [rows, top_k].
             ids: int [rows, top_k], negative where another rank has the expert.
-            activation: of the gated expert.
-
-        Returns:
-            [rows, hidden], the weighted sum over each token's experts on this rank.
         """
         ...
 
@@ -64,17 +55,9 @@ class DecodeKernel(AheadKernel, WideKernel, Protocol):
 class DecodePath:
     """Every MoE layer of one rank, in steps that need no host.
 
-    Args:
-        experts: of the rank.
-        table: which experts are where.
-        kernel: decides and computes.
-        device: of all.
-        branch: where wide steps copy.
-
     Attributes:
         table: which experts are where, and what was counted.
-        kernel: decides and computes.
-        wide: steps of more rows, and prompts.
+        wide: steps of more rows, and prompts; copies are made on a branch.
         ahead: fetches for the next layer while one is computed; None if nothing does.
     """
 
@@ -119,7 +102,6 @@ class DecodePath:
             self._told = rows
 
     def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> Tensor:
-        """One layer; see :meth:`DecodeKernel.forward`."""
         self.wide.settle()
         decision, ahead = self._decisions[len(x)], self.ahead
         if ahead is not None:

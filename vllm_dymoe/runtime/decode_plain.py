@@ -17,12 +17,7 @@ from vllm_dymoe.residency.wide_rule import WideShape, WideWork, plan_wide_plain
 
 
 class PlainDecode:
-    """A layer's decode step on a CPU, for tests of everything around it.
-
-    Args:
-        kernel: computes.
-        formats: of experts, by bit-width.
-    """
+    """A layer's decode step on a CPU, for tests of everything around it."""
 
     name = "decided and fetched as a device would, by the host"
 
@@ -40,7 +35,6 @@ class PlainDecode:
         ids: Tensor,
         activation: Activation,
     ) -> Tensor:
-        """See :class:`vllm_dymoe.runtime.decode_path.DecodeKernel`."""
         self.decide(table, layer, ids, weights, rows, decision)
         out = x.new_empty((ids.numel(), x.shape[1]))
         items = range(int(decision.count))
@@ -60,11 +54,9 @@ class PlainDecode:
     name_ahead = staticmethod(name_ahead_plain)
 
     def fetch_ahead(self, copies: Copies) -> None:
-        """See :class:`vllm_dymoe.runtime.ahead.AheadKernel`."""
         self.copy_spans(copies.spans)
 
     def wide_step(self, table: Table, shape: WideShape, activation: Activation) -> "PlainWide":
-        """See :class:`vllm_dymoe.runtime.wide_path.WideKernel`."""
         return PlainWide(self, table, shape, activation)
 
     def copy_spans(self, spans: Tensor) -> None:
@@ -112,7 +104,6 @@ class PlainWide:
         self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, rows: Tensor, half: int, ahead: int,
         marks: Tensor | None,
     ) -> None:  # fmt: skip
-        """Decide, list, and begin the kernel's step."""
         decision, owner = self._decision, self._owner
         owner.decide(self._table, layer, ids, weights, rows, decision, wide=True, marks=marks)
         self._groups = plan_wide_plain(
@@ -126,18 +117,15 @@ class PlainWide:
         owner.kernel.begin(x, self._step, self._out, self._activation)
 
     def copy(self, group: int) -> None:
-        """From the host store, or from where it was copied ahead."""
         self._owner.copy_spans(self._wide.spans[self.shape.spans(group)])
 
     def compute(self, group: int) -> None:
-        """Its items, where they lie now."""
         items = (self._groups == group).nonzero()[0].tolist()
         for item in items:
             self._step.place(item, self._owner.expert(self._decision, item, through=False))
         self._owner.kernel.compute(items)
 
     def finish(self) -> Tensor:
-        """The weighted sum."""
         return combine(self._out, self._weights, self.ids)
 
 

@@ -17,16 +17,9 @@ from vllm_dymoe.residency.wide_rule import WideShape
 
 
 class TritonDecode:
-    """A layer's decode step where the experts' memory is a GPU's; on a CPU only in Triton's interpreter.
-
-    Args:
-        kernel: of the host's steps, whose scratch serves these steps too: both run on one stream.
-        experts: of the rank.
-        rows: of the largest step.
-
-    Raises:
-        ValueError: the kernel has too little scratch, or a layer more experts than a device decides for.
-    """
+    """A layer's decode step where the experts' memory is a GPU's; on a CPU only in Triton's interpreter. Scratch is
+    that of the kernel of the host's steps: both run on one stream. ValueError if it has too little for so many rows, or
+    a layer more experts than a device decides for."""
 
     name = "triton"
 
@@ -48,22 +41,18 @@ class TritonDecode:
         ids: Tensor,
         activation: Activation,
     ) -> Tensor:
-        """See :class:`vllm_dymoe.runtime.decode_path.DecodeKernel`."""
         out = torch.empty_like(x)
         step = self._step(activation)
         step.run(vars(table), layer, x, ids, weights, rows, decision.tensors, out)
         return out
 
     def name_ahead(self, table: Table, layer: int, ids: Tensor, scores: Tensor, rows: Tensor, copies: Copies) -> None:
-        """See :class:`vllm_dymoe.runtime.ahead.AheadKernel`."""
         name_ahead(vars(table), layer, ids, scores, rows, vars(copies))
 
     def fetch_ahead(self, copies: Copies) -> None:
-        """See :class:`vllm_dymoe.runtime.ahead.AheadKernel`."""
         fetch_ahead(vars(copies))
 
     def wide_step(self, table: Table, shape: WideShape, activation: Activation) -> TritonWide:
-        """See :class:`vllm_dymoe.runtime.wide_path.WideKernel`."""
         return self._kernel.wide_step(vars(table), shape, self._formats, activation)
 
     def _step(self, activation: Activation) -> DecodeStep:

@@ -35,12 +35,10 @@ class DeviceSide:
     Attributes:
         table: of tensors.
         most_ahead: projections that a step of the device fetches ahead for a layer.
-        shares: experts that each layer keeps, by LOW and HIGH of the tiers in use.
-        staging: slots of each that no layer keeps, and that are not for guesses.
     """
 
-    shares: Mapping[int, Sequence[int]]
-    staging: Mapping[int, int]
+    shares: Mapping[int, Sequence[int]]  # experts that each layer keeps, by LOW and HIGH of the tiers in use
+    staging: Mapping[int, int]  # slots of each that no layer keeps, and that are not for guesses
 
     def __init__(self, store: ReadableStore, device: torch.device) -> None:
         experts = store.experts
@@ -85,12 +83,8 @@ class DeviceSide:
         self.table.most_ahead.fill_(projections)
 
     def serve(self, system: System, bits: Mapping[Tier, int], of_slices: Mapping[Tier, int]) -> None:
-        """What the device goes by in the steps from now on.
-
-        Args:
-            bits: of each tier, 0 for one that is skipped.
-            of_slices: what the slots of each tier hold.
-        """
+        """What the device goes by in the steps from now on, with the bits of each tier, 0 for one that is skipped, and
+        of what the slots of each hold."""
         table, experts = self.table, self._store.experts
         formats = {CODES[tier]: experts.formats.get(bits[tier]) for tier in (Tier.HI, Tier.LO)}
         precision = system.precision
@@ -109,12 +103,9 @@ class DeviceSide:
             self._sources = sources
 
     def take_counts(self, counts: ResidencyCounts, transfers: TransferStats, guesses: PrefetchStats) -> None:
-        """Add what the device has counted since the last time; waits for it.
-
-        Args:
-            transfers: of blobs and bytes. An expert that is read through for more than two tokens at once is read again
-                for each two of them; that is one transfer here, and so is one that came in part ahead.
-        """
+        """Add what the device has counted since the last time; waits for it. An expert that is read through for more
+        than two tokens at once is read again for each two of them; that is one transfer here, and so is one that came
+        in part ahead."""
         values = self.table.counters.sum(0).tolist()
         self.table.counters.zero_()
         low = values[Counter.WANTED_LOW] - values[Counter.SKIPPED]
@@ -136,11 +127,7 @@ class DeviceSide:
 
 
 class DecodeCounts:
-    """What routers chose in steps without the host: counted on the device, read by the host without waiting.
-
-    Args:
-        table: of the device; keeps the choices of the last step.
-    """
+    """What routers chose in steps without the host: counted on the device, read by the host without waiting."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
@@ -182,7 +169,6 @@ class DecodeCounts:
             self._event.record()
 
     def ready(self) -> bool:
-        """Whether what was asked for is there."""
         return self._event is None or self._event.query()
 
     def take(self) -> NDArray[np.int64]:

@@ -40,22 +40,17 @@ class ExpertMemory:
         store: of the experts; one that the device can read, unless the host is the writer.
 
     Attributes:
-        plan: how the budget is spent.
-        budget: counts every byte of it.
         pools: slots by tier, the high one first.
-        table: which experts are in them, on the host.
         bits: of what the slots of each tier hold.
-        nested: whether slots of the low tier hold bases, and those of the high one fine slices.
-        parts: pools that an expert of a tier needs a slot of.
         in_store: an expert where it lies in host memory, by layer, number, and the bits of its slices.
         device_side: what steps without the host go by; None where there are none.
     """
 
-    plan: SlotPlan
-    budget: BudgetTracker
-    table: Table
-    nested: bool
-    parts: Mapping[Tier, tuple[Tier, ...]]
+    plan: SlotPlan  # how the budget is spent
+    budget: BudgetTracker  # counts every byte of it
+    table: Table  # which experts are in them, on the host
+    nested: bool  # whether slots of the low tier hold bases, and those of the high one fine slices
+    parts: Mapping[Tier, tuple[Tier, ...]]  # pools that an expert of a tier needs a slot of
 
     def __init__(
         self, store: HostStore, device: torch.device, device_memory: DeviceMemory, writer: Writer = Writer.HOST
@@ -69,12 +64,10 @@ class ExpertMemory:
             self.device_side = DeviceSide(store, device)
 
     def allocate(self, plan: SlotPlan, bits: Mapping[Tier, int], *, reuse_high: bool) -> None:
-        """Make the slots of a plan; those of the plan before have been freed.
+        """Make the slots of a plan; those of the plan before have been freed. ConfigError if the device has no memory
+        for them.
 
         No expert is there then, except where the device decides and all of them have a slot.
-
-        Raises:
-            ConfigError: the device has no memory for them.
         """
         self.plan, self.bits = plan, {tier: bits[tier] for tier in plan.slots}
         self.budget = BudgetTracker(plan.limit)
@@ -131,10 +124,7 @@ class ExpertMemory:
 
     def evict(self, layer: int, expert: int, part: Tier | None = None) -> bool:
         """Free an expert's slots, which the next copy may write once their last reader has ended; False if it has none.
-
-        Args:
-            part: the pool that needs a slot. Where it is that of fine slices the expert keeps its base.
-        """
+        For the pool of fine slices it keeps its base."""
         freed = self.table.remove(layer, expert, fine=self.nested and part is Tier.HI)
         for tier, index in freed:
             self.pools[tier].give_back(self.pools[tier].slots[index], kept=True)
@@ -184,13 +174,11 @@ def _views(store: HostStore) -> Callable[[int, int, tuple[int, ...]], Expert]:
 
 
 def check_memory(memory: ExpertMemory, in_flight: Iterable[tuple[Tier, Slot, bool]]) -> None:
-    """Every slot is free, named by one row, or waits for its bytes; the budget is kept. Waits for the device.
+    """AssertionError unless every slot is free, named by one row, or waits for its bytes, and the budget is kept. Waits
+    for the device.
 
     Args:
         in_flight: tier and slot of everything that is neither free nor in the table, and whether it is to be kept.
-
-    Raises:
-        AssertionError: it is not so.
     """
     there, decides = list(in_flight), memory.writer is Writer.DEVICE
     if memory.device_side is not None:

@@ -29,15 +29,10 @@ _MOST_ACTIVE = 0.9
 
 
 class WideStep(Protocol):
-    """The launches of one layer's step, of a shape; its memory serves all layers in turn.
+    """The launches of one layer's step, of a shape; its memory serves all layers in turn."""
 
-    Attributes:
-        shape: what was allocated for.
-        ids: int32 [tokens, top_k], experts of what is computed, -1 for the other pairs.
-    """
-
-    shape: WideShape
-    ids: Tensor
+    shape: WideShape  # what was allocated for
+    ids: Tensor  # int32 [tokens, top_k], experts of what is computed, -1 for the other pairs
 
     def plan(
         self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, rows: Tensor, half: int, ahead: int,
@@ -69,20 +64,10 @@ class WideKernel(Protocol):
 
 
 class WidePath:
-    """Every MoE layer of one rank, in wide steps that need no host.
-
-    Args:
-        experts: of the rank.
-        table: which experts are where.
-        kernel: decides, copies and computes.
-        branch: where copies are made.
-        rows: int32 [1], how many rows are tokens.
-
-    Attributes:
-        count: counts what routers choose for a layer, int32 and float32 [tokens, top_k]; None where nothing asks.
-    """
+    """Every MoE layer of one rank, in wide steps that need no host; of a step int32 [1] rows are tokens."""
 
     count: Callable[[int, Tensor, Tensor], None] | None = None
+    """Counts what routers choose for a layer, int32 and float32 [tokens, top_k]; None where nothing asks."""
 
     def __init__(self, experts: ModelExperts, table: Table, kernel: WideKernel, branch: Branch, rows: Tensor) -> None:
         self._experts, self._table, self._kernel, self._branch, self._rows = experts, table, kernel, branch, rows

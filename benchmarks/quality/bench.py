@@ -10,7 +10,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -242,6 +242,8 @@ class Bench:
     def _pack(self, name: str, bits: tuple[int, ...]) -> HostStore:
         calibration = self._calibration if name in CALIBRATED else None
         experts = self.checkpoint.model_experts(bits, GROUP_SIZE, torch.bfloat16, name)
+        if calibration is not None:
+            experts = replace(experts, curves=calibration.curves())
         folder = Path(tempfile.mkdtemp(prefix="dymoe-quality-"))
         writer = StoreWriter(folder / "store", Manifest(experts, name, "measured"))
         errors = pack(self.checkpoint, experts, name, writer, calibration)

@@ -17,7 +17,7 @@ from typing import Any
 
 import report
 import torch
-from bench import Bench, Variant, planned_bytes
+from bench import DOMAINS, Bench, Variant, planned_bytes
 from losses import Scores, losses
 from shifts import HIGH_SHARES, Shifts
 
@@ -115,6 +115,7 @@ class Measurement:
         rows = [uniform(4), uniform(2), dymoe(0.75, 2), *(nested(dymoe(r, 2)) for r in (0.75, 0.5, 0.4))]
         rows += [nested(dymoe(r, 2, high_by="depth")) for r in (0.75, 0.5)]
         rows += [dymoe(0.75, 0), uniform(4, "gptq"), *(nested(dymoe(r, 2, "gptq")) for r in (0.5, 0.45, 0.4))]
+        rows += [nested(dymoe(r, 2, "e8")) for r in (0.5, 0.4)]
         for share in BUDGETS:
             for row in rows:
                 place = {"budget": share, "experts": row.name, "quantizer": row.quantizer.removeprefix("nested ")}
@@ -126,8 +127,18 @@ class Measurement:
         for share in HIGH_SHARES:
             yield from shifts.rows(share)
 
+    def sets(self) -> Iterator[dict[str, Any]]:
+        """High sets of dynaexq that know the other texts of a domain, each domain by itself."""
+        for quantizer in ("rtn", "gptq", "e8"):
+            shifts = Shifts(self.bench, f"nested {quantizer}")
+            high, low = (self.bench.bits_per_weight(nested(uniform(bits, quantizer))) for bits in (4, 2))
+            for share in (0.25, 0.5, 1.0):
+                found = [row["kl_nats"] for row in shifts.rows(share, ("oracle",))]
+                place = {"high": share, "quantizer": quantizer, "bits_per_weight": low + share * (high - low)}
+                yield {**place, "kl_nats": sum(found) / len(found), "by_domain": dict(zip(DOMAINS, found, strict=True))}
 
-SECTIONS = ("uniform", "readings", "tiers", "budgets", "shifts")
+
+SECTIONS = ("uniform", "readings", "tiers", "budgets", "sets", "shifts")
 
 
 def main() -> None:

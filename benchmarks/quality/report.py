@@ -98,7 +98,19 @@ def shifts(rows: list[Row]) -> tuple[list[str], Iterator[list[str]]]:
     return [*head, "dynaexq, beside the oracle"], lines()
 
 
-TABLES = {"uniform": uniform, "readings": readings, "tiers": tiers, "budgets": budgets, "shifts": shifts}
+def sets(rows: list[Row]) -> tuple[list[str], Iterator[list[str]]]:
+    """KL of each domain, and their mean."""
+
+    def lines() -> Iterator[list[str]]:
+        for row in rows:
+            domains = [f"{1000 * kl:.2f}" for kl in row["by_domain"].values()]
+            place = [f"{row['high']:.0%}", row["quantizer"], f"{row['bits_per_weight']:.2f}"]
+            yield [*place, *domains, f"{1000 * row['kl_nats']:.2f}"]
+
+    return ["experts that are high", "quantizer", "bits for each weight", *rows[0]["by_domain"], "mean"], lines()
+
+
+TABLES = {"uniform": uniform, "readings": readings, "tiers": tiers, "budgets": budgets, "sets": sets, "shifts": shifts}
 
 
 def show(results: Row) -> None:

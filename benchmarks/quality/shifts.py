@@ -1,6 +1,6 @@
 """Traffic that shifts to one domain, while dynaexq's high set follows it over a link, beside the best that could be."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,17 +38,20 @@ class Shifts:
                 bench.read(texts[:-TEXTS])
             self._reference[domain] = bench.read(texts[-TEXTS:])
 
-    def rows(self, share: float, **options: Any) -> Iterator[dict[str, Any]]:
+    def rows(
+        self, share: float, names: Sequence[str] = ("oracle", "dynaexq", "as before"), **options: Any
+    ) -> Iterator[dict[str, Any]]:
         """For every domain: the honest oracle, which knows its other texts; dynaexq, two windows behind the shift; and
         the set of the domains before it.
 
         Args:
             share: of the experts, that are high.
+            names: of those, which.
             options: of dynaexq.
         """
         for domain, texts in self._texts.items():
             before = [text for other in DOMAINS if other != domain for text in self._texts[other][:TEXTS]]
-            for name in ("oracle", "dynaexq", "as before"):
+            for name in names:
                 migration = self._serve(share, options)
                 self._bench.read(before)
                 if name == "dynaexq":
@@ -80,7 +83,7 @@ class Shifts:
         migration.stop()
         self._bench.runtime.serving.fetcher.settle_all()
         held = self._bench.runtime.memory.table.tier == HIGH
-        migration._planned.extend(swaps(score * migration._worth[:, None], held, migration._places, 0.0))
+        migration._planned.extend(swaps(score * migration._worth, held, migration._places, 0.0))
         while migration._planned or migration._flying:
             migration._began = 0.0
             migration.turn()

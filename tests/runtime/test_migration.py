@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import random
 import time
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -46,7 +47,7 @@ from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.fetcher import Fetcher
 from vllm_dymoe.runtime.migration import ARRIVED, FAILED, UNDER_WAY, Migration
 from vllm_dymoe.runtime.popularity import keep_hotness
-from vllm_dymoe.runtime.sizing import minimum_budget, plan_slots, workspace_bytes
+from vllm_dymoe.runtime.sizing import expert_worth, minimum_budget, plan_slots, workspace_bytes
 from vllm_dymoe.systems.dynaexq import DynaExq
 from vllm_dymoe.transfer import Reason
 from vllm_dymoe.transfer import make_engine as plain_engine
@@ -430,6 +431,23 @@ def test_layers_have_places_by_what_high_versions_are_worth_there():
     assert places(system, popularity=traffic) == [2, 1, 3]
     with pytest.raises(ConfigError, match="layer_worth has 2 numbers, but this rank has 3 layers"):
         places(DynaExq(layer_worth=(1, 1)))
+
+
+def test_places_are_for_experts_whose_low_versions_lose_most():
+    """Where traffic is even, and before there was any; the paper's ranking counts uses alone."""
+    experts, options = make_experts(layers=2, num_experts=8, nested=True), Options(hi=4, lo=2, group_size=32)
+    lost = {layer: tuple(1.0 if expert < 6 else 16.0 * layer for expert in range(8)) for layer in experts.layers}
+    store = make_store(replace(experts, lost=lost))
+    runtime = dynaexq(store, high=4)
+    assert np.argwhere(runtime.memory.table.tier == HIGH).tolist() == [[0, 6], [0, 7], [1, 6], [1, 7]]
+    runtime = dynaexq(store, high=4, hotness="uses")
+    assert np.argwhere(runtime.memory.table.tier == HIGH).tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    worth = expert_worth(store.experts, DynaExq().residency.migrating, (1.0, 3.0))
+    assert worth[1, 7] / worth[1, 0] == pytest.approx(32**0.5)
+    assert worth[1, 7] == pytest.approx(3 * (32 / 8.75) ** 0.5), "beside its own layer's"
+    limit = minimum_budget(experts, options, DynaExq(), 0) + 3 * experts.formats[4].nbytes
+    plan = plan_slots(store.experts, options, DynaExq(), limit, 0, popularity=np.ones((2, 8)))
+    assert plan.quotas[Tier.HI] == [2, 2]
 
 
 @pytest.mark.parametrize("nested", [True, False])

@@ -146,6 +146,8 @@ class ModelExperts:
     """How many of the layers, the last ones, are those of a draft that proposes the model's tokens."""
     curves: tuple[tuple[float, ...], ...] = field(default=(), compare=False)
     """Where thresholds of prompts' tokens and of others begin, see :mod:`~.threshold`; empty without a calibration."""
+    lost: Mapping[int, tuple[float, ...]] = field(default_factory=dict, compare=False)
+    """By index of the layer: what each expert loses in its low version, where a calibration has measured that."""
 
     @property
     def projections(self) -> tuple[Projection, ...]:

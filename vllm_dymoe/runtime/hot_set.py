@@ -11,6 +11,7 @@ from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.residency.table import CODES
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.memory import ExpertMemory
+from vllm_dymoe.runtime.sizing import expert_worth
 from vllm_dymoe.systems.base import Migrating
 
 
@@ -23,6 +24,7 @@ class HotSet:
         self._places = memory.table.shares[:, CODES[Tier.HI]]
         self._counts, self._seen = np.zeros(shape, np.int64), 0
         self._score, self._hot = np.zeros(shape), np.zeros(shape, bool)
+        self._worth = expert_worth(memory.experts, migrating, [1.0] * shape[0])
 
     def wants(self, routing: Routing) -> dict[int, Tier]:
         """High for those of a layer's active experts that are hot, low for the others; counts them."""
@@ -41,7 +43,8 @@ class HotSet:
         self._score = averaged(self._score, self._counts, self._migrating.alpha)
         self._counts.fill(0)
         self._seen = 0
-        for layer, (score, hot, places) in enumerate(zip(self._score, self._hot, self._places, strict=True)):
+        worth = self._score * self._worth
+        for layer, (score, hot, places) in enumerate(zip(worth, self._hot, self._places, strict=True)):
             for _, (_, up), down in swaps(score[None], hot[None], int(places), self._migrating.margin):
                 hot[up] = True
                 if down is not None:

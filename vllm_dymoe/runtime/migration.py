@@ -25,7 +25,7 @@ from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.device_side import DecodeCounts
 from vllm_dymoe.runtime.fetcher import Fetch, Fetcher
 from vllm_dymoe.runtime.layer_changes import LayerChanges
-from vllm_dymoe.runtime.sizing import layer_worth
+from vllm_dymoe.runtime.sizing import expert_worth, layer_worth
 from vllm_dymoe.systems.base import Migrating
 from vllm_dymoe.transfer import Reason, TransferError, TransferStats
 from vllm_dymoe.transfer.ticket import State
@@ -91,7 +91,7 @@ class Migration:
         shape = memory.table.tier.shape
         places = memory.table.shares[:, HIGH]
         self._places = int(places.sum())
-        self._worth = np.array(layer_worth(memory.experts, migrating.layer_worth))
+        self._worth = expert_worth(memory.experts, migrating, layer_worth(memory.experts, migrating.layer_worth))
         own = shape[0] - memory.experts.draft_layers
         self._changes = None if migrating.layer_worth else LayerChanges(own)
         self._counts = np.zeros((2, *shape), np.int64)  # uses, and squared gates
@@ -103,7 +103,8 @@ class Migration:
         self._moved = 0, 0.0  # since the start, and the link's seconds for them
         self._turns, self._look = 0, 1 if agree is list else _LOOK
         self._closing = False
-        _bring_all(fetcher, hottest(self.hotness, places))
+        # Where nothing is known of traffic, those that lose most.
+        _bring_all(fetcher, hottest(self._worth * (1.0 if popularity is None else popularity), places))
         for layer in range(shape[0]):
             memory.rows_changed(layer)
 
@@ -284,10 +285,11 @@ class Migration:
         if self._changes is not None and self._changes.enough:
             parts = self._agree(self._changes.parts())
             rest = [min(parts)] * (len(self._worth) - len(parts) - 1)  # a draft decides no token
-            self._worth, self._changes = np.maximum([*parts, parts[-1], *rest], 1) / max(1.0, np.mean(parts)), None
+            layers = np.maximum([*parts, parts[-1], *rest], 1) / max(1.0, np.mean(parts))
+            self._worth, self._changes = expert_worth(self._memory.experts, migrating, layers), None
         if self._keep is not None and self.stats.windows % _KEPT_EVERY == 0:
             self._keep(self.hotness)
-        self._planned = deque(swaps(self.hotness * self._worth[:, None], held, self._places, migrating.margin))
+        self._planned = deque(swaps(self.hotness * self._worth, held, self._places, migrating.margin))
 
 
 def _bring_all(fetcher: Fetcher, high: NDArray[np.bool_]) -> None:

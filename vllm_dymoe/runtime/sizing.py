@@ -199,7 +199,7 @@ def _plan_residents(
     worth = layer_worth(experts, migrating.layer_worth)
     places = layer_shares(high, worth, 0, each)
     if popularity is not None:
-        places = share_out(popularity * np.array(worth)[:, None], high).tolist()
+        places = share_out(popularity * expert_worth(experts, migrating, worth), high).tolist()
     low = [each if nested else each - count for count in places]
     staging = 0 if nested or high == every else migrating.in_flight
     slots, quotas = {Tier.HI: high + staging}, {Tier.HI: places}
@@ -219,6 +219,20 @@ def layer_worth(experts: ModelExperts, worth: Sequence[float]) -> list[float]:
         )
     known = list(worth) or [1.0] * own
     return known + [min(known)] * experts.draft_layers
+
+
+def expert_worth(experts: ModelExperts, migrating: Migrating, layers: Sequence[float]) -> NDArray[np.float64]:
+    """What a high version is worth for each use of an expert: float64 [layers, experts].
+
+    That is what it is in the layer, times the root of what the expert's low version loses, as a part of its layer's
+    mean. The error itself pays more for points of a lattice, and nothing for GPTQ (benchmarks/LOG.md).
+    """
+    found = np.ones((len(experts.layers), experts.num_experts))
+    for row, layer in zip(found, experts.layers, strict=True):
+        lost = np.array(experts.lost.get(layer, ()))
+        if migrating.by_gates and len(lost) == len(row) and lost.any():
+            row[:] = np.sqrt(lost / lost.mean())
+    return found * np.array(layers)[:, None]
 
 
 def _slice_slots(sizes: Mapping[Tier, int], high: float, every_expert: int, spare: int) -> dict[Tier, int]:

@@ -165,12 +165,13 @@ class Manifest:
                 formats[bits // 2] = formats[bits].base
             curves = tuple(tuple(map(float, curve)) for curve in data.get("curves", ()))
             shape = tuple(data["layers"]), data["num_experts"], data["top_k"]
-            experts = ModelExperts(*shape, formats, curves=curves)
+            errors = ErrorRecord.from_json(data["errors"]) if data.get("errors") else None
+            lost = dict(zip(data["layers"], errors.experts.get(min(formats), ()), strict=False)) if errors else {}
+            experts = ModelExperts(*shape, formats, curves=curves, lost=lost)
             for bits, fmt in formats.items():
                 if (held := data["blob_bytes"][str(bits)]) != fmt.whole_nbytes:
                     raise ValueError(f"blobs of {held} bytes where {fmt.whole_nbytes} are expected")
             parallel = data["tensor_parallel"]
-            errors = ErrorRecord.from_json(data["errors"]) if data.get("errors") else None
             rank, alignment = (parallel["rank"], parallel["size"]), data.get("alignment", 1)
             return cls(experts, data["quantizer"], data["model"], rank, errors, alignment)
         except OSError as error:

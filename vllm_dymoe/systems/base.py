@@ -93,8 +93,8 @@ class Migrating(BaseModel):
     model_config = _FROZEN
 
     hotness: Literal["squared_gates", "uses"] = "squared_gates"
-    """What makes an expert hot: its squared routing weights, which the error of a low version follows, or uses (the
-    paper)."""
+    """What makes an expert hot: its squared routing weights, with what its low version loses where that was measured,
+    or uses (the paper)."""
     alpha: float = Field(default=0.5, gt=0, le=1)
     """Weight of the last window in hotness."""
     window_s: NonNegativeFloat = 2

@@ -40,16 +40,14 @@ def name_ahead_plain(table: Table, layer: int, ids: Tensor, scores: Tensor, rows
     """Choose what is fetched ahead for a layer, and say in `copies` what has to be copied for that.
 
     Tiers are those that the layer would choose if guesses were its routing. Of what it neither keeps nor skips the most
-    important experts come first, as many as there are slots and ``table.most_ahead`` projections; the last one of
-    them may come in part.
+    important experts come first, as many as there are slots and ``table.most_ahead`` projections; the last one of them
+    may come in part.
 
     Args:
         table: on a CPU, like everything else; ``staged`` and ``staged_for`` of the layer's half are rewritten.
-        layer: that is foreseen.
         ids: int32 or int64 [tokens, guesses]; negative where another rank has the expert.
         scores: float32 [tokens, guesses], 0 to 1.
         rows: int32 [1], how many tokens are real.
-        copies: overwritten.
     """
     real, half, host = int(rows), layer % 2, table.on_host()
     copies.spans.zero_()

@@ -22,13 +22,11 @@ def decide_plain(
     table: Table, layer: int, ids: Tensor, weights: Tensor, rows: Tensor, decision: Decision, *, wide: bool = False,
     marks: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Decide a layer's step: changes the table's rows, and says in `decision` what is to be computed from where.
-
-    A step without rows changes nothing of the table.
+    """Decide a layer's step: changes the table's rows, and says in `decision` what is to be computed from where. A step
+    without rows changes nothing of the table.
 
     Args:
         table: tensors on a CPU, like everything else.
-        layer: position among the MoE layers.
         ids: int32 or int64 [tokens, top_k]; negative where another rank has the expert.
         weights: float32 [tokens, top_k].
         rows: int32 [1], how many tokens are real, the first ones.

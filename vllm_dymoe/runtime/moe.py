@@ -87,11 +87,7 @@ class _Spending:
     automatic: int  # bytes to use if the budget is automatic
 
     def plan(self, budget: ExpertBudget | int, options: Options, system: System, beside: int) -> SlotPlan:
-        """Of a budget, or a limit in bytes, of which ``beside`` bytes are no slots.
-
-        Raises:
-            ConfigError: the budget cannot hold one expert of each tier that the system uses.
-        """
+        """Of a budget, or a limit in bytes, of which ``beside`` bytes are no slots; ConfigError as ``plan_slots``."""
         if isinstance(budget, ExpertBudget):
             budget = limit_in_bytes(budget, self.experts, options, beside, self.automatic)
         spent = self.experts, options, system, budget, beside
@@ -185,32 +181,19 @@ class MoERuntime:
     # -- what can change between two steps --------------------------------------------------------
 
     def resize(self, budget: Any) -> None:
-        """Change the expert budget; the cache starts empty, and what a smaller budget leaves goes back to the device.
-
-        Args:
-            budget: as the option ``expert_budget``.
-
-        Raises:
-            ValueError: it is not a budget, or cannot hold one expert of each tier, or the device has not so much, or a
-                read that was given up still has not ended; the old one stays.
-        """
+        """Change the expert budget, as the option has it; the cache starts empty, and what a smaller one leaves goes
+        back to the device. The old one stays with a ValueError: it is not a budget, or cannot hold one expert of each
+        tier, or the device has not so much, or a read that was given up still has not ended."""
         parsed = ExpertBudget.parse(budget)
         plan = self._spending.plan(parsed, self.options, self.system, self.beside)
         self._replace("expert_budget", self.options, self.system, plan)
         self._expert_budget = parsed
 
     def set_precision(self, **changes: Any) -> None:
-        """Change retention, tiers or another parameter of the system.
-
-        The budget stays as it is. Where its slots have to be shared out in another way the cache starts empty.
-
-        Args:
-            changes: values by name, as :func:`~vllm_dymoe.runtime.precision.changed_precision` takes them.
-
-        Raises:
-            ConfigError: a value cannot be honoured, or a read that was given up still has not ended; all stays as it
-                was.
-        """
+        """Change retention, tiers or another parameter of the system, as
+        :func:`~vllm_dymoe.runtime.precision.changed_precision` takes them. The budget stays; where its slots have to be
+        shared out in another way the cache starts empty. With a ConfigError all stays as it was: a value cannot be
+        honoured, or a read that was given up has not ended."""
         options = changed_precision(self.options, self.experts.formats, changes)
         system = make_system(options)
         if self.decode is not None and not system.residency.on_device:
@@ -226,14 +209,11 @@ class MoERuntime:
             self._replace("the precision", options, system, plan)
 
     def set_predictor(self, predictor: Predictor | None) -> None:
-        """Foresee with another predictor, or with none.
+        """Foresee with another predictor, or with none; with a ConfigError the old one goes on: the budget has no room
+        for it, or a read that was given up still has not ended.
 
         Where it takes other memory than the one before, the slots are shared out again and the cache starts empty.
         Captured decode steps go on asking the predictor of their capture, and fetch nothing ahead any more.
-
-        Raises:
-            ConfigError: the budget has no room for it, or a read that was given up still has not ended; the old one
-                goes on.
         """
         serving, before = self.serving, self.predictor
         named = None if predictor is None else Measured(predictor, before.stats if before else None)
@@ -249,12 +229,8 @@ class MoERuntime:
             self.memory.device_side.fetch_ahead(0)
 
     def _replace(self, what: str, options: Options, system: System, plan: SlotPlan) -> None:
-        """Go on with other slots; if they cannot be had, with the old ones.
-
-        Raises:
-            ConfigError: a read that was given up still writes into a slot, so that ``what`` cannot change; or there is
-                no memory.
-        """
+        """Go on with other slots; if they cannot be had, with the old ones and a ConfigError: a read that was given up
+        still writes into a slot, so that ``what`` cannot change, or there is no memory."""
         if not self.serving.end():
             raise ConfigError(
                 f"vllm-dymoe: {what} cannot change while reads that were given up have not ended "
@@ -353,11 +329,7 @@ class MoERuntime:
             self.store.close()
 
     def check_integrity(self) -> None:
-        """Between steps: nothing pinned, no slot lost, the budget kept.
-
-        Raises:
-            AssertionError: it is not so.
-        """
+        """AssertionError unless, between steps, nothing is pinned, no slot is lost, and the budget is kept."""
         self.serving.fetcher.collect()
         flying = ((fetch.tier, fetch.slot, fetch.kept) for fetch in self.serving.on_their_way())
         check_memory(self.memory, flying)
@@ -366,14 +338,8 @@ class MoERuntime:
 
 
 def resize_host_memory(runtime: MoERuntime, wanted: Any) -> None:
-    """Change the budget of host memory; the level starts empty. On a CPU it is the expert budget.
-
-    Args:
-        wanted: as the option ``host_memory``.
-
-    Raises:
-        ValueError: there is no level, or the budget is too small or more than there is; the old one stays.
-    """
+    """Change the budget of host memory, as the option has it; the level starts empty. On a CPU it is the expert budget.
+    The old one stays with a ValueError: there is no level, or the budget is too small or more than there is."""
     parsed, level = ExpertBudget.parse(wanted), runtime.level
     if level is None and runtime.device.type == "cpu" and runtime.options.link_gbps is None:
         return runtime.resize(parsed)
@@ -416,11 +382,7 @@ def start_timeline(runtime: MoERuntime) -> None:
 
 
 def stop_timeline(runtime: MoERuntime, rank: int = 0) -> list[dict[str, Any]]:
-    """What ran since ``start_timeline``, as Chrome trace events of process ``rank``.
-
-    Raises:
-        ValueError: none was started.
-    """
+    """What ran since ``start_timeline``, as Chrome trace events of process ``rank``; ValueError if none was started."""
     timeline, runtime.engine.timeline = runtime.engine.timeline, None
     if runtime.level is not None:
         runtime.level.engine.timeline = None
@@ -432,11 +394,8 @@ def stop_timeline(runtime: MoERuntime, rank: int = 0) -> list[dict[str, Any]]:
 def _make_decode_kernel(
     parts: Parts, kernel: ExpertKernel, experts: ModelExperts, options: Options
 ) -> tuple[DecodeKernel | None, str]:
-    """None and the reason where the kernels cannot, so that the host decides after all.
-
-    Raises:
-        ConfigError: the device was to decide.
-    """
+    """None and the reason where the kernels cannot, so that the host decides after all; ConfigError if the device was
+    to."""
     try:
         return parts.decode_kernel(kernel, experts), ""
     except ValueError as error:

@@ -127,18 +127,8 @@ class Serving:
     # -- in a step --------------------------------------------------------------------------------
 
     def forward(self, routing: Routing, activation: Activation = Activation.SILU) -> torch.Tensor:
-        """Run one MoE layer.
-
-        Args:
-            routing: of [tokens, top_k].
-            activation: of the gated expert.
-
-        Returns:
-            [tokens, hidden], the weighted sum over each token's experts on this rank.
-
-        Raises:
-            TransferError: an expert could not be fetched; the runtime can serve the next step.
-        """
+        """Run one MoE layer: [tokens, hidden], the weighted sum over each token's experts on this rank. TransferError
+        if an expert could not be fetched; the runtime can serve the next step."""
         if len(routing.ids) == 0:
             return torch.empty_like(routing.x)
         begun, timeline = time.perf_counter(), self.engine.timeline

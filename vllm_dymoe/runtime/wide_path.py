@@ -97,20 +97,15 @@ class WidePath:
         *,
         captured: bool = False,
     ) -> Tensor:
-        """One layer.
+        """One layer: [rows, hidden], the weighted sum over each token's experts on this rank.
 
         Args:
-            layer: position among the MoE layers.
             x: [rows, hidden] bfloat16 or float16.
             weights: float32 [rows, top_k].
             ids: int [rows, top_k], negative where another rank has the expert.
-            activation: of the gated expert.
             marks: int8 [rows], 1 for tokens of prompts, 2 for heavy hitters among these, 0 for others; None where
                 precision asks for none.
             captured: the launches go into a graph.
-
-        Returns:
-            [rows, hidden], the weighted sum over each token's experts on this rank.
         """
         step, branch = self._step(len(x), activation, marked=marks is not None, captured=captured), self._branch
         shape, pending = step.shape, self._pending

@@ -35,14 +35,9 @@ class Importance(NamedTuple):
 def importance(
     expert_ids: Tensor, weights: Tensor, experts: int, prompt: PromptTokens | None = None
 ) -> tuple[Importance, Importance]:
-    """For the tokens of prompts and for the others; the host waits for the device once, however many there are.
-
-    Args:
-        expert_ids: [tokens, top_k] int, negative where another rank has the expert.
-        weights: [tokens, top_k] float32.
-        experts: more than the largest number in ``expert_ids``.
-        prompt: which tokens are prompts'; None for no token.
-    """
+    """For the tokens of prompts, if there are some, and for the others; the host waits for the device once, however
+    many there are. ``experts`` is more than the largest number in ``expert_ids``, int [tokens, top_k], negative where
+    another rank has the expert; weights are float32 [tokens, top_k]."""
     units = (weights.float() * float(WEIGHT_UNIT)).long()
     none = torch.zeros(len(units), 1, dtype=torch.bool, device=units.device)
     of_prompt, heavy = (none, none) if prompt is None else (prompt.rows[:, None], prompt.heavy[:, None])

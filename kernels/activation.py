@@ -41,8 +41,7 @@ class Activation:
     SILU: ClassVar["Activation"]
     GELU: ClassVar["Activation"]
     GELU_TANH: ClassVar["Activation"]
-    SWIGLU_OAI: ClassVar["Activation"]
-    """GPT-OSS's."""
+    SWIGLU_OAI: ClassVar["Activation"]  # GPT-OSS's
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
         """The curve of two projections, elementwise; `gate` is overwritten.

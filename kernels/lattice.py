@@ -14,8 +14,7 @@ from torch import Tensor
 
 from vllm_dymoe.residency.matrix import BLOCK_ROWS
 
-FINE = 0.25
-"""A point's size in the fine slice, of its size in the base."""
+FINE = 0.25  # a point's size in the fine slice, of its size in the base
 
 # Rows of a block, point by point: those whose codes share a word.
 POINT_ROWS = torch.tensor([[4 * w + b + half for half in (0, 32) for b in range(4)] for w in range(8)]).flatten()

@@ -45,8 +45,7 @@ from vllm_dymoe.runtime.sizing import (
 from vllm_dymoe.systems import System, make_system
 from vllm_dymoe.systems.dymoe import CriticalHigh
 
-GOOD_ENOUGH = 0.95
-"""Of the likeliest tokens, those that have to be the ones of 16 bits for options to be recommended."""
+GOOD_ENOUGH = 0.95  # of the likeliest tokens, those that have to be the ones of 16 bits for options to be recommended
 CANDIDATES: tuple[Mapping[str, Any], ...] = (
     {"system": "exact", "hi": 16},
     {"system": "exact", "hi": 8},

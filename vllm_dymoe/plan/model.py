@@ -12,8 +12,7 @@ from vllm_dymoe.quantize.model_config import INTERMEDIATE, NUM_EXPERTS, TOP_K, r
 from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.format import Format, ModelExperts, stored_formats
 
-ITEM = 2
-"""Bytes of a weight outside of experts."""
+ITEM = 2  # bytes of a weight outside of experts
 
 
 @dataclass(frozen=True)

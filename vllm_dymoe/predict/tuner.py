@@ -81,8 +81,7 @@ class Heop:
     update_every: int = 10  # decode steps between two moves (N_update)
     patience: int = 2  # moves without a new best before the search turns (Pat)
     rounds: int = 20  # moves before the best is kept
-    shift: float = 25.0
-    """How much drift, in deviations of a step's cost, starts the search again for the first time."""
+    shift: float = 25.0  # how much drift, in deviations of a step's cost, starts the search again for the first time
     seed: int = 0  # of the first direction
 
     def __post_init__(self) -> None:

@@ -108,8 +108,7 @@ class Held:
             raise ValueError(f"its scales are {name} and would be rounded to {short}; {advice}.")
 
 
-Matrix = tuple[Tensor | Held, Tensor | None]
-"""A projection's weight [rows, columns], and its bias [rows] if it has one."""
+Matrix = tuple[Tensor | Held, Tensor | None]  # a projection's weight [rows, columns], and its bias [rows] if it has one
 
 
 def integers(bits: int, codes: Tensor, scales: Tensor, zero_points: Tensor, column_groups: Tensor) -> Held:

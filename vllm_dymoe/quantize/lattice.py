@@ -18,11 +18,9 @@ from vllm_dymoe.kernels.lattice import FINE, WIDTH, in_point_order, in_row_order
 from vllm_dymoe.quantize.gptq import Curvature
 from vllm_dymoe.residency.matrix import MatrixFormat
 
-LOW_SHARE = 0.45
-"""What the low reading's wishes count in the mean that the base is nearest to."""
+LOW_SHARE = 0.45  # what the low reading's wishes count in the mean that the base is nearest to
 
-SPREAD = 1.165
-"""A row's scale, of the root of its mean square."""
+SPREAD = 1.165  # a row's scale, of the root of its mean square
 
 # Columns whose errors reach the rest of the matrix in one product.
 _BLOCK = 128

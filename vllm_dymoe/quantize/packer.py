@@ -31,11 +31,9 @@ from vllm_dymoe.residency.matrix import MatrixFormat
 from vllm_dymoe.store import ErrorRecord, FileStore, StoreError
 from vllm_dymoe.store.writer import StoreWriter
 
-FALLBACK = "hqq"
-"""What quantizes the experts that a calibration saw too rarely."""
+FALLBACK = "hqq"  # what quantizes the experts that a calibration saw too rarely
 
-Place = tuple[int, int, Projection]
-"""Position of the layer, local expert, and which of its matrices."""
+Place = tuple[int, int, Projection]  # position of the layer, local expert, and which of its matrices
 
 Given = Tensor | Held | Callable[[], Tensor | Held]
 """A weight, or what makes it, which is called by the thread that packs it."""

@@ -6,29 +6,22 @@ from enum import IntEnum
 class Fate(IntEnum):
     """What becomes of a slice's bytes in a step."""
 
-    HIT = 0
-    """They are on the device."""
-    KEEP = 1
-    """They are fetched into a slot that keeps them."""
-    PASS = 2
-    """They are fetched for this step alone."""
+    HIT = 0  # they are on the device
+    KEEP = 1  # they are fetched into a slot that keeps them
+    PASS = 2  # they are fetched for this step alone
 
 
-POSITIONS_AT_ONCE = 2
-"""Positions of an expert that are multiplied with each weight that is read."""
+POSITIONS_AT_ONCE = 2  # positions of an expert that are multiplied with each weight that is read
 
 WEIGHT_UNIT = 1 << 40
 """Routing weights are summed as multiples of 1 / WEIGHT_UNIT, which all float32 from 2 ** -16 on are. Sums of 256 stay
 below 2 ** 63 as long as weights stay below 2 ** 15."""
 
-AGING = 4
-"""Heat loses a share of 2 ** -AGING with each step: 16 steps are what it remembers."""
-USE = 1 << 16
-"""Heat of one use; at most USE << AGING adds up."""
+AGING = 4  # heat loses a share of 2 ** -AGING with each step: 16 steps are what it remembers
+USE = 1 << 16  # heat of one use; at most USE << AGING adds up
 
 
-MOST_EXPERTS = 512
-"""Experts of a layer for which a program decides: all of them are in one vector."""
+MOST_EXPERTS = 512  # experts of a layer for which a program decides: all of them are in one vector
 
 
 def check_experts(experts: int) -> None:

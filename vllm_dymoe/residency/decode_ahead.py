@@ -18,8 +18,7 @@ from vllm_dymoe.residency.decode_rule import PROJECTIONS, bytes_ahead, choose_ti
 from vllm_dymoe.residency.rule import HIGH, LOW
 from vllm_dymoe.residency.table import Counter, Table
 
-MOST_AHEAD = 8
-"""Experts that are fetched ahead for a layer at most."""
+MOST_AHEAD = 8  # experts that are fetched ahead for a layer at most
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,8 +17,7 @@ from torch import Tensor
 
 GATE_UNIT = 1 << 20
 
-Place = tuple[int, int]
-"""Layer and expert."""
+Place = tuple[int, int]  # layer and expert
 
 
 class Swap(NamedTuple):

@@ -13,14 +13,12 @@ from torch import Tensor
 from vllm_dymoe.residency.checks import check_tensor
 from vllm_dymoe.residency.code import Code
 
-BLOCK_ROWS = 64
-"""Rows that are interleaved; quantized matrices are padded to whole blocks."""
+BLOCK_ROWS = 64  # rows that are interleaved; quantized matrices are padded to whole blocks
 
 PAIR_BYTES = 32
 """Bytes that hold the 4-bit codes of one block's column: row e in the low half of byte e, row e + 32 in the high."""
 
-FOLD_COLUMNS = 64
-"""Columns that share the bytes of a half, at most; those that one warp's strip of 4-bit codes has."""
+FOLD_COLUMNS = 64  # columns that share the bytes of a half, at most; those that one warp's strip of 4-bit codes has
 
 GROUP_SIZES = (32, 64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)

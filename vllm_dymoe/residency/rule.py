@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from vllm_dymoe.residency.constants import AGING, USE
 
-NOWHERE, LOW, HIGH = 0, 1, 2
-"""In which version an expert is held, or wanted."""
+NOWHERE, LOW, HIGH = 0, 1, 2  # in which version an expert is held, or wanted
 
 THERE, HIT, PASS, FREE = -4, -3, -2, -1
 """An expert is computed where it lies in host memory (`Serving` says so, not the rule); a slice has a slot; comes for

@@ -25,36 +25,26 @@ from vllm_dymoe.residency.rule import FREE, HIGH, LOW, NOWHERE, Ints, coldest, d
 from vllm_dymoe.residency.threshold import NO_THRESHOLD
 from vllm_dymoe.residency.tier import Tier
 
-CODES = {Tier.SKIP: NOWHERE, Tier.LO: LOW, Tier.HI: HIGH}
-"""How the table writes a tier."""
+CODES = {Tier.SKIP: NOWHERE, Tier.LO: LOW, Tier.HI: HIGH}  # how the table writes a tier
 
 
 class Counter(IntEnum):
     """Columns of :attr:`Table.counters`; experts unless said otherwise."""
 
-    STEPS = 0
-    """Steps with at least one row."""
+    STEPS = 0  # steps with at least one row
     WANTED_HIGH = auto()
     WANTED_LOW = auto()
     SKIPPED = auto()
     HITS = auto()
-    REUSES = auto()
-    """Hits of a high version where a low one was wanted."""
-    FETCHED_HIGH = auto()
-    """Versions, or fine slices."""
-    FETCHED_LOW = auto()
-    """Versions, or bases."""
-    PASSED = auto()
-    """Those among the fetched that are not kept."""
-    PROMOTIONS = auto()
-    """Fetches of a high version where the low one was there."""
-    EVICTIONS = auto()
-    """Experts, or fine slices, whose place another one took."""
-    AHEAD = auto()
-    """Experts of which something was fetched before the layer was routed."""
+    REUSES = auto()  # hits of a high version where a low one was wanted
+    FETCHED_HIGH = auto()  # versions, or fine slices
+    FETCHED_LOW = auto()  # versions, or bases
+    PASSED = auto()  # those among the fetched that are not kept
+    PROMOTIONS = auto()  # fetches of a high version where the low one was there
+    EVICTIONS = auto()  # experts, or fine slices, whose place another one took
+    AHEAD = auto()  # experts of which something was fetched before the layer was routed
     AHEAD_BYTES = auto()
-    AHEAD_USED = auto()
-    """Those among the fetched that were found there, whole or in part."""
+    AHEAD_USED = auto()  # those among the fetched that were found there, whole or in part
     AHEAD_USED_BYTES = auto()
 
 
@@ -67,59 +57,43 @@ def _column(*shape: str | int, dtype: str = "int64", fill: int = 0) -> Any:
 class Table:
     """What is where, for every layer: NumPy arrays, or tensors on the device that decides."""
 
-    tier: Any = _column("layers", "experts", dtype="int8")
-    """Which version a row names."""
+    tier: Any = _column("layers", "experts", dtype="int8")  # which version a row names
     slot: Any = _column("slices", "layers", "experts", dtype="int32", fill=-1)
     """Index in the tier's pool, or in that of the slice; -1 for none."""
     heat: Any = _column("slices", "layers", "experts")
     used_at: Any = _column("slices", "layers", "experts")
     """The layer's step in which an expert, or its fine slice, was last used."""
-    step: Any = _column("layers")
-    """The layer's last step."""
-    shares: Any = _column("layers", 3, dtype="int32")
-    """Experts, or slices, that a layer may keep."""
+    step: Any = _column("layers")  # the layer's last step
+    shares: Any = _column("layers", 3, dtype="int32")  # experts, or slices, that a layer may keep
     reuse_high: Any = _column(1, dtype="int32", fill=1)
     """Whether a high version serves where a low one is wanted. It makes what is computed depend on what is held;
     without it the high version is replaced like a low one where a high one is wanted."""
-    counters: Any = _column("layers", len(Counter))
-    """Counted up by steps of the device."""
+    counters: Any = _column("layers", len(Counter))  # counted up by steps of the device
     first_slot: Any = _column("layers", 3, dtype="int32")
     """Where the layer's own range in a pool begins. Where the device decides a free slot is the lowest of the range
     that no row names, and no list has to be kept."""
-    staging: Any = _column(3, 2, dtype="int32")
-    """First and number of the slots that no layer keeps, for what passes."""
+    staging: Any = _column(3, 2, dtype="int32")  # first and number of the slots that no layer keeps, for what passes
     ahead: Any = _column(3, 2, dtype="int32")
     """First and number of those for guesses about even layers; as many about odd ones follow."""
-    most_ahead: Any = _column(1, dtype="int32")
-    """Projections that are fetched ahead for a layer at most."""
+    most_ahead: Any = _column(1, dtype="int32")  # projections that are fetched ahead for a layer at most
     staged: Any = _column(2, 3, "experts", dtype="int32")
     """What was fetched ahead for an even and an odd layer: of each expert its slot, its tier, and how many of its
     projections, gate first. It counts until the next guess about a layer of its kind."""
-    staged_for: Any = _column(2, dtype="int32", fill=-1)
-    """Which layers these are, -1 for none."""
+    staged_for: Any = _column(2, dtype="int32", fill=-1)  # which layers these are, -1 for none
     critical: Any = _column("layers", "counts", dtype="int32")
     """How many of a step's active experts are high, by their number, 0 to that of a layer's experts."""
-    threshold: Any = _column(2)
-    """Above which an expert is high, see :mod:`~.threshold`; then ``critical`` is not asked."""
-    prompt_threshold: Any = _column(2)
-    """The same for tokens of prompts in a step that says which these are."""
-    bits: Any = _column(3, dtype="int32")
-    """Tags of the tiers' codes; 0 for one that is skipped."""
-    offsets: Any = _column(3, 3)
-    """Bytes from a blob's beginning to gate, up and down."""
-    pool: Any = _column(3)
-    """Address of slot 0."""
-    slot_bytes: Any = _column(3)
-    """From one slot to the next."""
+    threshold: Any = _column(2)  # above which an expert is high, see :mod:`~.threshold`; then ``critical`` is not asked
+    prompt_threshold: Any = _column(2)  # the same for tokens of prompts in a step that says which these are
+    bits: Any = _column(3, dtype="int32")  # tags of the tiers' codes; 0 for one that is skipped
+    offsets: Any = _column(3, 3)  # bytes from a blob's beginning to gate, up and down
+    pool: Any = _column(3)  # address of slot 0
+    slot_bytes: Any = _column(3)  # from one slot to the next
     source: Any = _column("layers", "experts", 3)
     """Address of each version in the host store, which the device can read."""
-    recording: Any = _column(1, dtype="int32")
-    """Whether routing decisions go into the ring."""
-    ring_ids: Any = _column("depth", "layers", "rows", "top_k", dtype="int32")
-    """The decisions of step s at s % depth."""
+    recording: Any = _column(1, dtype="int32")  # whether routing decisions go into the ring
+    ring_ids: Any = _column("depth", "layers", "rows", "top_k", dtype="int32")  # the decisions of step s at s % depth
     ring_weights: Any = _column("depth", "layers", "rows", "top_k", dtype="float32")
-    ring_rows: Any = _column("depth", "layers", dtype="int32")
-    """How many of the ring's rows are real."""
+    ring_rows: Any = _column("depth", "layers", dtype="int32")  # how many of the ring's rows are real
 
     @classmethod
     def allocate(

@@ -20,11 +20,9 @@ from numpy.typing import NDArray
 from vllm_dymoe.residency.rule import Ints
 
 NO_THRESHOLD = (0, -1)
-GAIN = 10
-"""An expert too many in a layer of n moves the threshold by 2 ** (GAIN - 16) / n."""
+GAIN = 10  # an expert too many in a layer of n moves the threshold by 2 ** (GAIN - 16) / n
 MOST = 64 << 32
-RETENTIONS = tuple(part / 16 for part in range(1, 17))
-"""Of the values of a curve."""
+RETENTIONS = tuple(part / 16 for part in range(1, 17))  # of the values of a curve
 
 
 def threshold_for(retention: float, curve: Sequence[float] = ()) -> Ints:

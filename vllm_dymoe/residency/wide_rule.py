@@ -28,8 +28,7 @@ from vllm_dymoe.residency.decode_rule import PROJECTIONS, bytes_ahead, found_ahe
 from vllm_dymoe.residency.rule import HIGH, LOW, NOWHERE
 from vllm_dymoe.residency.table import Counter, Table
 
-THERE, KEPT, PASSING = 0, 1, 2
-"""The first two groups, and the first of those that pass."""
+THERE, KEPT, PASSING = 0, 1, 2  # the first two groups, and the first of those that pass
 _LEAST_CHUNK, _MOST_CHUNKS = 256, 64
 
 

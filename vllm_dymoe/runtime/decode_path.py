@@ -17,8 +17,7 @@ from vllm_dymoe.residency.table import Table
 from vllm_dymoe.runtime.ahead import Ahead, AheadKernel, Branch
 from vllm_dymoe.runtime.wide_path import WideKernel, WidePath
 
-DECODE_ROWS = 16
-"""Most rows of a step that take this path; with more of them tensor cores are worth a wide one."""
+DECODE_ROWS = 16  # most rows of a step that take this path; with more of them tensor cores are worth a wide one
 
 
 class DecodeKernel(AheadKernel, WideKernel, Protocol):

@@ -10,8 +10,7 @@ from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.memory import ExpertMemory
 from vllm_dymoe.transfer import HostLevel
 
-Guess = tuple[int, int, Tier]
-"""Layer, expert, and the tier in which it may be wanted."""
+Guess = tuple[int, int, Tier]  # layer, expert, and the tier in which it may be wanted
 
 
 def expect(level: HostLevel, memory: ExpertMemory, layer: int, wanted: Mapping[int, Tier], places: Ints) -> None:

@@ -23,8 +23,7 @@ from vllm_dymoe.store import HostStore, ReadableStore
 class Writer(StrEnum):
     """What writes the table's rows."""
 
-    HOST = "host"
-    """The host, in every step; there are no others."""
+    HOST = "host"  # the host, in every step; there are no others
     DEVICE = "device"
     """The device, in every step. Each layer has slots of its own, behind which lie those that no layer keeps. The host
     has a copy of the rows as far as it has asked for them."""

@@ -33,8 +33,7 @@ from vllm_dymoe.transfer.ticket import State
 Agree = Callable[[Sequence[int]], Sequence[int]]
 """The least of what all ranks say that compute the same experts together, number by number."""
 
-FAILED, UNDER_WAY, ARRIVED = 0, 1, 2
-"""What a rank says of a move: the least of all holds for each."""
+FAILED, UNDER_WAY, ARRIVED = 0, 1, 2  # what a rank says of a move: the least of all holds for each
 OUTCOMES = ("published", "failed", "late", "refused", "outdated")
 _LOADING = 8  # transfers that are on their way at once before the first request
 _KEPT_EVERY = 32  # windows; by their number, so that all ranks keep the same

@@ -22,8 +22,7 @@ from vllm_dymoe.residency.table import Table
 from vllm_dymoe.residency.wide_rule import KEPT, PASSING, THERE, WideShape
 from vllm_dymoe.runtime.ahead import Branch
 
-_LEAST_HALF = 2
-"""Staging slots of a group; with fewer there would be as many launches as experts."""
+_LEAST_HALF = 2  # staging slots of a group; with fewer there would be as many launches as experts
 _MOST_ACTIVE = 0.9
 """Share of a layer's experts that has to be active for certain before copies for it begin without its router."""
 

@@ -22,8 +22,7 @@ class Importance(NamedTuple):
 
     used: Ints  # int64 [n], experts that its tokens use, ascending
     hits: Ints  # int64 [n], heavy hitters among the tokens that use each (Eq. 2); 0 in decode
-    sums: Ints
-    """int64 [n], of routing weights in 1 / WEIGHT_UNIT (Eq. 3), in prompts those of heavy hitters alone."""
+    sums: Ints  # int64 [n], of routing weights in 1 / WEIGHT_UNIT (Eq. 3), in prompts those of heavy hitters alone.
 
     def first(self, count: int) -> NDArray[np.bool_]:
         """bool [n], the most important ones, of equal ones those with the lower numbers."""

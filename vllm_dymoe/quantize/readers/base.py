@@ -14,12 +14,10 @@ from vllm_dymoe.residency.code import PLAIN, Code
 from vllm_dymoe.residency.format import nests
 from vllm_dymoe.store.manifest import read_codes
 
-GROUP_SIZES = (128, 64, 32)
-"""Of a store, the largest first."""
+GROUP_SIZES = (128, 64, 32)  # of a store, the largest first
 
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-EXPONENTS, NUMBERS = ("U8", "F8_E8M0"), ("F16", "BF16", "F32", "F8_E8M0")
-"""Dtypes of scales as safetensors names them."""
+EXPONENTS, NUMBERS = ("U8", "F8_E8M0"), ("F16", "BF16", "F32", "F8_E8M0")  # dtypes of scales as safetensors names them
 
 Make = Callable[[Mapping[str, Tensor], int, int], Held]
 """(tensors by the ends of their names, rows, columns) -> the whole matrix; ValueError if a tensor is something else."""
@@ -87,8 +85,7 @@ def _not_held(tensors: Mapping[str, Tensor], rows: int, columns: int) -> Held:
     raise AssertionError("16-bit weights are quantized, and not held")
 
 
-PLAIN_READER = Reader("", PLAIN, None, ("weight",), _not_held)
-"""Of 16-bit experts."""
+PLAIN_READER = Reader("", PLAIN, None, ("weight",), _not_held)  # of 16-bit experts
 
 
 def check_part(part: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], *shape: int) -> None:

@@ -99,12 +99,15 @@ def count_groups(columns: int, group_size: int | None) -> int:
     return -(-columns // (group_size or columns))
 
 
+def unreadable(what: str, readable: str, advice: str = "use one of those") -> CheckpointError:
+    """For a checkpoint that is quantized with something else than what can be read."""
+    return CheckpointError(f"the checkpoint is quantized with {what}, and only {readable} can be read; {advice}.")
+
+
 def choose_bits(method: str, value: Any, choices: tuple[int, ...]) -> int:
     if value not in choices or isinstance(value, bool):
-        raise CheckpointError(
-            f"the checkpoint is quantized with {method} at {value} bits, and only {', '.join(map(str, choices))} can "
-            "be read; serve one with 16-bit weights, or with other bits."
-        )
+        advice = "serve one with 16-bit weights, or with other bits"
+        raise unreadable(f"{method} at {value} bits", ", ".join(map(str, choices)), advice)
     return int(value)
 
 

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from vllm_dymoe.quantize.readers import floats, integers
-from vllm_dymoe.quantize.readers.base import PLAIN_READER, Reader, ignore
+from vllm_dymoe.quantize.readers.base import PLAIN_READER, Reader, ignore, unreadable
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.residency.code import FP8, MXFP4, NVFP4
 
@@ -52,11 +52,11 @@ def make_reader(config: Config | None) -> Reader:
     method = config.get("quant_method") or (config.get("producer") or {}).get("name") or "a method it does not name"
     method = _NAMES_OF_VLLM.get(method, method)
     if method not in _READERS:
-        raise CheckpointError(
-            f"the checkpoint is quantized with {method} already, and only {', '.join(METHODS)} and 16-bit weights can "
-            "be read; use one of those (transformers writes 16-bit weights from most quantized ones: from_pretrained "
-            "with dequantize=True in its quantization config, then save_pretrained)."
+        advice = (
+            "use one of those (transformers writes 16-bit weights from most quantized ones: from_pretrained with "
+            "dequantize=True in its quantization config, then save_pretrained)"
         )
+        raise unreadable(f"{method} already", f"{', '.join(METHODS)} and 16-bit weights", advice)
     return _READERS[method](config)
 
 
@@ -74,10 +74,7 @@ def _fp8(config: Config) -> Reader:
         # DeepSeek-V4, vllm/models/deepseek_v4/quant_config.py
         return floats.mxfp4("fp8", spellings={"scale": "weight_scale"})
     if (fmt := config.get("fmt") or "e4m3") not in _NAMES_OF_E4M3 or config.get("store_dtype"):
-        raise CheckpointError(
-            f"the checkpoint is quantized with fp8, {config.get('store_dtype') or fmt}, and only e4m3 can be read; "
-            "use one of those."
-        )
+        raise unreadable(f"fp8, {config.get('store_dtype') or fmt}", "e4m3")
     block = config.get("weight_block_size")
     scale = "weight_scale" if block is None else "weight_scale_inv"
     return floats.fp8("fp8", scale, block, spellings={"scale": scale})
@@ -160,10 +157,8 @@ def _names_of_experts() -> tuple[str, ...]:
 
 
 def _unreadable(found: str, readable: str) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint is quantized with compressed-tensors, {found}, and only {readable} can be read; use such a "
-        "one, or serve it without --quantization dymoe."
-    )
+    advice = "use such a one, or serve it without --quantization dymoe"
+    return unreadable(f"compressed-tensors, {found}", readable, advice)
 
 
 def _modelopt(config: Config) -> Reader:
@@ -176,16 +171,10 @@ def _modelopt(config: Config) -> Reader:
         algorithms = sorted({str(layer.get("quant_algo")).upper() for layer in experts})
         if len(algorithms) != 1:
             found = f"by {' and '.join(algorithms)}" if algorithms else "not at all, or by what it does not name"
-            raise CheckpointError(
-                f"the checkpoint is quantized with modelopt, its experts {found}, and only one algorithm for all of "
-                "them can be read; use such a one."
-            )
+            raise unreadable(f"modelopt, its experts {found}", "one algorithm for all of them", "use such a one")
         algorithm, described = algorithms[0], experts[0]
     if algorithm not in _MODELOPT:
-        raise CheckpointError(
-            f"the checkpoint is quantized with modelopt, algorithm {algorithm}, and only {', '.join(_MODELOPT)} can be "
-            "read; use one of those."
-        )
+        raise unreadable(f"modelopt, algorithm {algorithm}", ", ".join(_MODELOPT))
     reader = _MODELOPT[algorithm]("modelopt")
     if reader.code is NVFP4 and described.get("group_size") not in (None, reader.group_size):
         raise CheckpointError(
@@ -221,10 +210,7 @@ def _quark(config: Config) -> Reader:
         return floats.mxfp4("quark", spellings={"scale": "weight_scale"})
     if kind == "fp8_e4m3" and scheme in ("per_tensor", "per_channel"):
         return floats.fp8("quark", spellings={"scale": "weight_scale"})
-    raise CheckpointError(
-        f"the checkpoint is quantized with quark, experts in {kind} {scheme}, and only MXFP4 and fp8_e4m3 by "
-        "tensor or channel can be read; use one of those."
-    )
+    raise unreadable(f"quark, experts in {kind} {scheme}", "MXFP4 and fp8_e4m3 by tensor or channel")
 
 
 def _auto_round(config: Config) -> Reader:

@@ -15,6 +15,7 @@ from vllm_dymoe.quantize.readers.base import (
     choose_bits,
     choose_group_size,
     count_groups,
+    unreadable,
 )
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.residency.code import STEPS
@@ -35,10 +36,7 @@ def awq(config: Mapping[str, Any]) -> Reader:
     """
     version = str(config.get("version", "gemm")).lower()
     if version != "gemm":
-        raise CheckpointError(
-            f'the checkpoint is quantized with awq, version "{version}", and only "gemm" can be read; quantize it '
-            'again with version "GEMM".'
-        )
+        raise unreadable(f'awq, version "{version}"', '"gemm"', 'quantize it again with version "GEMM"')
     if not config.get("zero_point", True):
         raise CheckpointError(
             "the checkpoint is quantized with awq without zero points, which gemm packing does not have; quantize "
@@ -113,10 +111,8 @@ def _make_gptq(
 def _gptq_version(config: Mapping[str, Any]) -> str:
     version = "marlin" if config.get("is_marlin_format") else str(config.get("checkpoint_format") or "gptq")
     if version not in _ZERO_POINT_OFFSETS:
-        raise CheckpointError(
-            f'the checkpoint is quantized with gptq, checkpoint_format "{version}", and only '
-            f"{' and '.join(_ZERO_POINT_OFFSETS)} can be read; save it in one of them."
-        )
+        known = " and ".join(_ZERO_POINT_OFFSETS)
+        raise unreadable(f'gptq, checkpoint_format "{version}"', known, "save it in one of them")
     for pattern, rule in (config.get("dynamic") or {}).items():
         if not pattern.startswith("-:") and any(key in rule for key in _GPTQ_RULES):
             raise CheckpointError(

@@ -110,14 +110,12 @@ class Format:
 
     @cached_property
     def sections(self) -> tuple[slice, slice, slice]:
-        """Bytes of the slice that each projection takes."""
         ends = [0]
         for matrix in self.matrices:
             ends.append(ends[-1] + matrix.nbytes)
         return slice(ends[0], ends[1]), slice(ends[1], ends[2]), slice(ends[2], ends[3])
 
     def span(self, projections: range) -> slice:
-        """Bytes of the slice that neighbouring projections take."""
         return slice(self.sections[projections.start].start, self.sections[projections.stop - 1].stop)
 
     @cached_property
@@ -158,7 +156,6 @@ class ModelExperts:
 
     @property
     def stored_nbytes(self) -> int:
-        """Bytes of everything that a store holds."""
         return len(self.layers) * self.num_experts * sum(fmt.nbytes for fmt in self.formats.values())
 
     @cached_property

@@ -66,7 +66,6 @@ class Routing:
 
     @cached_property
     def grouped(self) -> Grouped:
-        """This rank's pairs by expert."""
         return group_by_expert(self.host_ids)
 
     def inputs(self) -> tuple[Tensor, Tensor]:
@@ -84,7 +83,6 @@ class Routing:
 
     @property
     def active(self) -> list[int]:
-        """This rank's experts that any token chose, in ascending order."""
         return self.grouped.experts
 
 

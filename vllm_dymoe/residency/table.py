@@ -49,7 +49,6 @@ class Counter(IntEnum):
 
 
 def _column(*shape: str | int, dtype: str = "int64", fill: int = 0) -> Any:
-    """A column whose sizes are named; see :meth:`Table.allocate`."""
     return field(metadata={"shape": shape, "dtype": dtype, "fill": fill})
 
 
@@ -230,7 +229,6 @@ class Table:
         return {(int(layer), int(expert)) for layer, expert in np.argwhere(self.tier == CODES[tier])}
 
     def slots(self, tier: Tier) -> list[int]:
-        """Slots of one tier's pool that rows name."""
         return self.slot[int(self.nested and tier is Tier.HI)][self.holders(CODES[tier])].tolist()
 
 

@@ -78,7 +78,6 @@ class PlainDecode:
         return matrix.view(self._section(decision, (1, item, projection), matrix, through), base)
 
     def _section(self, decision: Decision, at: tuple[int, int, int], matrix: MatrixFormat, through: bool) -> Tensor:
-        """Where a section is to be read, once it is there."""
         section = memory_at(int(decision.addresses[at]), matrix.nbytes)
         destination = int(decision.destinations[at]) if through else 0
         return self.fetch(section, memory_at(destination, matrix.nbytes)) if destination else section

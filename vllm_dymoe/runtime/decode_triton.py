@@ -62,7 +62,6 @@ class TritonDecode:
         return step
 
     def _check(self, step: DecodeStep, rows: int, top_k: int) -> None:
-        """Refuse a workspace that the largest step does not fit into."""
         held, needed, there = step.memory.numel(), step.nbytes(rows, top_k), step.semaphores.numel()
         counted = step.counted(rows, top_k)
         if held < needed or there < counted:

@@ -158,7 +158,6 @@ class DecodeCounts:
         self._uses.scatter_add_(0, (place + 2 * self._bins).flatten(), gates.flatten())
 
     def clear(self) -> None:
-        """Count anew, and forget what was asked for."""
         self._uses.zero_()
 
     def ask(self) -> None:

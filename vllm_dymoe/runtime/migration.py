@@ -210,7 +210,6 @@ class Migration:
         return ARRIVED if all(self._engine.arrived(fetch.ticket) for fetch in move.fetches) else UNDER_WAY
 
     def _begin(self, swap: Swap) -> list[Fetch]:
-        """Reserve slots and submit; nothing if there are none."""
         start, memory, (_, up, down) = self._fetcher.start, self._memory, swap
         if memory.nested:
             if down is not None:

@@ -56,7 +56,6 @@ class Parts:
         self.device, self.device_memory = device, make_device_memory(device)
 
     def memory(self, store: HostStore, writer: Writer) -> ExpertMemory:
-        """Where experts are kept."""
         return ExpertMemory(store, self.device, self.device_memory, writer)
 
     def decode_kernel(self, kernel: ExpertKernel, experts: ModelExperts) -> DecodeKernel:
@@ -73,7 +72,6 @@ class Parts:
         return TritonDecode(kernel, experts, DECODE_ROWS)
 
     def branch(self) -> Branch:
-        """Where a decode step without the host fetches ahead."""
         return make_branch(self.device)
 
 
@@ -287,12 +285,10 @@ class MoERuntime:
 
     @property
     def system(self) -> System:
-        """Chooses tiers."""
         return self.serving.system
 
     @property
     def predictor(self) -> Measured | None:
-        """Names experts to fetch ahead."""
         return self.serving.predictor
 
     @property
@@ -303,11 +299,9 @@ class MoERuntime:
 
     @property
     def minimum_budget(self) -> int:
-        """The smallest feasible budget in bytes."""
         return minimum_budget(self.experts, self.options, self.system, self.beside)
 
     def stats(self) -> RuntimeStats:
-        """Counts since the start or the last ``reset_stats``."""
         self._take_decode_counts()
         return RuntimeStats.collect(self.serving)
 
@@ -317,7 +311,6 @@ class MoERuntime:
             self.memory.device_side.take_counts(self.serving.counts, self.engine.stats, self.serving.prefetch_stats)
 
     def reset_stats(self) -> None:
-        """Count from zero."""
         self._take_decode_counts()
         self.serving.reset_stats()
 

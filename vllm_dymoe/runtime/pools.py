@@ -70,5 +70,4 @@ class SlotPools(dict[Tier, SlotPool]):
 
     @property
     def _where(self) -> str:
-        """Of which memory the slots are, in messages."""
         return "host" if self._device.type == "cpu" else "device"

@@ -248,7 +248,6 @@ class Serving:
             disk.reset(read)
 
     def reset_stats(self) -> None:
-        """Count from zero."""
         self.counts, self.engine.stats = ResidencyCounts(), TransferStats()
         self.prefetch_stats.reset()
         if self.migration is not None:

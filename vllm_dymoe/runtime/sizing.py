@@ -42,7 +42,6 @@ def workspace_bytes(experts: ModelExperts, device_type: str = "cpu") -> int:
 
 
 def tier_bits(options: Options, tier: Tier) -> int:
-    """Bits per weight of a tier."""
     return options.hi if tier is Tier.HI else options.lo if tier is Tier.LO else 0  # asked for each expert of each step
 
 
@@ -137,7 +136,6 @@ def plan_slots(
 def _version_slots(
     sizes: Mapping[Tier, int], weights: Mapping[Tier, Sequence[float]], every_expert: int, spare: int
 ) -> dict[Tier, int]:
-    """Slots of versions that exclude each other, or of the only one."""
     if len(sizes) < 2:
         return {tier: min(every_expert, spare // size) for tier, size in sizes.items()}
     low = _low_slots(sizes, weights, every_expert, spare)
@@ -160,7 +158,6 @@ def _check_budget(experts: ModelExperts, options: Options, system: System, limit
 
 
 def _staging(experts: ModelExperts, system: System, count: int) -> int:
-    """Slots of a tier that no layer keeps."""
     # C of Eq. 10 bounds what is fetched ahead: a quarter of the slots at most, or layers would keep too little.
     wide = system.foresight.slots(experts.top_k) if system.foresight else 0
     ahead = min(FEWEST_STAGING + wide, count // 4)

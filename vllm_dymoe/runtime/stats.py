@@ -73,7 +73,6 @@ class RuntimeStats:
 
     @classmethod
     def collect(cls, serving: Serving) -> "RuntimeStats":
-        """Read the counters of one runtime."""
         counts, prefetch, predictor = serving.counts, serving.prefetch_stats, serving.predictor
         transfer, memory, migration = serving.engine.stats, serving.memory, serving.migration
         level, disk = serving.level, serving.disk

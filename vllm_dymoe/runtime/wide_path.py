@@ -41,13 +41,9 @@ class WideStep(Protocol):
         that the next layer is served at, of which as much is copied as a group behind the last one; 0 for nothing."""
         ...
 
-    def copy(self, group: int) -> None:
-        """Copy what a group lacks."""
-        ...
+    def copy(self, group: int) -> None: ...
 
-    def compute(self, group: int) -> None:
-        """Compute a group."""
-        ...
+    def compute(self, group: int) -> None: ...
 
     def finish(self) -> Tensor:
         """[tokens, hidden], the weighted sums of what was computed, zero for a row that is no token."""
@@ -57,9 +53,7 @@ class WideStep(Protocol):
 class WideKernel(Protocol):
     """Makes wide steps."""
 
-    def wide_step(self, table: Table, shape: WideShape, activation: Activation) -> WideStep:
-        """The launches of a shape."""
-        ...
+    def wide_step(self, table: Table, shape: WideShape, activation: Activation) -> WideStep: ...
 
 
 class WidePath:

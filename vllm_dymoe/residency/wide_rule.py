@@ -137,15 +137,22 @@ def plan_wide_plain(
     Returns:
         int64 [items that there are], the group of each.
     """
-    host, count = table.on_host(), int(decision.count)
-    sizes = (decision.work[:count, 2] - decision.work[:count, 1]).numpy().astype(np.int64)
-    classes, group = np.minimum(np.searchsorted(steps, sizes), len(steps) - 1), np.full(count, THERE)
-    kept = passed = 0
+    host = table.on_host()
     wide.spans.zero_()
+    group = _list_groups(host, layer, decision, shape, half, wide)
+    host.staged_for[layer % 2] = -1
+    if ahead:
+        most = shape.half if len(group) else 0
+        _copy_ahead(host, layer + 1, shape, (half + shape.passes) % 2, ahead, most, wide)
+    _list_work(decision, group, ids, shape, steps, wide)
+    return group
 
-    def copy(listed: int, code: int, source: int, slot: int) -> None:
-        wide.spans[listed] = torch.tensor((source, slot_address(host, code, slot), int(host.slot_bytes[code])))
 
+def _list_groups(
+    host: Table, layer: int, decision: Decision, shape: WideShape, half: int, wide: WideWork
+) -> NDArray[np.int64]:
+    count = int(decision.count)
+    group, kept, passed = np.full(count, THERE), 0, 0
     experts, tiers = decision.experts[:count].tolist(), decision.tiers[:count].tolist()
     for item, (expert, code) in enumerate(zip(experts, tiers, strict=True)):
         parts = (LOW, HIGH)[:code] if host.nested else (code,)
@@ -165,21 +172,34 @@ def plan_wide_plain(
                 continue
             slot = int(host.staging[part, 0]) + place if fate == Fate.PASS else int(decision.slots[number, item])
             source = int(host.source[layer, expert, part]) if found is None else slot_address(host, part, found)
-            copy(shape.slices * listed + number, part, source, slot)
+            wide.spans[shape.slices * listed + number] = _span(host, part, source, slot)
             decision.addresses[number, item] = torch.from_numpy(host.offsets[part]) + slot_address(host, part, slot)
-    host.staged_for[layer % 2] = -1
-    if ahead:
-        staged, after, listed = host.staged[(layer + 1) % 2], layer + 1, shape.spans(shape.groups).start
-        staged.fill(0)
-        host.staged_for[after % 2] = after
-        missing = (host.tier[after] == NOWHERE).nonzero()[0][: shape.half if count else 0].tolist()
-        for rank, expert in enumerate(missing):
-            slot = int(host.staging[ahead, 0]) + (half + shape.passes) % 2 * shape.half + rank
-            staged[:, expert] = slot, ahead, PROJECTIONS
-            copy(listed + rank, ahead, int(host.source[after, expert, ahead]), slot)
-        nbytes = len(missing) * bytes_ahead(host, ahead, PROJECTIONS)
-        host.counters[after, [Counter.AHEAD, Counter.AHEAD_BYTES]] += len(missing), nbytes
+    return group
 
+
+def _span(host: Table, code: int, source: int, slot: int) -> Tensor:
+    return torch.tensor((source, slot_address(host, code, slot), int(host.slot_bytes[code])))
+
+
+def _copy_ahead(host: Table, layer: int, shape: WideShape, half: int, code: int, most: int, wide: WideWork) -> None:
+    staged, listed = host.staged[layer % 2], shape.spans(shape.groups).start
+    staged.fill(0)
+    host.staged_for[layer % 2] = layer
+    missing = (host.tier[layer] == NOWHERE).nonzero()[0][:most].tolist()
+    for rank, expert in enumerate(missing):
+        slot = int(host.staging[code, 0]) + half * shape.half + rank
+        staged[:, expert] = slot, code, PROJECTIONS
+        wide.spans[listed + rank] = _span(host, code, int(host.source[layer, expert, code]), slot)
+    nbytes = len(missing) * bytes_ahead(host, code, PROJECTIONS)
+    host.counters[layer, [Counter.AHEAD, Counter.AHEAD_BYTES]] += len(missing), nbytes
+
+
+def _list_work(
+    decision: Decision, group: NDArray[np.int64], ids: Tensor, shape: WideShape, steps: Sequence[int], wide: WideWork
+) -> None:
+    count = len(group)
+    sizes = (decision.work[:count, 2] - decision.work[:count, 1]).numpy().astype(np.int64)
+    classes = np.minimum(np.searchsorted(steps, sizes), len(steps) - 1)
     begins, order = np.zeros(count, np.int64), np.argsort(classes != 0, kind="stable")
     begins[order] = sizes[order].cumsum() - sizes[order]
     decision.work[:count, 1:] = torch.from_numpy(np.stack((begins, begins + sizes), 1))
@@ -194,4 +214,3 @@ def plan_wide_plain(
     begin_of = np.full(shape.experts + 1, -1)  # behind the last expert what -1 finds
     begin_of[decision.experts[:count].numpy()] = begins
     list_positions(begin_of[wide.ids.flatten().numpy()], shape.top_k, decision)
-    return group

@@ -27,15 +27,7 @@ _RING = 1  # steps whose routing is kept: it is read between two steps
 
 
 class DeviceSide:
-    """Beside an ExpertMemory.
-
-    Args:
-        store: of the experts; the device can read it.
-
-    Attributes:
-        table: of tensors.
-        most_ahead: projections that a step of the device fetches ahead for a layer.
-    """
+    """Beside an ExpertMemory whose store the device can read."""
 
     shares: Mapping[int, Sequence[int]]  # experts that each layer keeps, by LOW and HIGH of the tiers in use
     staging: Mapping[int, int]  # slots of each that no layer keeps, and that are not for guesses

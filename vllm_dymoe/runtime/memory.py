@@ -33,17 +33,7 @@ class Writer(StrEnum):
 
 
 class ExpertMemory:
-    """The device memory of one rank's experts.
-
-    Args:
-        store: of the experts; one that the device can read, unless the host is the writer.
-
-    Attributes:
-        pools: slots by tier, the high one first.
-        bits: of what the slots of each tier hold.
-        in_store: an expert where it lies in host memory, by layer, number, and the bits of its slices.
-        device_side: what steps without the host go by; None where there are none.
-    """
+    """The device memory of one rank's experts; the device can read the store, unless the host is the writer."""
 
     plan: SlotPlan  # how the budget is spent
     budget: BudgetTracker  # counts every byte of it
@@ -56,8 +46,8 @@ class ExpertMemory:
     ) -> None:
         self.experts, self.writer, self.in_store = store.experts, writer, _views(store)
         self.pools = SlotPools(device, device_memory)
-        self.bits: dict[Tier, int] = {}
-        self.device_side: DeviceSide | None = None
+        self.bits: dict[Tier, int] = {}  # of what the slots of each tier hold
+        self.device_side: DeviceSide | None = None  # what steps without the host go by
         if writer is not Writer.HOST:
             assert isinstance(store, ReadableStore)
             self.device_side = DeviceSide(store, device)

@@ -93,32 +93,21 @@ class _Spending:
 
 
 class MoERuntime:
-    """Every MoE layer of one model on one rank.
+    """Every MoE layer of one model on one rank; ConfigError if the budget cannot hold one expert of each tier in use.
 
     Args:
         automatic_budget: bytes to use if ``options.expert_budget`` is automatic.
         system: in place of the one that the options name.
         engine: in place of the one that fits the device.
-        predictor: names experts to fetch ahead; None for none.
         obstacle: why the host has to decide in decode, if the model is such a one.
         agree: with the ranks that have other parts of the same experts, for a system that moves versions.
         parts: in place of those of the device.
         hotness: file that says from start to start which experts are hot, for a system that moves versions.
-
-    Attributes:
-        options: in force.
-        plan: how the budget is spent.
-        budget: counts every byte of it.
-        level: host memory over a disk; None where all experts are in memory, or none.
-        host_decides_because: why the device does not decide, if it was to.
-
-    Raises:
-        ConfigError: the budget cannot hold one expert of each tier that the system uses.
     """
 
-    options: Options
-    plan: SlotPlan
-    budget: BudgetTracker
+    options: Options  # in force
+    plan: SlotPlan  # how the budget is spent
+    budget: BudgetTracker  # counts every byte of it
 
     def __init__(
         self,
@@ -159,7 +148,7 @@ class MoERuntime:
         decoding = None
         if decides:
             decoding, why_not = _make_decode_kernel(parts, self.kernel, self.experts, options)
-        self.host_decides_because = why_not
+        self.host_decides_because = why_not  # if the device was to decide
         writer = Writer.DEVICE if system.residency.migrating is None else Writer.PLANNER
         self.memory = parts.memory(store, Writer.HOST if decoding is None else writer)
         self.decode = None if decoding is None else _make_decode_path(parts, self.memory, decoding, system, predictor)

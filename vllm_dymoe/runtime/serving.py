@@ -36,36 +36,16 @@ from vllm_dymoe.transfer import HostLevel, TransferEngine, TransferStats
 
 
 class Serving:
-    """The steps that the host decides, and what they are served with.
+    """The steps that the host decides, and what they are served with. Where the device decides nothing is foreseen
+    here."""
 
-    Args:
-        memory: slots, and the table that says which experts are in them.
-        kernel: computes.
-        engine: brings what is missing.
-        predictor: names experts to fetch ahead; None for none.
-        level: of host memory over a disk; None where all experts are in memory, or none.
-        foresees: something may be fetched ahead; not where the device decides, which does that by itself.
-
-    Attributes:
-        system: chooses tiers.
-        bits: of each tier, 0 for one that is skipped.
-        computes_there: experts without a slot are computed in host memory.
-        fetcher: gives slots to what is fetched.
-        prefetcher: fetches ahead; None without a predictor.
-        migration: moves versions between steps; None where steps fetch what they need.
-        hot_set: which experts are wanted high while others are streamed; None otherwise.
-        counts: of what steps needed.
-        prefetch_stats: of what was fetched ahead.
-        disk: of what was read from files.
-    """
-
-    system: System
-    bits: Mapping[Tier, int]
-    computes_there: bool
-    fetcher: Fetcher
-    prefetcher: Prefetcher | None = None
-    migration: Migration | None = None
-    hot_set: HotSet | None = None
+    system: System  # chooses tiers
+    bits: Mapping[Tier, int]  # of each tier, 0 for one that is skipped
+    computes_there: bool  # experts without a slot are computed in host memory
+    fetcher: Fetcher  # gives slots to what is fetched
+    prefetcher: Prefetcher | None = None  # fetches ahead; None without a predictor
+    migration: Migration | None = None  # moves versions between steps; None where steps fetch what they need
+    hot_set: HotSet | None = None  # which experts are wanted high while others are streamed; None otherwise
 
     def __init__(
         self,
@@ -77,7 +57,7 @@ class Serving:
         *,
         foresees: bool = True,
     ) -> None:
-        self.level, self.disk = level, DiskCounts()
+        self.level, self.disk = level, DiskCounts()  # host memory over a disk, if it is; what was read from files
         self.memory, self.kernel, self.engine = memory, kernel, engine
         self.predictor, self._foresees = predictor, foresees
         self.counts, self.prefetch_stats = ResidencyCounts(), PrefetchStats()

@@ -28,13 +28,13 @@ class Pairs(NamedTuple):
 
 
 def combine(
-    out: Tensor,
-    topk_weights: Tensor,
+    out: Tensor,  # [tokens * top_k, hidden] bfloat16 or float16, as a kernel wrote it
+    topk_weights: Tensor,  # float32 [tokens, top_k]
     expert_ids: Tensor | None = None,
-    skipped: Collection[int] = (),
+    skipped: Collection[int] = (),  # experts that no kernel computed; their pairs count as zero, too
     *,
     renormalize: bool = False,
-    into: Tensor | None = None,
+    into: Tensor | None = None,  # [tokens, hidden] like out, overwritten; None for a new tensor
 ) -> Tensor:
     """Sum over k of topk_weights[t, k] * out[t * top_k + k], in ascending k from zero on: [tokens, hidden] in out's
     dtype.
@@ -44,15 +44,11 @@ def combine(
     shapes than these, or experts that are skipped without ids.
 
     Args:
-        out: [tokens * top_k, hidden] bfloat16 or float16, as a kernel wrote it.
-        topk_weights: float32 [tokens, top_k].
         expert_ids: int [tokens, top_k]; pairs with a negative one have no expert here (another rank's, or a row that
             fills up a batch), and count as zero whatever `out` holds there. None if there are none.
-        skipped: experts that no kernel computed; their pairs count as zero, too.
         renormalize: scale the weights of a token's experts that stay, so that they sum to what they did with the
             skipped ones. Pairs without an expert here do not count: each rank hands the weights of what it skips to
             what it computes. A token none of whose experts stays has nothing to scale.
-        into: [tokens, hidden] like out, overwritten; None for a new tensor.
     """
     check_tensor("topk_weights", topk_weights, shape=(None, None), dtype=torch.float32, contiguous=False)
     tokens, top_k = topk_weights.shape

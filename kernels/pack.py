@@ -9,11 +9,11 @@ from vllm_dymoe.residency.matrix import BLOCK_ROWS, PAIR_BYTES, MatrixFormat, Pa
 
 
 def pack(
-    format: MatrixFormat,
+    format: MatrixFormat,  # 8, 4 or 2 bits
     codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor,
-    section: Tensor,
+    scales: Tensor,  # [rows, groups], exact in the format's dtype; of a lattice those of the low reading
+    zeros: Tensor,  # [rows, groups], exact in the format's dtype; of a lattice the scales of the high reading
+    section: Tensor,  # uint8 [nbytes], overwritten
     order: Tensor | None = None,
 ) -> None:
     """Write a quantized matrix into a section; bytes that pad are zero, and so is a bias, until it is copied into
@@ -23,12 +23,8 @@ def pack(
     does not fit, or an order that is missing, not a permutation, or not the format's to hold.
 
     Args:
-        format: 8, 4 or 2 bits.
         codes: uint8 [rows, columns], each below 2**bits, in the order of the inputs, which :func:`unpack` restores; of
             a lattice [padded_rows, columns], because rows share points.
-        scales: [rows, groups], exact in the format's dtype; of a lattice those of the low reading.
-        zeros: [rows, groups], exact in the format's dtype; of a lattice the scales of the high reading.
-        section: uint8 [nbytes], overwritten.
         order: int64 [columns], the columns as they are to be stored, group by group; only for an act order.
     """
     if not format.quantized:

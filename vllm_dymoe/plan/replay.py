@@ -83,17 +83,15 @@ def _uses(experts: NDArray[np.int64], weights: NDArray[np.float32]) -> tuple[Int
 
 def replay(
     routings: Routings,
-    quotas: Mapping[Tier, Sequence[int]],
+    quotas: Mapping[Tier, Sequence[int]],  # experts of each tier that each layer of the model may keep
     choose: Callable[[int, Ints], NDArray[np.bool_]] | None,
-    low: bool,
+    low: bool,  # whether the others have a version, or are skipped
     nested: bool = False,
 ) -> LayerDemand:
     """Let layers keep what the rule says.
 
     Args:
-        quotas: experts of each tier that each layer of the model may keep.
         choose: (layer, sums of the active experts' weights) to which of them are high; all of them if None.
-        low: whether the others have a version, or are skipped.
         nested: whether the low version lies inside the high one; quotas are then of fine slices and of bases.
     """
     active, moved = {HIGH: 0, LOW: 0}, {HIGH: 0, LOW: 0}

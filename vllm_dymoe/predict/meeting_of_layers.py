@@ -30,19 +30,15 @@ class MeetingOfLayers(Predictor):
     """Asks the next layer's gate about the inputs of the last P layers.
 
     Args:
-        gates: of every MoE layer, in order.
-        k: K of Eq. 5.
-        p: P of Eqs. 5 and 6.
-        tuner: chooses K and P while serving; they stay as they are if None.
         held: which experts of a layer are on the device, for the tuner: what is there costs no transfer.
     """
 
     def __init__(
         self,
-        gates: Sequence[Gate],
-        k: int,
-        p: int,
-        tuner: Heop | None = None,
+        gates: Sequence[Gate],  # of every MoE layer, in order
+        k: int,  # K of Eq. 5
+        p: int,  # P of Eqs. 5 and 6
+        tuner: Heop | None = None,  # chooses K and P while serving; they stay as they are if None
         held: Callable[[int], Set[int]] = lambda layer: frozenset(),
         side_stream: Inline | None = None,
     ) -> None:

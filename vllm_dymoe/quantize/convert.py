@@ -36,11 +36,11 @@ def quantization_config(options: Options) -> dict[str, Any]:
 def convert(
     checkpoint: Checkpoint,
     out: Path,
-    options: Options,
-    dtype: torch.dtype | None = None,
+    options: Options,  # of which hi, lo, group_size and quantizer count; with a calibration GPTQ is the quantizer
+    dtype: torch.dtype | None = None,  # of the scales, and of weights at 16 bits; None takes the checkpoint's
     calibration: Calibration | None = None,
     *,
-    overwrite: bool = False,
+    overwrite: bool = False,  # replace ``out`` if it is a dymoe checkpoint
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> Manifest:
     """Write ``checkpoint`` with packed experts to the folder ``out``.
@@ -48,9 +48,6 @@ def convert(
     With a calibration, which takes hours for a large model, it goes on with what a run that was ended has packed.
 
     Args:
-        options: of which hi, lo, group_size and quantizer count; with a calibration GPTQ is the quantizer.
-        dtype: of the scales, and of weights at 16 bits; None takes the checkpoint's.
-        overwrite: replace ``out`` if it is a dymoe checkpoint.
         progress: called with source bytes as they are done; the whole is dense_bytes + expert_bytes.
     """
     out = out.absolute()

@@ -89,16 +89,14 @@ def pack(
     quantizer: str,
     writer: StoreWriter,
     calibration: Calibration | None = None,
-    journal: Journal | None = None,
-    progress: Callable[[int], None] = lambda nbytes: None,
+    journal: Journal | None = None,  # which layers are packed already; each that is packed and synced is added
+    progress: Callable[[int], None] = lambda nbytes: None,  # called with source bytes as they are done
 ) -> ErrorRecord:
     """Pack every expert of a checkpoint; a whole one at a time, because what down reads follows from the others.
 
     Args:
         calibration: for GPTQ and lattices. Experts that it saw too rarely are quantized with HQQ, or, to points of a
             lattice, with what their layer read.
-        journal: which layers are packed already; each that is packed and synced is added.
-        progress: called with source bytes as they are done.
     """
     errors = ErrorTally(experts)
     chosen = QUANTIZERS[quantizer if calibration is None else FALLBACK]

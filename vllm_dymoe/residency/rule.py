@@ -46,12 +46,12 @@ def record_uses(heat: Ints, used_at: Ints, active: Ints, wanted: NDArray[np.int8
 
 
 def decide(
-    active: Ints,
-    wanted: NDArray[np.int8],
-    held: NDArray[np.int8],
-    heat: Ints,
+    active: Ints,  # int64 [n], the experts, ascending, counted by :func:`record_uses` already
+    wanted: NDArray[np.int8],  # int8 [n], LOW or HIGH for each of them
+    held: NDArray[np.int8],  # int8 [experts], NOWHERE, LOW or HIGH
+    heat: Ints,  # int64 [slices, experts]; used_at likewise
     used_at: Ints,
-    shares: Sequence[int],
+    shares: Sequence[int],  # versions, or slices, that the layer may keep, by LOW and HIGH
     *,
     reuse_high: bool = True,
 ) -> Ints:
@@ -63,11 +63,6 @@ def decide(
     slice needs its base, is kept only with it, and loses its place with it.
 
     Args:
-        active: int64 [n], the experts, ascending, counted by :func:`record_uses` already.
-        wanted: int8 [n], LOW or HIGH for each of them.
-        held: int8 [experts], NOWHERE, LOW or HIGH.
-        heat: int64 [slices, experts]; used_at likewise.
-        shares: versions, or slices, that the layer may keep, by LOW and HIGH.
         reuse_high: whether a high version serves where a low one is wanted; it always does where there are two slices.
     """
     has = held[active]
@@ -94,24 +89,16 @@ def decide(
 
 
 def _find_places(
-    place: Ints,
+    place: Ints,  # int64 [n], of the active experts, changed where one is found
     active: Ints,
-    wanting: NDArray[np.bool_],
-    missing: NDArray[np.bool_],
-    kept: NDArray[np.bool_],
+    wanting: NDArray[np.bool_],  # bool [n], which of them use this kind
+    missing: NDArray[np.bool_],  # bool [n], which of them look for a place
+    kept: NDArray[np.bool_],  # bool [experts], which experts have one
     heat: Ints,
     used_at: Ints,
-    share: int,
+    share: int,  # places that the layer has
 ) -> None:
-    """Give what is missing of one kind the places that are free, and then those of colder experts.
-
-    Args:
-        place: int64 [n], of the active experts, changed where one is found.
-        wanting: bool [n], which of them use this kind.
-        missing: bool [n], which of them look for a place.
-        kept: bool [experts], which experts have one.
-        share: places that the layer has.
-    """
+    """Give what is missing of one kind the places that are free, and then those of colder experts."""
     looking = missing.nonzero()[0]
     if not len(looking):
         return

@@ -100,20 +100,13 @@ class Table:
         layers: int,
         experts: int,
         *,
-        nested: bool = False,
-        rows: int = 0,
+        nested: bool = False,  # whether the low version lies inside the high one
+        rows: int = 0,  # that a step of the device may have at most
         top_k: int = 0,
-        depth: int = 0,
-        device: torch.device | str | None = None,
+        depth: int = 0,  # steps that the ring holds
+        device: torch.device | str | None = None,  # that writes it; None for the host
     ) -> Self:
-        """A table that names nothing, keeps nothing and wants every expert high.
-
-        Args:
-            nested: whether the low version lies inside the high one.
-            rows: that a step of the device may have at most.
-            depth: steps that the ring holds.
-            device: that writes it; None for the host.
-        """
+        """A table that names nothing, keeps nothing and wants every expert high."""
         sizes = {"layers": layers, "experts": experts, "counts": experts + 1, "slices": 2 if nested else 1}
         sizes |= {"rows": rows, "top_k": top_k, "depth": depth}
         columns = {}
@@ -273,16 +266,14 @@ def check_integrity(table: Table, *, ranges: bool = False, moving: bool = False)
 
 def set_precision(
     table: Table,
-    formats: Mapping[int, Format | None],
-    critical: NDArray[np.int32],
+    formats: Mapping[int, Format | None],  # by LOW and HIGH, those in use; None for one that is skipped
+    critical: NDArray[np.int32],  # int32 [layers, experts + 1], by the number of active experts
     thresholds: Sequence[NDArray[np.int64]] = (),
 ) -> None:
     """What tiers mean in steps of the device, and how many experts of a step are high; ValueError if versions are
     nested where the table is not, or the other way round.
 
     Args:
-        formats: by LOW and HIGH, those in use; None for one that is skipped.
-        critical: int32 [layers, experts + 1], by the number of active experts.
         thresholds: of prompts' tokens and of others, int64 [2] each, or none; one that is in use for the same retention
             stays where it has settled.
     """

@@ -27,27 +27,17 @@ class DecodeKernel(AheadKernel, WideKernel, Protocol):
 
     def forward(
         self,
-        table: Table,
-        layer: int,
-        rows: Tensor,
-        decision: Decision,
-        x: Tensor,
-        weights: Tensor,
-        ids: Tensor,
+        table: Table,  # which experts are where; rewritten
+        layer: int,  # position among the MoE layers
+        rows: Tensor,  # int32 [1], how many of the rows are tokens; the others come out as zeros
+        decision: Decision,  # scratch for as many rows as x has
+        x: Tensor,  # [rows, hidden] bfloat16 or float16
+        weights: Tensor,  # float32 [rows, top_k]
+        ids: Tensor,  # int [rows, top_k], negative where another rank has the expert
         activation: Activation,
     ) -> Tensor:
         """Decide, fetch and compute, without waiting for the device: [rows, hidden], the weighted sum over each token's
-        experts on this rank.
-
-        Args:
-            table: which experts are where; rewritten.
-            layer: position among the MoE layers.
-            rows: int32 [1], how many of the rows are tokens; the others come out as zeros.
-            decision: scratch for as many rows as x has.
-            x: [rows, hidden] bfloat16 or float16.
-            weights: float32 [rows, top_k].
-            ids: int [rows, top_k], negative where another rank has the expert.
-        """
+        experts on this rank."""
         ...
 
 

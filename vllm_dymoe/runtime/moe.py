@@ -96,12 +96,7 @@ class MoERuntime:
     """Every MoE layer of one model on one rank; ConfigError if the budget cannot hold one expert of each tier in use.
 
     Args:
-        automatic_budget: bytes to use if ``options.expert_budget`` is automatic.
-        system: in place of the one that the options name.
-        engine: in place of the one that fits the device.
-        obstacle: why the host has to decide in decode, if the model is such a one.
         agree: with the ranks that have other parts of the same experts, for a system that moves versions.
-        parts: in place of those of the device.
         hotness: file that says from start to start which experts are hot, for a system that moves versions.
     """
 
@@ -114,14 +109,14 @@ class MoERuntime:
         store: HostStore,
         options: Options,
         device: torch.device,
-        automatic_budget: int = 0,
-        system: System | None = None,
-        engine: TransferEngine | None = None,
+        automatic_budget: int = 0,  # bytes to use if ``options.expert_budget`` is automatic
+        system: System | None = None,  # in place of the one that the options name
+        engine: TransferEngine | None = None,  # in place of the one that fits the device
         predictor: Predictor | None = None,
         *,
-        obstacle: str = "",
+        obstacle: str = "",  # why the host has to decide in decode, if the model is such a one
         agree: Agree = list,
-        parts: Parts | None = None,
+        parts: Parts | None = None,  # in place of those of the device
         hotness: Path | None = None,
     ) -> None:
         self.store, self.experts, self.device = store, store.experts, device

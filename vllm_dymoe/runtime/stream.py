@@ -45,12 +45,7 @@ class _Held:
 
 
 class LayerStep:
-    """What is left to do of one layer: :meth:`acquire`, then :meth:`run`.
-
-    Args:
-        in_turn: experts are computed when all that have a slot have arrived, and not while others arrive.
-        whole: no projection of an expert is computed before the others are there.
-    """
+    """What is left to do of one layer: :meth:`acquire`, then :meth:`run`."""
 
     def __init__(
         self,
@@ -60,8 +55,8 @@ class LayerStep:
         kernel: ExpertKernel,
         counts: ResidencyCounts,
         *,
-        in_turn: bool,
-        whole: bool = False,
+        in_turn: bool,  # experts are computed when all that have a slot have arrived, and not while others arrive
+        whole: bool = False,  # no projection of an expert is computed before the others are there
     ) -> None:
         self._layer, self._fetcher, self._prefetcher, self._kernel = layer, fetcher, prefetcher, kernel
         self._memory, self._engine = fetcher.memory, fetcher.engine

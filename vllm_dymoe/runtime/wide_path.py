@@ -82,23 +82,19 @@ class WidePath:
     def forward(
         self,
         layer: int,
-        x: Tensor,
-        weights: Tensor,
-        ids: Tensor,
+        x: Tensor,  # [rows, hidden] bfloat16 or float16
+        weights: Tensor,  # float32 [rows, top_k]
+        ids: Tensor,  # int [rows, top_k], negative where another rank has the expert
         activation: Activation,
         marks: Tensor | None = None,
         *,
-        captured: bool = False,
+        captured: bool = False,  # the launches go into a graph
     ) -> Tensor:
         """One layer: [rows, hidden], the weighted sum over each token's experts on this rank.
 
         Args:
-            x: [rows, hidden] bfloat16 or float16.
-            weights: float32 [rows, top_k].
-            ids: int [rows, top_k], negative where another rank has the expert.
             marks: int8 [rows], 1 for tokens of prompts, 2 for heavy hitters among these, 0 for others; None where
                 precision asks for none.
-            captured: the launches go into a graph.
         """
         step, branch = self._step(len(x), activation, marked=marks is not None, captured=captured), self._branch
         shape, pending = step.shape, self._pending

@@ -1,5 +1,7 @@
 """``vllm-dymoe calibrate``: what it reads, what it asks the engine for, and what it refuses before one starts."""
 
+from unittest.mock import Mock
+
 import pytest
 
 import vllm_dymoe
@@ -69,19 +71,7 @@ def test_what_cannot_work_is_refused_before_an_engine_starts(model, asked, tmp_p
     assert "is not a folder" in refused("calibrate", tmp_path / "nowhere", *command_line[2:])
     assert not asked
 
-    def full(*_, **__):
-        raise CalibrationError("the disk is full.")
-
-    monkeypatch.setattr(vllm_dymoe, "calibrate", full)
-    assert refused(*command_line) == "vllm-dymoe: the disk is full."
-
-
-def test_without_vllm_a_sentence_says_so(model, tmp_path, monkeypatch):
-    text = tmp_path / "text.txt"
-    text.write_text("words")
-
-    def missing(*_, **__):
-        raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
-
-    monkeypatch.setattr(vllm_dymoe, "calibrate", missing)
-    assert "vLLM is not installed" in refused("calibrate", model, "--texts", text, "-o", tmp_path / "out")
+    missing = ModuleNotFoundError("No module named 'vllm'", name="vllm")
+    for error, said in ((CalibrationError("full."), "vllm-dymoe: full."), (missing, "vLLM is not installed")):
+        monkeypatch.setattr(vllm_dymoe, "calibrate", Mock(side_effect=error))
+        assert said in refused(*command_line)

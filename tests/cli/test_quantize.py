@@ -171,15 +171,6 @@ def test_config_and_small_files(model, out):
     assert len(manifest.model) == 16
 
 
-def test_the_dtype_of_experts_becomes_the_model_dtype(model, out):
-    model.config["text_config"] = {**model.config, "torch_dtype": "bfloat16"}
-    model.save()
-    quantized(model, out, "--dtype", "float16")
-    config = json.loads((out / "config.json").read_text())
-    assert config["dtype"] == config["text_config"]["dtype"] == config["text_config"]["torch_dtype"] == "float16"
-    assert FileStore(out).experts.formats[4].dtype == torch.float16
-
-
 @pytest.mark.parametrize("named", [True, False])
 def test_auto_makes_bfloat16_of_32_bits(tmp_path, out, named):
     model = make_model(tmp_path / "model", dtype=torch.float32)
@@ -190,6 +181,13 @@ def test_auto_makes_bfloat16_of_32_bits(tmp_path, out, named):
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
     for place, matrix, section in sections(out, 16):
         assert torch.equal(matrix.view(section.clone()).weight, model.experts[place].bfloat16())
+    model.config["dtype"] = "float32"
+    model.config["text_config"] = {**model.config, "torch_dtype": "bfloat16"}
+    model.save()
+    quantized(model, out, "--dtype", "float16", "--overwrite")
+    config = json.loads((out / "config.json").read_text())
+    assert config["dtype"] == config["text_config"]["dtype"] == config["text_config"]["torch_dtype"] == "float16"
+    assert FileStore(out).experts.formats[4].dtype == torch.float16
 
 
 def test_layers_of_multi_token_prediction_are_left_out(model, out):

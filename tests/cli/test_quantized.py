@@ -117,7 +117,6 @@ def set_config(**changes):
 
 
 REFUSED = {
-    "no zero points": ("awq", lambda m: m.tensors.pop(f"{FIRST}.qzeros"), "without qzeros"),
     "no codes": ("awq", lambda m: m.tensors.pop(f"{FIRST}.qweight"), "without qweight"),
     "a short tensor": (
         "awq",
@@ -140,8 +139,6 @@ REFUSED = {
         lambda m: m.tensors.update({f"{FIRST}.qscales": torch.zeros(3, 80)}),
         f"{FIRST}.qscales (F32, [3, 80])",
     ),
-    "half of a float": ("nvfp4-modelopt", lambda m: m.tensors.pop(f"{FIRST}.weight_scale_2"), "without weight_scale_2"),
-    "another format's name": ("nvfp4-modelopt", set_config(quant_algo="FP8"), "weight_scale_2"),
 }
 
 

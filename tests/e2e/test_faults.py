@@ -8,9 +8,9 @@ import pytest
 from vllm import SamplingParams
 
 from tests.e2e.engines import CORES, answer, engine, needs_two_cores, prompts, runtime_of
+from tests.support.faulty_store import FaultyStore
 from tests.support.patience import becomes
 from vllm_dymoe.observe.trace import Trace
-from vllm_dymoe.store import StoreError
 from vllm_dymoe.store.files import file_name
 
 pytestmark = pytest.mark.engine
@@ -18,36 +18,22 @@ pytestmark = pytest.mark.engine
 LAYERS = 8
 
 
-class FaultyReads:
-    """Breaks reads of a runtime's store; counts each read once, wherever it is done."""
+class FaultyReads(FaultyStore):
+    """Breaks reads of a runtime's store, the ``nth`` of a layer and every later one of it, while it is armed."""
 
-    def __init__(self, store):
-        self._read = store.read_into
-        self.gate = threading.Event()  # that a slow read waits for
-        self.disarm()
+    def arm(self, layer, nth=1, how="fail"):
+        self.broken, begin = False, len(self.reads)
 
-    def arm(self, layer=None, nth=1, how="error"):
-        """Break the ``nth`` read from now on, of one layer if it is named, and every later one."""
-        self._armed, self._layer, self._nth, self._how = True, layer, nth, how
-        self._seen = self.broken = 0
+        def fate(number, key):
+            if key.layer != layer or [key.layer for _, key in self.reads[begin:]].count(layer) < nth - 1:
+                return "cold"  # every read is left to a thread
+            self.broken = True
+            return how
+
+        self.fate = fate
 
     def disarm(self):
-        """Let every read do its work."""
-        self.arm()
-        self._armed = False
-
-    def __call__(self, key, destination, *projections, wait=True):
-        if not wait:
-            raise BlockingIOError  # every read is left to a thread, as that of a cold file
-        if self._armed and self._layer in (None, key.layer):
-            self._seen += 1
-            if self._seen >= self._nth:
-                self.broken += 1
-                destination.fill_(0xFF)  # as 16 bits a NaN: nothing may compute with it
-                if self._how == "error":
-                    raise StoreError(f"layer {key.layer} is on fire")
-                self.gate.wait(60)
-        self._read(key, destination, *projections)
+        self.fate = lambda number, key: "cold"
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +53,8 @@ def want(llm):
 def reads(llm):
     runtime = runtime_of(llm)
     reads = FaultyReads(runtime.store)
-    runtime.store.read_into = reads
+    reads.disarm()
+    runtime.store.read_into = reads.read_into
     yield reads
     reads.gate.set()
     del runtime.store.read_into
@@ -127,7 +114,7 @@ def test_a_fault_in_any_layer_fails_the_requests_of_its_step(llm, want, reads, p
         reads.arm(layer, nth=1 + layer % 3)
         done = finish_with_fault(llm, reads)
         assert len(done) == 2
-        check_failed(done, f"layer {layer} is on fire")
+        check_failed(done, "the disk is on fire")
         reads.disarm()
         runtime_of(llm).check_integrity()
     check_well(llm, want)
@@ -159,10 +146,6 @@ def cut(file, size):
     os.truncate(file.fileno(), size // 16)
 
 
-def wait_for_orphaned_reads(runtime):
-    assert becomes(runtime.serving.fetcher.settle_all, 30)
-
-
 @pytest.mark.parametrize("budget", ["25%", "minimum"])
 def test_a_read_that_does_not_end_fails_its_step_and_keeps_its_slot(llm, want, reads, budget, monkeypatch):
     runtime = runtime_of(llm)
@@ -170,7 +153,7 @@ def test_a_read_that_does_not_end_fails_its_step_and_keeps_its_slot(llm, want, r
     threads = threading.active_count()
     runtime.resize(runtime.minimum_budget if budget == "minimum" else budget)
     free = {tier: pool.count for tier, pool in runtime.memory.pools.items()}
-    reads.arm(4, how="slow")
+    reads.arm(4, how="hang")
     check_failed(llm.generate(prompts()[:2], SamplingParams(max_tokens=4), use_tqdm=False), "transfer_timeout_s")
     reads.disarm()
     runtime.check_integrity()
@@ -183,7 +166,7 @@ def test_a_read_that_does_not_end_fails_its_step_and_keeps_its_slot(llm, want, r
         assert answer(llm, prompts()[:1], max_tokens=12)[0].tokens == want[0]
     assert runtime.serving.fetcher.orphaned
     reads.gate.set()
-    wait_for_orphaned_reads(runtime)
+    assert becomes(runtime.serving.fetcher.settle_all, 30)
     check_well(llm, want)
     runtime.memory.clear()
     assert {tier: pool.free for tier, pool in runtime.memory.pools.items()} == free

@@ -14,7 +14,6 @@ from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 
 from tests.e2e.engines import MODEL, answers_at_budgets, engine, prompts
-from vllm_dymoe.config import ConfigError
 
 pytestmark = pytest.mark.engine
 
@@ -42,15 +41,6 @@ def write(adapter, folder):
     described = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": TARGETS, "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(described))
     return str(folder)
-
-
-def on_an_expert(adapter):
-    """The same adapter, with a part for a projection of an expert."""
-    place = "base_model.model.model.layers.0.mlp.experts.0.down_proj"
-    hidden = json.loads((MODEL / "config.json").read_text())["hidden_size"]
-    width = json.loads((MODEL / "config.json").read_text())["moe_intermediate_size"]
-    sizes = {"lora_A": (RANK, width), "lora_B": (hidden, RANK)}
-    return adapter | {f"{place}.{name}.weight": torch.ones(size) for name, size in sizes.items()}
 
 
 def answers(llm, adapter):
@@ -81,10 +71,7 @@ def merge(model, adapter):
 def test_adapters_of_dense_layers_beside_streamed_experts(tmp_path):
     adapter = random_adapter()
     request = LoRARequest("adapter", 1, write(adapter, tmp_path / "adapter"))
-    experts = LoRARequest("experts", 2, write(on_an_expert(adapter), tmp_path / "experts"))
     with engine(dymoe={"hi": 16}, **SETTINGS) as llm:
-        with pytest.raises(ConfigError, match=r"the adapter \S+ changes experts \(\S+experts.0.down_proj"):
-            llm.llm_engine.add_lora(experts)
         given = answers_at_budgets(llm, ("100%", "30%"), lambda: answers(llm, request))
     model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     plain, adapted = given[::2], given[1::2]

@@ -31,7 +31,6 @@ pytestmark = pytest.mark.engine
 CHECKPOINTS = [
     ("awq", "mixtral"),
     ("gptq", "qwen3-moe"),
-    ("compressed-tensors", "qwen3-moe"),
     ("mxfp4", "gpt-oss"),
     ("fp8-blocks", "deepseek-v3"),
     ("exported", "qwen3-moe-nvfp4"),  # every file is ModelOpt's own

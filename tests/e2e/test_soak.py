@@ -3,11 +3,11 @@
 ``DYMOE_TEST_SOAK=5000`` makes it 5000 requests instead of 400.
 """
 
+import contextlib
 import gc
 import os
 import random
 import threading
-import time
 from collections import Counter
 from dataclasses import dataclass
 
@@ -17,6 +17,7 @@ import torch
 from vllm import SamplingParams
 
 from tests.e2e.engines import engine, in_own_process, prompts, runtime_of
+from tests.support.patience import becomes
 
 REQUESTS = int(os.environ.pop("DYMOE_TEST_SOAK", "400"))
 WARM_UP = 100
@@ -61,9 +62,7 @@ class Account:
     @classmethod
     def take(cls, runtime):
         """Count files, threads, bytes of tensors, the plugin's own objects, and the resident memory in bytes."""
-        deadline = time.monotonic() + 5  # a thread takes out of the queue what others have run when its turn comes
-        while runtime.engine._queue._pending and time.monotonic() < deadline:
-            time.sleep(0.01)
+        becomes(lambda: not runtime.engine._queue._pending, 5)  # what others have run a thread takes out in its turn
         gc.collect()
         tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
         return cls(
@@ -77,25 +76,21 @@ class Account:
         )
 
 
-class Watch(threading.Thread):
-    """Samples what experts hold while steps run, from outside of them."""
+@contextlib.contextmanager
+def held_by(runtime):
+    """Bytes that experts hold while steps run, sampled from outside of them each 2 ms."""
+    samples, over = [], threading.Event()
 
-    def __init__(self, runtime):
-        super().__init__(name="soak-watch", daemon=True)
-        self.runtime, self.samples, self.most = runtime, 0, 0
-        self._over = threading.Event()
+    def watch():
+        while not over.wait(0.002):
+            slots = sum(pool.slots[0].blob.untyped_storage().nbytes() for pool in runtime.memory.pools.values())
+            samples.append(slots + runtime.kernel.workspace_bytes)
 
-    def run(self):
-        """Take a sample each 2 ms."""
-        while not self._over.wait(0.002):
-            held = sum(pool.slots[0].blob.untyped_storage().nbytes() for pool in self.runtime.memory.pools.values())
-            self.most = max(self.most, held + self.runtime.kernel.workspace_bytes)
-            self.samples += 1
-
-    def stop(self):
-        """End the thread."""
-        self._over.set()
-        self.join()
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    yield samples
+    over.set()
+    thread.join()
 
 
 class Traffic:
@@ -146,10 +141,9 @@ def test_a_soak_leaves_everything_accounted_for():
         runtime = runtime_of(llm)
         traffic = Traffic(llm)
         traffic.run(WARM_UP)  # what is made once, such as threads of libraries and their caches
-        before, watch = Account.take(runtime), Watch(runtime)
-        watch.start()
-        traffic.run(REQUESTS)
-        watch.stop()
+        before = Account.take(runtime)
+        with held_by(runtime) as samples:
+            traffic.run(REQUESTS)
         after = Account.take(runtime)
 
         runtime.check_integrity()
@@ -168,8 +162,9 @@ def test_a_soak_leaves_everything_accounted_for():
         stats = runtime.stats()
         assert stats.misses == stats.transfers["demand"]
         assert stats.failed_transfers == 0
-        assert watch.samples > 100
-        assert 0 < watch.most <= runtime.budget.limit
+        assert len(samples) > 100
+        assert 0 < max(samples) <= runtime.budget.limit
+        samples.clear()
         assert stats.peak_expert_bytes <= stats.budget_bytes
 
         assert after.files == before.files

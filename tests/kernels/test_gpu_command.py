@@ -180,16 +180,6 @@ def test_what_the_sanitizer_finds_is_said(tmp_path):
     assert first.startswith(f"sanitizer: memcheck finds nothing: {found}; ERROR SUMMARY: 1 errors")
 
 
-def test_without_a_sanitizer_one_line_says_so(gpu, monkeypatch):
-    from parts import sanitizer as part
-
-    monkeypatch.setattr(part.shutil, "which", lambda *arguments, **named: None)
-    said = []
-    part.run(type("Record", (), {"say": staticmethod(said.append)}))
-    assert len(said) == 1
-    assert said[0].startswith("Left out: there is no compute-sanitizer here.")
-
-
 def test_missing_packages_are_named_before_anything_runs(gpu, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "missing", lambda *names: ["pydantic", "xxhash"] if "xxhash" in names else [])
     monkeypatch.setattr(gpu, "_run", lambda *arguments: 0)

@@ -8,9 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.gpu.experts import ExpertWork, compute_experts
+from benchmarks.gpu.experts import compute_experts
 from tests.kernels.matrices import ACTIVATIONS, KINDS, MIXED, Expert, check_mix, in_one_section, random_expert
-from tests.operations import Operations
 from vllm_dymoe.kernels import Activation, CpuKernel, combine, expert_reference, make_kernel, native
 from vllm_dymoe.kernels.cpu import MINIMUM_WORKSPACE_BYTES
 from vllm_dymoe.residency.code import LATTICES, NESTED, code_of
@@ -240,17 +239,6 @@ def test_rows_that_are_not_there_are_refused(kernel, tokens, pairs):
     assert not out.any()
 
 
-def test_rows_that_are_named_with_strides():
-    kernel, x, expert = CpuKernel(), random_tokens(4, 64, torch.bfloat16), random_expert(64, 64, 16)
-    want = compute(kernel, x, [expert.work([0, 2], [1, 3])], 4)
-    every = torch.arange(4)
-    got = torch.full_like(want, float("nan"))
-    compute_experts(
-        kernel, x, [ExpertWork(expert.gate, expert.up, expert.down, every[::2], every[1::2])], got, Activation.SILU
-    )
-    assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
-
-
 @pytest.mark.parametrize("kernel", ["AVX512", "torch"])
 @pytest.mark.parametrize("bits", [16, 4])
 def test_no_projection_is_read_before_it_is_there(kernel, bits):
@@ -310,21 +298,3 @@ def test_no_reduction_whose_order_a_device_may_choose(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)
     monkeypatch.setattr(torch.Tensor, "sum", None)
     assert combine(torch.ones(4, 64).bfloat16(), torch.full((2, 2), 0.5)).float().eq(1).all()
-
-
-def test_what_absent_pairs_cost_on_a_card(monkeypatch):
-    """One small copy beside the launch, where the mask and the weights were 25 operations."""
-    triton = pytest.importorskip("vllm_dymoe.kernels.triton.combine")
-    launched = []
-    monkeypatch.setattr(triton, "combine_on_gpu", lambda *arguments: launched.append(arguments))
-
-    class OnACard(torch.Tensor):
-        is_cuda = True
-
-    out, into = absent_outputs([2, 3]).as_subclass(OnACard), torch.zeros(3, 8).bfloat16()
-    with Operations() as operations:
-        assert combine(out, WEIGHTS, IDS, {2, 3}, renormalize=True, into=into) is into
-    ((pairs, where),) = launched
-    assert where is into
-    assert pairs.out is out
-    assert [name for name in operations.names if name not in ("lift_fresh", "new_empty", "empty")] == []

@@ -84,19 +84,6 @@ def test_nothing_beside_the_tensors_is_touched(shape, bits, way):
     assert not out.isnan().any()
 
 
-def test_where_the_bytes_lie_changes_no_bit():
-    shape = ExpertShape(128, 64, 32, BFLOAT16, True)
-    experts = Experts(shape, [4, 2])
-    x = random_x(1, 128, BFLOAT16)
-    work = work_list([[(0, 0)], [(0, 1)]], 2)
-    want = decode(x, experts.table(), work, 2, DecodeTile(4, 1))[1]
-    arena = torch.full((1 << 17,), 0xEE, dtype=torch.uint8, device=DEVICE)
-    for offset in (16, 4096 + 48):
-        places = [arena[offset + (i << 15) :][: blob.numel()].copy_(blob) for i, blob in enumerate(experts.blobs)]
-        table = table_of_blobs(shape, [place.data_ptr() for place in places], [4, 2], DEVICE)
-        assert torch.equal(decode(x, table, work, 2, DecodeTile(4, 1))[1], want)
-
-
 @pytest.mark.parametrize(
     ("bits", "hidden", "intermediate", "group_size", "tokens", "bias", "tile"),
     [

@@ -72,23 +72,6 @@ def test_projections_of_different_bits(tokens):
     assert relative_error(out, want) < TOLERANCE[torch.bfloat16]
 
 
-def test_one_at_a_time_is_the_same_to_the_last_bit():
-    """Which experts are in a call depends on what is on the device; their results must not."""
-    x = random_x(6, 96)
-    chosen = [[0], [1, 2], [0, 3, 4], [0, 1, 2, 3, 4, 5], [5]]
-    bits = [4, 2, 4, 4, 16]
-    experts = [random_expert(96, 64, b, seed=i) for i, b in enumerate(bits)]
-    work = [
-        work_of(e, rows, [t * 5 + i for t in rows]) for i, (e, rows) in enumerate(zip(experts, chosen, strict=True))
-    ]
-    kernel = make_kernel()
-    together = compute(kernel, x, work, 30)
-    alone = torch.full_like(together, float("nan"))
-    for part in work:
-        compute_experts(kernel, x, [part], alone, Activation.SILU)
-    assert torch.equal(together.view(torch.int16), alone.view(torch.int16))
-
-
 def prepared(kernel, x, work):
     """The step of some experts, and what it launches for all of them."""
     items = begin_experts(kernel, x, work, x.new_empty(len(x), x.shape[1]), Activation.SILU)
@@ -135,13 +118,6 @@ def test_projections_are_received_before_they_are_launched(count):
         receive=events.append, start=lambda *launch: events.append("launch"),
     )  # fmt: skip
     assert events == [2, "launch", 3, "launch"]
-
-
-def test_nothing_to_do():
-    out = torch.ones(2, 64, dtype=torch.bfloat16, device=DEVICE)
-    compute_experts(make_kernel(), random_x(2, 64), [], out, Activation.SILU)
-    compute_experts(make_kernel(), random_x(2, 64), [work_of(random_expert(64, 64, 4), [], [])], out, Activation.SILU)
-    assert bool((out == 1).all())
 
 
 @pytest.mark.parametrize(

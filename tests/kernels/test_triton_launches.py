@@ -27,7 +27,6 @@ from vllm_dymoe.kernels.triton import (
     Scratch,
     Weighting,
     WorkList,
-    choose_tiles,
     decode_down,
     decode_gate_up,
     grouped_down,
@@ -267,23 +266,6 @@ def test_a_schedule_made_on_the_device(step):
         for position in range(first, last):
             found.setdefault(expert, []).append((int(work.rows[position]), int(work.pairs[position])))
     assert found == {0: [(2, 5)], 1: [(0, 1), (1, 2), (2, 4), (3, 7), (4, 8)], 3: [(0, 0), (3, 6), (4, 9)]}
-
-
-def test_a_schedule_drives_a_launch():
-    experts = Experts(ExpertShape(64, 64, 32, torch.bfloat16), [4, 2, 16])
-    x = random_x(4, 64, torch.bfloat16)
-    ids = torch.tensor([[0, 1], [2, 1], [-1, 0], [2, 0]], device=DEVICE)
-    tile = choose_tiles(90, 64, 64).grouped_down[0]
-    work = schedule(ids, 3, tile.block_m)
-    _, out = grouped(x, experts.table(), work, 8, tile)
-    for token, row in enumerate(ids.tolist()):
-        for k, expert in enumerate(row):
-            got = out[2 * token + k : 2 * token + k + 1]
-            if expert < 0:
-                assert bool(got.isnan().all())
-            else:
-                want = experts.reference(expert, x[token : token + 1], Activation.SILU)
-                assert relative_error(got, want) < TOLERANCE[torch.bfloat16]
 
 
 def never(*arguments):

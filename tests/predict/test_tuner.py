@@ -69,15 +69,6 @@ def test_it_settles_near_the_best_of_each_group(seed, best):
         assert workload.cost(group, setting) <= workload.cost(group, Setting(4, 3))
 
 
-def test_it_keeps_the_best_that_it_has_seen():
-    heop = make(rounds=5)
-    workload = Workload(((9, 6),) * 3, noise=0)
-    workload.run(heop, 10 * 5)
-    for group in heop._groups:
-        assert group.setting == min(group.costs, key=lambda s: group.costs[s].mean)
-        assert len(group.costs) > 1
-
-
 def test_it_stays_within_bounds():
     heop = make(rounds=200)
     seen = set()

@@ -6,7 +6,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support import recorded_routing
 from tests.support.decode_steps import (
     EXPERTS,
     FORMATS,
@@ -119,21 +118,6 @@ def test_any_steps_give_the_rows_that_the_host_keeps(
         for name in ("tier", "slot", "heat", "used_at", "step"):
             assert np.array_equal(getattr(table, name).numpy(), getattr(host.table, name))
     assert table.counters.tolist() == host.counts.tolist()
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("nested", [False, True])
-def test_recorded_routing_gives_the_rows_that_the_host_keeps(nested, batch):
-    shares, system = {LOW: [4, 3], HIGH: [5, 6]}, Dymoe(retention=0.5)
-    sizes = {"experts": recorded_routing.EXPERTS, "top_k": recorded_routing.TOP_K}
-    table = make_table(shares, system=system, nested=nested, **sizes)
-    host = Host(shares, system, False, nested, sizes["experts"])
-    for layer, ids, weights in recorded_routing.recorded_steps(batch):
-        decision = decide(table, layer, ids, weights)
-        check_items(decision, ids, *host.step(layer, ids, weights))
-        assert np.array_equal(table.tier.numpy(), host.table.tier)
-    assert table.counters.tolist() == host.counts.tolist()
-    assert (table.counters[:, Counter.HITS] > 0).all()
 
 
 def check_addresses(table, layer, decision, held):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.support.decode_steps import host_table
 from tests.support.recorded_routing import EXPERTS as RECORDED_EXPERTS
 from tests.support.recorded_routing import recorded_streams
-from vllm_dymoe.residency.rule import AGING, FREE, HIGH, HIT, LOW, NOWHERE, PASS, USE, coldest, record_uses
+from vllm_dymoe.residency.rule import AGING, FREE, HIGH, HIT, LOW, NOWHERE, PASS, USE, record_uses
 from vllm_dymoe.residency.table import check_integrity
 
 EXPERTS = 8
@@ -34,12 +34,6 @@ def test_heat_is_an_aged_count_of_uses(uses):
         assert (heat[expert], used_at[expert]) == (naive, last)
 
 
-@given(uses_of_steps, st.sets(st.integers(0, EXPERTS - 1), min_size=1))
-def test_the_victim_is_the_coldest_and_among_equals_the_one_used_longest_ago(uses, among):
-    heat, used_at = after(uses)
-    assert coldest(heat, used_at, np.array(sorted(among))) == min(among, key=lambda e: (heat[e], used_at[e], e))
-
-
 def test_heat_never_leaves_the_integers_that_order_by_heat_and_step():
     heat, _used_at = after([{0}] * 2000)
     assert heat[0] <= USE << AGING
@@ -61,58 +55,6 @@ def step(table, wanted, layer=0):
 
 def high(*experts):
     return dict.fromkeys(experts, HIGH)
-
-
-def low(*experts):
-    return dict.fromkeys(experts, LOW)
-
-
-def make(hi=3, lo=0, **options):
-    return host_table({HIGH: [hi, hi], LOW: [lo, lo]}, 16, **options)
-
-
-def kept(table, code=HIGH):
-    return set(np.nonzero(table.tier[0] == code)[0].tolist())
-
-
-@pytest.mark.parametrize(
-    ("share", "before", "asked", "places"),
-    [
-        (3, [{0}, {0}, {0}, {1}, {2}, {2}], {3}, {3: 1}),  # the coldest goes, and not the one used longest ago
-        (2, [{0}, {0}, {0}, {1}, {1}, {1}], {2}, {2: PASS}),  # colder than all that are kept
-        (1, [{0, 1}], {1}, {1: 0}),  # equal heat, used later: else the first experts of a model were kept for ever
-        (2, [{0, 1}, {1}, {1}, {1}], {0, 2}, {0: HIT, 2: PASS}),  # 0 is coldest, but the step reads it
-        (2, [{0, 1}], {0, 2, 3}, {0: HIT, 2: 1, 3: PASS}),  # more experts than the share: equals in their order
-        (2, [{5, 6}, {5, 6}, {5, 6}], {2, 3, 4}, {2: PASS, 3: PASS, 4: PASS}),  # and nothing hotter goes
-        (2, [{5, 6}, {5}, {4}, {4}, {5}], {2, 3, 4}, {2: PASS, 3: PASS, 4: HIT}),
-        (2, [{5, 6}, {5, 6}, {4}, {5}], {2, 3, 4}, {2: PASS, 3: PASS, 4: 6}),  # the hottest comes first
-        (3, [{0, 1}], set(range(2, 10)), {2: FREE, 3: 0, 4: 1} | dict.fromkeys(range(5, 10), PASS)),
-    ],
-)
-def test_which_experts_a_step_keeps(share, before, asked, places):
-    table = make(share)
-    for uses in before:
-        step(table, high(*uses))
-    assert step(table, high(*asked)) == places
-
-
-def test_a_layer_never_loses_an_expert_to_another_layer():
-    table = make(2)
-    step(table, high(0, 1))
-    for expert in range(16):
-        step(table, high(expert), layer=1)
-    assert kept(table) == {0, 1}
-
-
-def test_promotion_replaces_the_low_version_and_conservative_reuse_keeps_the_high_one():
-    table = make(2, 2)
-    assert step(table, low(0)) == step(table, high(0)) == {0: FREE}
-    assert (kept(table), kept(table, LOW)) == ({0}, set())
-    assert step(table, low(0)) == {0: HIT}
-    table = make(2, 2, reuse_high=False)
-    step(table, high(0))
-    assert step(table, low(0)) == {0: FREE}
-    assert (kept(table), kept(table, LOW)) == (set(), {0})
 
 
 def naive(wanted, held, heat, used_at, shares, reuse_high, nested):

@@ -16,13 +16,10 @@ CPU = torch.device("cpu")
 FORMAT = Format(64, 64, code_of(4), 32, torch.bfloat16)
 
 
-def test_shares_are_what_staging_leaves():
+def test_shares_are_what_staging_leaves_and_follow_the_weights_up_to_what_a_layer_can_use():
     assert layer_shares(10, [1, 1, 1], 2, 8) == [3, 3, 2]
     assert layer_shares(2, [1, 1, 1], 2, 8) == [0, 0, 0]
     assert layer_shares(1, [1, 1, 1], 2, 8) == [0, 0, 0]
-
-
-def test_shares_follow_the_weights_up_to_what_a_layer_can_use():
     assert layer_shares(11, [1, 0.75, 0.5, 0], 2, 8) == [4, 3, 2, 0]
     assert layer_shares(12, [1, 0.5, 0.5], 0, 4) == [4, 4, 4]
     assert layer_shares(40, [1, 0.5, 0], 2, 8) == [8, 8, 0]

@@ -99,15 +99,6 @@ def test_experts_of_another_rank_add_nothing(memory_store):
     assert runtime.stats().planned["hi"] == len(np.unique(mine[mine >= 0]))
 
 
-def test_where_every_expert_has_a_slot_all_are_there_from_the_start(memory_store):
-    runtime = decided_runtime(memory_store, "100%", lo=0)
-    run_decided(runtime, STEPS)
-    assert runtime.plan.staging == dict.fromkeys(runtime.plan.staging, 0)
-    assert runtime.stats().misses == 0
-    runtime.memory.clear()
-    run_decided(runtime, STEPS[:5])
-
-
 def test_counts_of_both_kinds_of_steps_add_up(memory_store):
     runtime = decided_runtime(memory_store, "50%", MIXED)
     host = make_runtime(memory_store, "50%", MIXED)

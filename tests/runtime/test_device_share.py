@@ -33,25 +33,12 @@ def share(free, shape=SHAPE, **changes):
     return automatic_share(free, activations=shape.nbytes, **arguments)
 
 
-@pytest.mark.parametrize("card", [16, 24])
-def test_the_default_length_fits_and_experts_get_the_rest(card):
-    free = free_on(card)
-    budget = share(free)
-    left = free - budget - SHAPE.nbytes
-    assert left >= KV_CACHE
-    assert budget == min(free - SHAPE.nbytes - KV_CACHE, int(0.8 * (free - SHAPE.nbytes)))
-    assert budget > (5 * GIB if card == 16 else 12 * GIB)
-
-
-def test_a_large_card_has_room_for_all_of_it():
-    free = free_on(80)
-    assert share(free) > EXPERTS
-    assert free - SHAPE.nbytes - EXPERTS > 10 * KV_CACHE
-
-
-def test_the_kv_cache_gets_its_fifth_where_a_request_is_short():
-    free = free_on(24)
-    assert share(free, kv_cache=KV_CACHE // 40, max_model_len=1024) == int(0.8 * (free - SHAPE.nbytes))
+@pytest.mark.parametrize("kv_cache", [KV_CACHE, KV_CACHE // 40], ids=["the default length", "short requests"])
+@pytest.mark.parametrize(("card", "least"), [(16, 5 * GIB), (24, 12 * GIB), (80, EXPERTS)])
+def test_a_request_fits_and_experts_get_up_to_four_fifths_of_the_rest(card, least, kv_cache):
+    spare = free_on(card) - SHAPE.nbytes
+    budget = share(free_on(card), kv_cache=kv_cache)
+    assert budget == min(spare - kv_cache, int(0.8 * spare)) > least
 
 
 def test_the_least_is_given_where_that_can_work():

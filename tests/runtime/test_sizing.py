@@ -27,21 +27,14 @@ def limit(budget, automatic=0):
     return limit_in_bytes(ExpertBudget.parse(budget), EXPERTS, OPTIONS, WORKSPACE, automatic)
 
 
-def test_a_share_counts_experts_and_the_workspace_comes_on_top():
-    assert limit("100%") == EXPERTS.nbytes(4) + WORKSPACE
-    assert limit("50%") == EXPERTS.nbytes(4) // 2 + WORKSPACE
-
-
-def test_bytes_are_strict_and_so_many_experts_come_beside_the_workspace():
+def test_bytes_are_strict_and_beside_experts_comes_the_workspace():
+    all_of_them, expert = EXPERTS.nbytes(4), EXPERTS.formats[4].whole_nbytes
+    assert (limit("100%"), limit("50%")) == (all_of_them + WORKSPACE, all_of_them // 2 + WORKSPACE)
     assert limit("10KiB") == 10 * 1024
-    expert = EXPERTS.formats[4].whole_nbytes
     assert limit("top-k") == EXPERTS.top_k * expert + WORKSPACE
     assert limit("layer") == EXPERTS.num_experts * expert + WORKSPACE
-
-
-def test_automatic_takes_what_is_free_and_no_more_than_all_experts_need():
     assert limit("auto", automatic=5000) == 5000
-    assert limit("auto", automatic=10**12) == EXPERTS.nbytes(4) + WORKSPACE
+    assert limit("auto", automatic=10**12) == all_of_them + WORKSPACE
 
 
 def test_with_a_slot_for_every_expert_nothing_is_kept_for_staging():

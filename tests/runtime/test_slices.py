@@ -10,9 +10,9 @@ from pydantic import Field
 from tests.runtime import steps
 from tests.runtime.steps import forward
 from tests.small_model import make_experts, make_store
+from tests.support.faulty_store import FaultyStore
 from vllm_dymoe.residency.rule import HIGH, LOW, NOWHERE
 from vllm_dymoe.residency.tier import Tier
-from vllm_dymoe.store import StoreError
 from vllm_dymoe.systems import System
 from vllm_dymoe.systems.base import Precision
 from vllm_dymoe.transfer import Reason, TransferError
@@ -125,20 +125,13 @@ def test_a_version_that_is_there_is_read_as_it_is_wanted():
     assert seen == [4, 2]
 
 
-def test_a_slice_that_cannot_be_read_costs_no_slot(monkeypatch):
-    store = store_of((4, 2))
-    read, broken = store.read_into, []
-
-    def failing(key, *arguments, **named):
-        if key.bits in broken:
-            raise StoreError("the disk is gone")
-        return read(key, *arguments, **named)
-
-    monkeypatch.setattr(store, "read_into", failing)
+def test_a_slice_that_cannot_be_read_costs_no_slot():
+    broken = []
+    store = FaultyStore(STORES[4, 2], lambda number, key: "fail" if key.bits in broken else None)
     runtime = make_runtime(store=store, budget="30%")
     for bits in (4, 2):
         broken[:] = [bits]
-        with pytest.raises(TransferError, match="disk is gone"):
+        with pytest.raises(TransferError, match="on fire"):
             step(runtime, hi=[1 + bits, 2 + bits])
         runtime.check_integrity()
         broken.clear()

@@ -21,7 +21,7 @@ class FaultyStore:
     depth, occupies_cores, description = 1, True, "files in /disk"
 
     def __init__(self, store, fate=lambda number, key: None):
-        self.experts, self.fate, self._store = store.experts, fate, store
+        self.experts, self.fate, self._read = store.experts, fate, store.read_into
         self.gate, self.reads, self._lock = threading.Event(), [], threading.Lock()
 
     def read_into(self, key, destination, projections=EVERY_PROJECTION, *, wait=True):
@@ -33,9 +33,9 @@ class FaultyStore:
         if fate == "hang":
             self.gate.wait()
         if fate == "fail":
-            destination.fill_(0xEE)
+            destination.fill_(0xFF)  # as 16 bits a NaN: nothing may compute with it
             raise StoreError("the disk is on fire")
-        self._store.read_into(key, destination, projections)
+        self._read(key, destination, projections)
 
     def close(self):
         """Does nothing: the bytes belong to the wrapped store."""

@@ -167,40 +167,6 @@ def test_on_a_device_a_prefetched_projection_is_issued_when_the_copies_before_it
     engine.close()
 
 
-def test_transfers_under_way_do_not_share_a_staging_buffer(harness, memory_store):
-    """More transfers than buffers, and none is looked at before the last one is enqueued."""
-    keys = [BlobKey(layer, expert, 4) for layer in range(2) for expert in range(6)]
-    slots = [harness.slot(memory_store.blob(key).numel()) for key in keys]
-    for key, slot in zip(keys, slots, strict=True):
-        harness.engine.wait(harness.engine.submit(key, slot, Reason.DEMAND))
-    for key, slot in zip(keys, slots, strict=True):
-        assert torch.equal(harness.read(slot), memory_store.blob(key))
-
-
-def test_a_slot_is_not_rewritten_before_its_last_reader(harness, memory_store):
-    first, second = BlobKey(0, 0, 4), BlobKey(0, 1, 4)
-    slot = harness.slot(blob(memory_store, first).numel())
-    for _ in range(3):
-        harness.engine.wait(harness.engine.submit(first, slot, Reason.DEMAND, after=harness.engine.fence()))
-        seen = harness.read(slot)
-        harness.engine.wait(harness.engine.submit(second, slot, Reason.DEMAND, after=harness.engine.fence()))
-        assert torch.equal(harness.read(slot), blob(memory_store, second))
-        assert torch.equal(seen, blob(memory_store, first))
-
-
-def test_settling_means_that_no_write_to_the_slot_is_left(harness, memory_store):
-    key = BlobKey(0, 2, 4)
-    slot = harness.slot(blob(memory_store, key).numel())
-    ticket = harness.engine.submit(key, slot, Reason.DEMAND)
-    assert harness.engine.settle(ticket)
-    slot.fill_(7)
-    if harness.history:
-        harness.history.write(threading.current_thread(), slot)
-        assert harness.history.races == []
-    time.sleep(0.01)
-    assert bool((slot == 7).all())
-
-
 def test_where_reads_take_cores_no_thread_competes_with_the_waiting_one(memory_store):
     store = FaultyStore(memory_store)
     engine = TransferEngine(CpuDelivery(store), threads=1)

@@ -209,15 +209,6 @@ def good():
     return Block(gate=linear())
 
 
-def test_the_predictor_asks_the_gates_that_were_found():
-    rank = Rank([good, good], system="exact")
-    x = torch.randn(1, HIDDEN)
-    rank.predictor.observe(rank.see(0, x, 0))
-    assert not rank.turned_off
-    expected = rank.blocks[1].gate(x).topk(TOP_K).indices[0].tolist()
-    assert [candidate.expert for candidate in rank.predictor.predict(0)] == expected
-
-
 def test_each_gate_is_looked_at_once_and_then_none_is(monkeypatch):
     rank, looked_at = Rank([good, good], system="exact"), []
     agreement = Gate.agreement

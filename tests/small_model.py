@@ -31,7 +31,6 @@ def make_experts(
 
 
 def random_weight(experts: ModelExperts, layer: int, expert: int, projection: Projection) -> torch.Tensor:
-    """The 16-bit weights of one projection; the same every time."""
     fmt = next(iter(experts.formats.values()))
     matrix = fmt.matrices[projection]
     generator = torch.Generator().manual_seed(layer * 1000 + expert * 10 + projection)
@@ -39,7 +38,6 @@ def random_weight(experts: ModelExperts, layer: int, expert: int, projection: Pr
 
 
 def fill(packer: ExpertPacker) -> None:
-    """Put every projection of a random model."""
     for layer in range(len(packer.experts.layers)):
         for expert in range(packer.experts.num_experts):
             for projection in packer.experts.projections:
@@ -47,7 +45,6 @@ def fill(packer: ExpertPacker) -> None:
 
 
 def make_store(experts: ModelExperts) -> MemoryStore:
-    """A random model in host memory."""
     packer = ExpertPacker(experts, QUANTIZERS["rtn"], MemoryWriter(experts))
     fill(packer)
     return packer.finish()

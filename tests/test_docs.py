@@ -58,7 +58,6 @@ def table(text, marker):
 
 
 def code(cell):
-    """What stands in backticks in a cell."""
     return re.findall(r"`([^`]+)`", cell)
 
 
@@ -115,7 +114,6 @@ def test_places_in_the_code_exist():
 
 
 def definitions(path):
-    """Names of a file's functions, classes, methods, fields and constants, as ``Name`` and ``Class.name``."""
     names = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.ClassDef):
@@ -125,7 +123,6 @@ def definitions(path):
 
 
 def bound(node):
-    """Names that a statement binds."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return [node.name]
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
@@ -133,7 +130,6 @@ def bound(node):
 
 
 def objects(text):
-    """Every JSON object of the plugin's options."""
     return [json.JSONDecoder().raw_decode(text, at.start())[0]["dymoe"] for at in re.finditer(r'\{"dymoe": ', text)]
 
 
@@ -176,7 +172,6 @@ def test_worker_methods_of_the_examples_exist():
 
 
 def command_lines():
-    """Every command of the plugin in a block of code."""
     blocks = [block for page in DOCS.values() for block in page.split("```")[1::2]]
     return sorted({line for block in blocks for line in block.splitlines() if line.startswith("vllm-dymoe ")})
 

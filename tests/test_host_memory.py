@@ -30,7 +30,6 @@ def resident(memory):
 
 
 def mapped(address):
-    """Whether any of the process's mappings holds an address."""
     ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
     return any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)
 

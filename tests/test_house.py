@@ -29,7 +29,6 @@ def run(*command, cwd=ROOT, **environment):
 
 
 def folder_of(package):
-    """Where a package's sources are."""
     return ROOT / PROJECT["tool"]["setuptools"]["package-dir"].get(package, package.replace(".", "/"))
 
 

@@ -39,7 +39,6 @@ class Model:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def save(self, *, shards: int = 1) -> None:
-        """Write config.json and the tensors; with an index if there are several shards."""
         self.folder.mkdir(exist_ok=True)
         (self.folder / "config.json").write_text(json.dumps(self.config))
         if shards == 1:
@@ -52,7 +51,6 @@ class Model:
 
 
 def make_model(folder: Path, style: str = "separate", *, dtype: torch.dtype = torch.bfloat16) -> Model:
-    """Make up a model; ``save`` writes it."""
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape: int) -> torch.Tensor:
@@ -105,7 +103,6 @@ def make_model(folder: Path, style: str = "separate", *, dtype: torch.dtype = to
 
 
 def expert_tensors(experts: dict[tuple[int, int, Projection], torch.Tensor], style: str) -> dict[str, torch.Tensor]:
-    """The experts, or their biases, under the names and in the order of one style."""
     if style in NAMES:
         return {
             f"model.layers.{MOE_LAYERS[position]}.mlp.experts.{expert}.{NAMES[style][projection]}.weight": weight
@@ -129,7 +126,6 @@ TERMINAL = {"COLUMNS": "120"} | dict.fromkeys(("FORCE_COLOR", "TTY_COMPATIBLE", 
 
 
 def command(*arguments: object) -> Result:
-    """Run ``vllm-dymoe`` in this process."""
     return CliRunner(env=TERMINAL).invoke(app, [str(argument) for argument in arguments])
 
 
@@ -146,7 +142,6 @@ def refused(*arguments: object) -> str:
 
 
 def quantized(model: Model, out: Path, *options: object) -> str:
-    """Quantize a model, and return what was said."""
     result = command("quantize", model.folder, "-o", out, *options)
     assert result.exit_code == 0, result.output + result.stderr
     return result.stdout

@@ -31,8 +31,6 @@ _COMMON = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """How to make one model."""
-
     config: str  # name of transformers' configuration class; the model class follows from it
     sizes: dict[str, Any]  # that differ from the common ones
     written: dict[str, Any] = field(default_factory=dict)

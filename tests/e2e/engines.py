@@ -34,7 +34,6 @@ VOCABULARY = 512  # of the small random models
 
 
 def prompts() -> list[str]:
-    """The shipped prompts, 16 of them."""
     return [entry["prompt"] for entry in json.loads((MODEL / "prompts.json").read_text())][:16]
 
 
@@ -71,7 +70,6 @@ def engine(model: Path | str = MODEL, dymoe: dict[str, Any] | None = None, **set
 
 
 def small_engine(model: Path, dymoe: dict[str, Any] | None = None, **settings: Any) -> Any:
-    """An engine for a small random model."""
     return engine(model, dymoe, **({"skip_tokenizer_init": True, "max_num_seqs": 8, "max_model_len": 128} | settings))
 
 
@@ -93,7 +91,6 @@ def prepare_rank(log: Path) -> None:
 
 
 def runtime_of(llm: Any) -> Any:
-    """The plugin's runtime inside the engine."""
     runtime = llm.llm_engine.vllm_config.quant_config.loaded_model().runtime
     assert runtime is not None
     return runtime
@@ -108,7 +105,6 @@ class Answer:
 
     @classmethod
     def of(cls, completion: Any) -> "Answer":
-        """What vLLM has completed."""
         tops = [{t: entry.logprob for t, entry in position.items()} for position in completion.logprobs or []]
         return cls(list(completion.token_ids), tops)
 
@@ -126,7 +122,6 @@ def answer(llm: Any, texts: list[Any], max_tokens: int = 32, logprobs: int | Non
 
 @contextlib.contextmanager
 def recorded_layers(runtime: Any) -> Iterator[list[torch.Tensor]]:
-    """Collect the output of every MoE layer of every step."""
     outputs: list[torch.Tensor] = []
     original = runtime.serving.forward
 
@@ -143,12 +138,10 @@ def recorded_layers(runtime: Any) -> Iterator[list[torch.Tensor]]:
 
 
 def same_bits(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
-    """Whether two runs had the same layers with the same outputs."""
     return len(ours) == len(theirs) > 0 and all(map(torch.equal, ours, theirs))
 
 
 def resize(llm: Any, budget: str) -> None:
-    """Set the budget; "minimum" is the smallest that works."""
     runtime = runtime_of(llm)
     runtime.resize(runtime.minimum_budget if budget == "minimum" else budget)
 
@@ -181,7 +174,6 @@ class WatchedSystem:
         self.seen: list[tuple[Any, Any]] = []
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the system's."""
         return getattr(self._system, name)
 
     def _select(self, routing: Any) -> Any:

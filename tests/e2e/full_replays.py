@@ -27,23 +27,18 @@ from vllm_dymoe.vllm_adapter import moe_method, running
 
 @dataclass
 class Launch:
-    """One operation of a capture."""
-
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     options: dict[str, Any]
     results: list[torch.Tensor]
 
     def replay(self) -> None:
-        """Run it again, with results where they were."""
         for kept, now in zip(self.results, tensors(self.function(*self.arguments, **self.options)), strict=True):
             if now.data_ptr() != kept.data_ptr():
                 kept.copy_(now)
 
 
 class Capture(NoHost):
-    """Keeps every operation of a step."""
-
     def __init__(self) -> None:
         super().__init__()
         self.launches: list[Launch] = []
@@ -58,7 +53,6 @@ class Capture(NoHost):
         return self.keep(results, function, arguments, options)
 
     def keep(self, results: Any, function: Any, arguments: Any, options: Any) -> Any:
-        """Keep a launch that has been run."""
         self.launches.append(Launch(function, arguments, options, tensors(results)))
         return results
 
@@ -74,7 +68,6 @@ class ReplayedStep:
         return getattr(self.replayed_model, name)
 
     def __call__(self, **inputs: Any) -> Any:
-        """Run, capture or replay, as the forward context says."""
         context = get_forward_context() if is_forward_context_available() else None
         if not seen.replaying or context is None or context.cudagraph_runtime_mode != CUDAGraphMode.FULL:
             return self.replayed_model(**inputs)

@@ -30,7 +30,6 @@ def calibrate(model: torch.nn.Module) -> None:
 
 
 def export(name: str, recipe: str, folder: Path) -> None:
-    """Quantize an architecture with one of ModelOpt's recipes, and write what its exporter writes."""
     import modelopt.torch.quantization as quantization
     from modelopt.torch.export import export_hf_checkpoint
 

@@ -100,12 +100,10 @@ def dequantize_checkpoint(source: Path, folder: Path) -> dict:
 
 
 def dense_modules(tensors: dict[str, torch.Tensor]) -> list[str]:
-    """Names of the layers that are no experts."""
     return [name.removesuffix(".weight") for name in tensors if name.endswith(".weight") and ".experts." not in name]
 
 
 def save(folder: Path, config: dict, tensors: dict[str, torch.Tensor]) -> None:
-    """Write a checkpoint."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
@@ -115,7 +113,6 @@ _NAMES = {"w1": 0, "w3": 1, "w2": 2, "gate_proj": 0, "up_proj": 1, "down_proj": 
 
 
 def _named(experts: dict) -> Iterator[tuple[int, int, int, Any]]:
-    """Layer, expert, projection and matrix of everything that was written."""
     for name, matrix in experts.items():
         if not isinstance(matrix, list):
             found = re.search(r"layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.", name)

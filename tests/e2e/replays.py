@@ -33,8 +33,6 @@ seen = Replays()
 
 
 class ReplayedPiece:
-    """A compiled piece; the arguments are those of vLLM's ``CUDAGraphWrapper``."""
-
     def __init__(self, runnable: Callable[..., Any], vllm_config: Any, runtime_mode: CUDAGraphMode, **_: Any) -> None:
         self.runnable = runnable
         self._mode = runtime_mode
@@ -44,7 +42,6 @@ class ReplayedPiece:
         return getattr(self.runnable, name)
 
     def __call__(self, *arguments: Any) -> Any:
-        """Run, capture or replay, as the forward context says."""
         context = get_forward_context() if is_forward_context_available() else None
         if not seen.replaying or context is None or context.cudagraph_runtime_mode != self._mode:
             return self.runnable(*arguments)
@@ -65,7 +62,6 @@ class ReplayedPiece:
 
 
 def tensors(results: Any) -> list[torch.Tensor]:
-    """Those among what was returned."""
     results = results if isinstance(results, tuple | list) else [results]
     return [result for result in results if isinstance(result, torch.Tensor)]
 

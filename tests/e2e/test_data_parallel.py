@@ -33,7 +33,6 @@ def resize(worker, budget):
 
 
 def break_disk(worker, broken):
-    """Let every read of this engine's experts fail, or none any more."""
     store = worker.vllm_config.quant_config.loaded_model().runtime.store
 
     def fail(*arguments, **settings):
@@ -113,7 +112,6 @@ def engines(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone():
-    """Of one engine with all experts."""
     with engine(dymoe=OPTIONS | {"expert_budget": "100%"}) as llm:
         runtime = runtime_of(llm)
         texts = answer(llm, prompts()[:7], max_tokens=TOKENS)

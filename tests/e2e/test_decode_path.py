@@ -26,7 +26,6 @@ TOKENS = 6
 
 
 def served(llm, budget, batch):
-    """Greedy answers to a batch of prompts."""
     runtime = runtime_of(llm)
     runtime.resize(runtime.minimum_budget if budget == "minimum" else budget)
     llm.reset_prefix_cache()

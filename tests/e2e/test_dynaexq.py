@@ -120,7 +120,6 @@ def watch(worker):
 
 
 def watched(worker):
-    """What was noted; the map that holds stays from now on."""
     runtime = _runtime(worker)
     runtime.serving.migration.stop()
     runtime.serving.migration = None

@@ -32,7 +32,6 @@ EXACT = {"hi": 16, "lo": 2, "system": "dymoe", "system_options": WATCHED}
 
 
 def every_budget(llm):
-    """Answers to one prompt and to 16, the same at every budget."""
     answers_at_budgets(llm, BUDGETS, lambda: answer(llm, prompts()[:1]))
     return answers_at_budgets(llm, BUDGETS, lambda: answer(llm, prompts()))
 

@@ -61,7 +61,6 @@ def reads(llm):
 
 
 def start(llm, numbers, **settings):
-    """Give requests for prompts to the engine, without a step."""
     sampling = SamplingParams(**({"temperature": 0, "max_tokens": 12, "ignore_eos": True} | settings))
     start.count = getattr(start, "count", 0) + 1
     for number in numbers:
@@ -70,7 +69,6 @@ def start(llm, numbers, **settings):
 
 
 def step(llm, times=1):
-    """Run steps of the engine; the requests that finished, by id."""
     done = {}
     for _ in range(times):
         done |= {output.request_id: output for output in llm.llm_engine.step() if output.finished}
@@ -78,7 +76,6 @@ def step(llm, times=1):
 
 
 def finish(llm):
-    """Run steps until no request is left."""
     done = {}
     while llm.llm_engine.has_unfinished_requests():
         done |= step(llm)

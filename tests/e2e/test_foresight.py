@@ -89,7 +89,6 @@ ODD = 5  # the layer with such a router
 
 
 def runners_up(hidden_states, gating_output, topk, renormalize):
-    """Takes the experts behind the best one."""
     weights, ids = gating_output.float().softmax(-1).topk(topk + 1)
     return weights[:, 1:] / weights[:, 1:].sum(-1, keepdim=True), ids[:, 1:].int()
 

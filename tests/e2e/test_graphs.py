@@ -14,7 +14,6 @@ BATCHES = ((5,), (7, 12, 9), (5, 14, 3, 11, 8))
 
 
 def answers(llm, seed):
-    """Answers to each batch."""
     return [a for lengths in BATCHES for a in answer(llm, random_prompts(lengths, seed), max_tokens=10)]
 
 

@@ -52,7 +52,6 @@ def answers(llm, adapter):
 
 
 def share_of_likeliest(model, given):
-    """How many of the tokens that were said are the model's likeliest."""
     found = []
     for read, said in given:
         with torch.no_grad():

@@ -47,7 +47,6 @@ def layer_output(runtime, position):
 
 
 def set_system(worker, system, budget):
-    """Use another system and budget on this rank."""
     from vllm_dymoe.vllm_adapter.worker import _runtime
 
     runtime = _runtime(worker)
@@ -57,7 +56,6 @@ def set_system(worker, system, budget):
 
 
 def describe_rank(worker):
-    """Where this rank's experts are, and what each of its layers computes."""
     from vllm_dymoe.vllm_adapter.worker import _runtime
 
     runtime = _runtime(worker)
@@ -101,7 +99,6 @@ def two_ranks(folder, **settings):
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory):
-    """Answers at each bit-width, and the outputs of single layers at 16 bits."""
     result = {}
     folder = tmp_path_factory.mktemp("one-rank")
     with engine(dymoe=OPTIONS | {"trace": {"folder": str(folder), "inputs": True}}) as llm:
@@ -146,7 +143,6 @@ def test_budgets_change_no_token_on_two_ranks_and_are_each_ranks_own(parallel):
 
 
 def first_answers(report):
-    """The trace of what was answered first."""
     trace = Trace.load(Path(report["folder"]))
     return trace.select(torch.arange(report["tokens"]))
 

@@ -53,7 +53,6 @@ def stats_of(llm):
 
 
 def watch(llm):
-    """Routings and plans from here on, until precision is changed."""
     runtime = runtime_of(llm)
     runtime.serving.system = WatchedSystem(runtime.system)
     return runtime.system.seen

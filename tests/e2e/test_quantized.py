@@ -42,7 +42,6 @@ def answers(llm):
 
 
 def dense_methods(worker):
-    """Names of the methods of the attention's linear layers."""
     modules = worker.model_runner.model.named_modules()
     return {type(m.quant_method).__name__ for name, m in modules if name.endswith(("qkv_proj", "o_proj"))}
 

@@ -46,8 +46,6 @@ def checkpoint(tmp_path_factory):
 
 
 class Server:
-    """A running `vllm serve`."""
-
     def __init__(self, model, log, *arguments):
         self.log, self.port = log, free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -177,7 +175,6 @@ def test_a_fault_is_an_error_500_with_its_sentence_and_the_server_goes_on(server
 
 
 def planned(client, server):
-    """Experts that one completion was given in each tier."""
     rpc(server, "dymoe_reset_stats")
     complete(client, prompts()[1])
     return rpc(server, "dymoe_stats")[0]["planned"]

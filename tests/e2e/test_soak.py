@@ -40,7 +40,6 @@ def resident():
 
 
 def growth_of_vllm_alone(requests):
-    """Bytes by which the same traffic makes vLLM grow that has no plugin."""
     with engine(**SETTINGS) as llm:
         traffic = Traffic(llm)
         traffic.run(WARM_UP)
@@ -61,7 +60,6 @@ class Account:
 
     @classmethod
     def take(cls, runtime):
-        """Count files, threads, bytes of tensors, the plugin's own objects, and the resident memory in bytes."""
         becomes(lambda: not runtime.engine._queue._pending, 5)  # what others have run a thread takes out in its turn
         gc.collect()
         tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
@@ -101,7 +99,6 @@ class Traffic:
         self.sent = self.finished = self.aborted = self.most_at_once = 0
 
     def run(self, requests):
-        """Send so many requests and step until each has ended."""
         last = self.sent + requests
         engine = self.llm.llm_engine
         while self.sent < last or engine.has_unfinished_requests():

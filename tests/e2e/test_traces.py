@@ -97,7 +97,6 @@ def test_everything_is_recorded_of_requests_in_chunks_and_side_by_side(llm, fold
 
 
 def agreement(ours, theirs):
-    """The share of choices that are in both, as far as the shorter goes."""
     tokens = torch.arange(min(ours.num_tokens, theirs.num_tokens))
     ours, theirs = ours.select(tokens), theirs.select(tokens)
     return (ours.experts[:, :, :, None] == theirs.experts[:, :, None, :]).any(-1).float().mean().item()

@@ -2,7 +2,6 @@
 
 
 def plant(name):
-    """Plant a fault; None plants nothing."""
     if name is not None:
         FAULTS[name]()
 

@@ -69,8 +69,6 @@ def _refuse_in_capture(what: str) -> None:
 
 
 class _Record(TorchDispatchMode):
-    """Notes every operation, with its outputs."""
-
     def __init__(self, graph: "Graph") -> None:
         super().__init__()
         self._graph = graph
@@ -101,8 +99,6 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 class Graph:
-    """Steps of a capture, and the tensors that it allocated."""
-
     def __init__(self) -> None:
         self.steps: list[Callable[[], None]] = []
         self.fresh: list[torch.Tensor] = []
@@ -200,8 +196,6 @@ CARD = {
 
 
 class Inline:
-    """A pool of this process, where the host is in place of the card."""
-
     def __init__(self, *arguments):
         pass
 

@@ -125,7 +125,6 @@ def check_mix(compute, work_of, x, experts, chosen, activation, tolerance):
 
 
 def in_one_section(packed: PackedMatrix) -> PackedMatrix:
-    """A nested matrix as one that holds the same codes in a section of their own."""
     format = replace(packed.format, code=code_of(packed.format.bits))
     section = torch.empty(format.nbytes, dtype=torch.uint8)
     scales, zeros = packed.scales_zeros[:, : format.rows].permute(2, 1, 0)
@@ -166,7 +165,6 @@ class Expert:
     down: PackedMatrix
 
     def work(self, tokens: list[int], pairs: list[int]) -> ExpertWork:
-        """Its share of a step."""
         rows = torch.tensor(tokens, dtype=torch.int64)
         return ExpertWork(self.gate, self.up, self.down, rows, torch.tensor(pairs, dtype=torch.int64))
 

@@ -5,8 +5,6 @@ from torch.overrides import TorchFunctionMode
 
 
 class OnTheHost(TorchFunctionMode):
-    """Inside, tensors that are asked for on the card are made on the host, and none is page-locked."""
-
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is torch.Tensor.pin_memory:
             return args[0]

@@ -33,7 +33,6 @@ def fused_sum_kernel(
 
 @pytest.fixture(scope="module")
 def sums():
-    """The planned variants, and what finds fused multiply-adds in them."""
     with modules_of("gpu"):
         import machine_code
         import variants
@@ -58,7 +57,6 @@ def test_a_compiler_that_may_fuse_would_be_found(sums):
 
 @pytest.fixture(scope="module")
 def alone():
-    """A kernel as a variant on an architecture, and what finds fused multiply-adds in it."""
     with modules_of("gpu"):
         import machine_code
         import variants

@@ -32,7 +32,6 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a ca
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """The command's own modules, in this process."""
     monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.setattr(sys, "argv", ["gpu.py"])
     import gpu
@@ -48,7 +47,6 @@ def sanitizer(folder, report="nothing", errors=0, status=0):
 
 
 def on_the_host(folder, *parts, planted=None, path=None):
-    """Run the command; what it printed, and its JSON."""
     pytest.importorskip("triton")
     readme = folder / "README.md"
     shutil.copy(FOLDER / "README.md", readme)

@@ -165,7 +165,6 @@ def test_empty_items_are_nothing():
 
 
 def in_single_sections(experts):
-    """The whole codes of nested experts, as one section each."""
     whole = object.__new__(Experts)
     whole.shape, whole.bits, whole.matrices, whole.blobs, whole.fine = replace(experts.shape, nested=0), [], [], [], []
     for width, three in zip(experts.bits, experts.matrices, strict=True):

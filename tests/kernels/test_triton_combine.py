@@ -43,7 +43,6 @@ def same_bits(a, b):
 
 
 def on_the_card(pairs, into):
-    """Where the kernel runs."""
     moved = [part.to(DEVICE) if isinstance(part, torch.Tensor) else part for part in pairs]
     result = into.to(DEVICE)
     on_gpu.combine_on_gpu(Pairs(*moved), result)

@@ -14,7 +14,6 @@ from vllm_dymoe.kernels.triton.kernel import MINIMUM_WORKSPACE_BYTES
 
 
 def on_device(packed):
-    """The same bytes where the kernel runs."""
     return packed.format.view(section_of(packed).to(DEVICE))
 
 
@@ -73,7 +72,6 @@ def test_projections_of_different_bits(tokens):
 
 
 def prepared(kernel, x, work):
-    """The step of some experts, and what it launches for all of them."""
     items = begin_experts(kernel, x, work, x.new_empty(len(x), x.shape[1]), Activation.SILU)
     return kernel.step, kernel.step.launches(items)
 

@@ -36,7 +36,6 @@ def described_layer():
 
 
 def decision_of(rows, pairs, order=None):
-    """A decision about all experts, or about some in an order."""
     grouped = Grouped(list(range(len(rows))), [0, *accumulate(map(len, rows))], torch.cat(rows), torch.cat(pairs))
     return Decision.of_routing(grouped, grouped.experts if order is None else order)
 

@@ -15,7 +15,6 @@ EXPERTS, TOP_K = 6, 2
 
 
 def traced(planted=lambda ids: None):
-    """The launches of a step on tensors without values, with everything refused that asks for the host."""
     launches = []
 
     def start(kernel, grid, tensors, constants, options):

@@ -28,7 +28,6 @@ def make_model(architecture):
 
 
 def small(architecture):
-    """The same kind of network, narrower."""
     return replace(architecture, widths=tuple(max(4, width // 64) for width in architecture.widths))
 
 

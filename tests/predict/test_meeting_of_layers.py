@@ -15,7 +15,6 @@ NO_IDS = torch.zeros(0, 0, dtype=torch.int32)
 
 
 def step(predictor, inputs, phase=Phase.DECODE, ids=None):
-    """One step through all layers; what was named after each."""
     named = []
     for layer, x in enumerate(inputs):
         wanted = torch.zeros(len(x), 1, dtype=torch.int32) if ids is None else ids[layer]
@@ -66,8 +65,6 @@ def test_with_one_layer_it_is_the_next_gate():
 
 
 class Told:
-    """A tuner that writes down what it is told."""
-
     largest = Setting(2, 2)
 
     def __init__(self):

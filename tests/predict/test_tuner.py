@@ -11,12 +11,10 @@ GROUPS = (range(5), range(5, 12), range(12, 16))
 
 
 def settings_of(heop):
-    """K and P of the shallow, the middle and the deep layers, as they are now."""
     return [group.setting for group in heop._groups]
 
 
 def restarts(heop):
-    """How often a group began again because the workload had shifted."""
     return sum(group.restarts for group in heop._groups)
 
 

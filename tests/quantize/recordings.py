@@ -14,7 +14,6 @@ def correlated_inputs(tokens, columns, seed):
 
 
 def routing(tokens, num_experts, top_k, seed, rare=()):
-    """Weights, and different experts for each token, int32, both [tokens, top_k]; rare ones for the first only."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(tokens, num_experts, generator=generator)
     scores[1:, list(rare)] = -1

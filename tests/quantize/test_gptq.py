@@ -26,7 +26,6 @@ def packed(weight, quantizer, bits, group_size=32, dtype=torch.bfloat16):
 
 
 def readings(codes, format):
-    """What both readings of a nested format make of codes."""
     upper = Codes(codes.codes >> format.bits // 2, codes.scales, codes.zeros)
     return dequantized(codes, format), dequantized(upper, format.base)
 

@@ -16,7 +16,6 @@ margins = st.floats(0.01, 1)
 
 
 def top(score, places):
-    """The hottest of all layers."""
     return hottest(score, share_out(score, places))
 
 

@@ -45,7 +45,6 @@ def test_heat_never_leaves_the_integers_that_order_by_heat_and_step():
 
 
 def step(table, wanted, layer=0):
-    """What the rule says of each expert; the rows follow it."""
     active, codes = np.array(sorted(wanted)), np.array([wanted[expert] for expert in sorted(wanted)], np.int8)
     places = table.begin_step(layer, active, codes)
     table.keep(layer, active, codes, places)

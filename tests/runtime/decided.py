@@ -18,7 +18,6 @@ KINDS = ("mxfp4", "nvfp4", "fp8", "without a gate")
 
 
 def store_of(kind, **sizes):
-    """Random experts of a kind, beside a tier of 2 bits, and their activation."""
     activation, experts = Activation.SILU, make_experts(bits=(8, 2) if kind == "fp8" else (4, 2), **sizes)
     high = next(iter(experts.formats))
     if kind == "without a gate":
@@ -38,7 +37,6 @@ def decided_runtime(store, budget="50%", system=None, **options):
 
 
 def decode(runtime, layer, x, weights, ids, activation=Activation.SILU, rows=None):
-    """One layer of a step without the host, of so many real rows."""
     runtime.decode.tell(len(x) if rows is None else rows)
     out = runtime.decode.forward(layer, x, weights, ids, activation)
     runtime.decode.tell(0)
@@ -46,7 +44,6 @@ def decode(runtime, layer, x, weights, ids, activation=Activation.SILU, rows=Non
 
 
 def decode_wide(runtime, layer, x, weights, ids, activation=Activation.SILU, rows=None, **told):
-    """One layer of a wide step without the host, of so many real rows."""
     if runtime.decode.ahead is not None:  # as where a step begins
         runtime.decode.ahead.join()
     runtime.decode.tell(len(x) if rows is None else rows)
@@ -56,7 +53,6 @@ def decode_wide(runtime, layer, x, weights, ids, activation=Activation.SILU, row
 
 
 def run_decided(runtime, steps, activation=Activation.SILU):
-    """Run (seed, layer, tokens) without the host, those of few tokens in narrow steps, and return the outputs."""
     outputs = []
     for seed, layer, tokens in steps:
         run = decode if tokens <= DECODE_ROWS else decode_wide

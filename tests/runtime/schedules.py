@@ -30,8 +30,6 @@ MIXED = {"low": frozenset({0, 3}), "skipped": frozenset({5})}
 
 @dataclass(frozen=True)
 class Program:
-    """What a runtime is asked to do."""
-
     steps: tuple[tuple[int, int, int], ...]  # (seed, layer, tokens) of each layer's step
     budget: float = 0.5  # share of the experts that have a slot; 0 for the smallest budget
     staging: int = 2  # staging slots
@@ -49,8 +47,6 @@ class Program:
 
 
 class Guesses(Predictor):
-    """Answers that a program has written down."""
-
     def __init__(self, answers):
         self._answers = iter(answers)
 
@@ -59,8 +55,6 @@ class Guesses(Predictor):
 
 
 class RecordedFaults(RecordedStore):
-    """Reads fail or do not end as a program says."""
-
     def __init__(self, store, history, turns, faults):
         super().__init__(store, history, turns.pause)
         self._turns, self._faults, self._reads = turns, faults, 0
@@ -227,6 +221,5 @@ def expected(program):
 
 
 def plain_runtime(program):
-    """Everything on the device, and no threads."""
     system = ByNumber(**(MIXED if program.mixed else {}))
     return make_runtime(STORES[program.nested], "100%", system, threads=0, transfer_timeout_s=0)

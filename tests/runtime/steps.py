@@ -21,8 +21,6 @@ BUDGETS = ["100%", "50%", "25%", "minimum"]
 
 @dataclass(frozen=True)
 class NumberPrecision(Precision):
-    """Low and skipped experts by number, the others high."""
-
     low: frozenset[int] = frozenset()
     skipped: frozenset[int] = frozenset()
 
@@ -58,7 +56,6 @@ class ByNumber(Exact):
 def make_runtime(
     store, budget="100%", system=None, lo=2, predictor=None, engine=None, parts=None, threads=None, hi=4, **options
 ):
-    """A runtime of a system, or of one by its name; with threads that many read ahead."""
     if isinstance(system, str):
         options, system = options | {"system": system}, None
     options = Options(hi=hi, lo=lo, group_size=32, expert_budget=budget, **options)
@@ -88,7 +85,6 @@ def forward(runtime, layer, x, weights, ids, activation=Activation.SILU, **told)
 
 
 def run(runtime, steps, activation=Activation.SILU, **told):
-    """Run (seed, layer, tokens) and return the outputs."""
     outputs = [
         forward(runtime, layer, *random_step(seed, tokens, runtime.experts), activation, **told)
         for seed, layer, tokens in steps
@@ -102,5 +98,4 @@ def equal(ours, theirs):
 
 
 def kept_by(runtime):
-    """Which versions of which experts layers keep: by tier."""
     return {tier: runtime.memory.table.residents(tier) for tier in runtime.memory.pools}

@@ -103,8 +103,6 @@ class AnyExperts:
 
 
 class DecidedParts(RecordedParts):
-    """A device that decides and fetches ahead, on recorded memory."""
-
     def __init__(self, history):
         super().__init__(history, COMPUTATION)
         self._branch = RecordedBranch(history)
@@ -117,7 +115,6 @@ class DecidedParts(RecordedParts):
 
 
 def execute(program, turns, history):
-    """Run a program: steps of few tokens without the host."""
     store = RecordedStore(STORES[program.nested], history, turns.pause)
     engine = make_engine("pinned", store, history, turns, None, program)
     runtime = make_runtime(

@@ -23,8 +23,6 @@ STEPS = [(seed, seed % LAYERS, 1) for seed in range(96)]
 
 
 class Adversary(Predictor):
-    """Knows what the next layer will want, and names everything else; what is kept, too, and several times."""
-
     nbytes = property(lambda self: self._nbytes)
 
     def __init__(self, nbytes=0):

@@ -108,7 +108,6 @@ def serve(system, tokens, file=None, prompt=None, steps=6):
 
 
 def waits(layer):
-    """Before the first experts are enqueued."""
     return layer[: layer.index("experts")]
 
 

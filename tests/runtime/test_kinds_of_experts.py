@@ -19,12 +19,10 @@ RELU2 = Activation(Curve.RELU2, has_gate=False)
 
 
 def without_gate(experts: ModelExperts) -> ModelExperts:
-    """The same without a gate."""
     return replace(experts, formats={bits: replace(fmt, has_gate=False) for bits, fmt in experts.formats.items()})
 
 
 def reference(store, routing, activation):
-    """The sum over each token's experts, in float64."""
     fmt, want = store.experts.formats[4], torch.zeros(routing.x.shape, dtype=torch.float64)
     for token, (x, ids, weights) in enumerate(zip(routing.x, routing.ids, routing.weights, strict=True)):
         for expert, weight in zip(ids.tolist(), weights.double(), strict=True):
@@ -84,7 +82,6 @@ def test_a_drafts_layers_lie_behind_the_models_and_change_none_of_its_bits(tmp_p
 
 
 def different(experts):
-    """Other weights than the model's layer of the same position."""
     store = make_store(experts)
     blob = store.blob(BlobKey(0, 0, 4))
     blob.copy_(store.blob(BlobKey(0, 1, 4)).clone())

@@ -80,7 +80,6 @@ def frozen_output(store, bits_map, layer, step):
 
 
 def dynaexq(store, high=4, engine=None, parts=None, agree=list, hi=4, lo=2, hotness_file=None, **options):
-    """A runtime with places for so many high experts."""
     system = DynaExq(**(AT_ONCE | options))
     chosen = Options(hi=hi, lo=lo, group_size=32, expert_budget="100%")
     least = minimum_budget(store.experts, chosen, system, workspace_bytes(store.experts))
@@ -171,8 +170,6 @@ def found(nested, kind, seeds=range(12)):
 
 
 def unordered(self, move):
-    """Publish what was not waited for."""
-
     def complete(self, fetch):
         fetch.complete = True
         if fetch.kept:

@@ -72,7 +72,6 @@ class Script:
         pass
 
     def listen(self, kernel):
-        """Write down what a kernel computes."""
         begin, compute, current = kernel.begin, kernel.compute, []
 
         def begun(x, decision, *rest):
@@ -104,7 +103,6 @@ def make(arrives, resident, staging=2, predictor=None, asynchronous=False):
 
 
 def step(runtime, experts):
-    """A step of two tokens for each expert."""
     count = 2 * len(experts)
     x, _, _ = random_step(1, count, STORE.experts)
     ids = torch.tensor([[e, f] for e, f in zip(experts, experts[1:] + experts[:1], strict=True)] * 2, dtype=torch.int32)
@@ -184,7 +182,6 @@ def test_without_overlap_a_slot_that_was_never_read_waits_as_well():
 
 
 def waits(*experts):
-    """Projection by projection, for all experts of a launch."""
     return [f"wait {expert}.{count}" for count in (1, 2, 3) for expert in experts]
 
 
@@ -224,8 +221,6 @@ def test_where_computing_only_enqueues_what_has_arrived_together_is_one_launch()
 
 
 class Next(Predictor):
-    """Names two experts of the next layer."""
-
     def predict(self, layer):
         return [Candidate(layer + 1, 4), Candidate(layer + 1, 5)] if layer == 0 else []
 
@@ -264,8 +259,6 @@ def test_a_layer_that_keeps_nothing_hands_its_first_slot_to_the_next_layer_at_on
 
 
 class First(Predictor):
-    """Names two experts of the first layer."""
-
     def predict(self, layer):
         return [Candidate(0, 3), Candidate(0, 4)] if layer == -1 else []
 

@@ -103,7 +103,6 @@ class Ahead:
 
 
 def make_ahead(slots=6, staging=2, projections=3):
-    """Of four layers; what the staging slots leave is shared out and filled."""
     shares = layer_shares(slots, [1] * 4, staging, slots)
     memory = ExpertMemory(STORE, CPU, DeviceMemory())
     plan = SlotPlan(slots * FORMAT.nbytes, 0, {Tier.HI: slots}, {Tier.HI: shares})

@@ -41,8 +41,6 @@ class PlannedPrecision(Precision):
 
 
 class Planned(System):
-    """Tiers by expert, set from outside."""
-
     plan: dict[int, Any] = Field(default_factory=dict)
     high: float = 1.0
 
@@ -170,7 +168,6 @@ class Ahead:
     frees_slots_early, intervals = False, {}
 
     def __init__(self, runtime, expert, **slices):
-        """Slices by tier, and whether they are complete."""
         self.ahead = [runtime.serving.fetcher.start(0, expert, Tier(tier), Reason.PREFETCH) for tier in slices]
         for fetch, complete in zip(self.ahead, slices.values(), strict=True):
             (runtime.serving.fetcher.complete if complete else lambda fetch: runtime.engine.demand(fetch.ticket))(fetch)

@@ -16,7 +16,6 @@ SECONDS = 1e-3  # of one expert over the link
 
 
 def recorded():
-    """A runtime after its steps, and the timeline's spans."""
     runtime = with_budget(
         STORE, "50%", ByNumber(staging=3), predictor=Guesses(1), link_gbps=FORMAT.nbytes / SECONDS / 1e9
     )

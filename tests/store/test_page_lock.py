@@ -51,8 +51,6 @@ def test_an_arena_lies_near_its_device(monkeypatch):
 
 
 class Runtime:
-    """Of CUDA, the three calls."""
-
     def __init__(self, code=0):
         self.code, self.calls = code, []
 

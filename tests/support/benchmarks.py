@@ -26,7 +26,6 @@ def modules_of(name: str) -> Iterator[Path]:
 
 
 def _forget() -> dict[str, object]:
-    """Take out every module that lies in a benchmark."""
     files = ((name, getattr(module, "__file__", None)) for name, module in list(sys.modules.items()))
     ours = [name for name, file in files if file and BENCHMARKS in Path(file).parents]
     return {name: sys.modules.pop(name) for name in ours}

@@ -47,7 +47,6 @@ def make_table(
 
 
 def host_table(shares, experts=EXPERTS, *, reuse_high=True, nested=False):
-    """A table of the host, by LOW and HIGH shares of each layer."""
     table = Table.allocate(len(shares[HIGH]), experts, nested=nested)
     table.reuse_high[:] = reuse_high
     set_pools(table, {code: (0, 0, sum(shares[code])) for code in (LOW, HIGH)}, shares)

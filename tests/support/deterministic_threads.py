@@ -39,19 +39,15 @@ class DeterministicThreads:
         self._main = self._enter(threading.current_thread())
 
     def Lock(self) -> "_Lock":  # noqa: N802
-        """As ``threading.Lock``."""
         return _Lock(self)
 
     def Condition(self, lock: "_Lock") -> "_Condition":  # noqa: N802
-        """As ``threading.Condition``."""
         return _Condition(self, lock)
 
     def Thread(self, target: Callable[[], None], name: str, daemon: bool) -> "_Thread":  # noqa: N802
-        """As ``threading.Thread``."""
         return _Thread(self, target, name)
 
     def pause(self) -> None:
-        """Switch to another thread, or not."""
         if self._random.random() < self._restless:
             self.block(lambda: True)
 
@@ -78,7 +74,6 @@ class DeterministicThreads:
         self._pass_on()
 
     def _pass_on(self) -> None:
-        """Choose a thread that can run and wake it."""
         able = [runner for runner in self._runners.values() if runner.until()]
         if not able:
             able = [runner for runner in self._runners.values() if runner.limit]

@@ -63,7 +63,6 @@ class History:
                 clock[other] = max(clock.get(other, 0), count)
 
     def write(self, agent: Agent, memory: torch.Tensor) -> None:
-        """Record a write of all bytes of a tensor."""
         with self._lock:
             for place in self._watched(memory):
                 self._check(agent, "writes", place, "read", place.read)
@@ -71,7 +70,6 @@ class History:
                 place.written, place.read = {agent: self._tick(agent)}, {}
 
     def read(self, agent: Agent, memory: torch.Tensor) -> None:
-        """Record a read of all bytes of a tensor."""
         with self._lock:
             for place in self._watched(memory):
                 self._check(agent, "reads", place, "write", place.written)

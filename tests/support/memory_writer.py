@@ -4,8 +4,6 @@ from vllm_dymoe.store import MemoryStore
 
 
 class MemoryWriter:
-    """In the place of a StoreWriter; its store has no manifest."""
-
     def __init__(self, experts):
         self._store = MemoryStore(experts)
 

@@ -4,7 +4,6 @@ import time
 
 
 def becomes(condition, seconds=10):
-    """Whether a condition holds within some seconds."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -12,5 +11,4 @@ def becomes(condition, seconds=10):
 
 
 def ended(ticket):
-    """Whether a ticket ends within some seconds."""
     return becomes(lambda: ticket.ended)

@@ -31,7 +31,6 @@ class RecordedThreads:
         self._history = history
 
     def Lock(self) -> "_Lock":  # noqa: N802
-        """As ``threading.Lock``."""
         return _Lock(self._history)
 
 
@@ -74,13 +73,11 @@ class RecordedStore:
         self._store, self._history, self._pause = store, history, pause
 
     def blob(self, key: BlobKey, projections: range = EVERY_PROJECTION) -> torch.Tensor:
-        """The wrapped store's memory, which is never written."""
         return self._store.blob(key, projections)
 
     def read_into(
         self, key: BlobKey, destination: torch.Tensor, projections: range = EVERY_PROJECTION, *, wait: bool = True
     ) -> None:
-        """Copy on the calling thread."""
         self._pause()
         self._history.write(threading.current_thread(), destination)
         self._store.read_into(key, destination, projections, wait=wait)
@@ -116,7 +113,6 @@ class RecordedStreams:
         self.intruders: list[str] = []
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor, *, urgent: bool, after: Any) -> Clock:
-        """A copy on one of two streams."""
         stream = "urgent" if urgent else "background"
         self._issue(stream)
         if after is not None:
@@ -127,23 +123,19 @@ class RecordedStreams:
         return self._history.now(stream)
 
     def computation_waits(self, event: Clock) -> None:
-        """Order the computing stream behind an event."""
         self._issue(COMPUTATION)
         self._history.follow(COMPUTATION, event)
 
     def record_computation(self) -> Clock:
-        """A point of the computing stream."""
         self._issue(COMPUTATION)
         return self._history.now(COMPUTATION)
 
     def synchronize(self, event: Clock) -> None:
-        """Order this thread behind an event."""
         self._pause()
         self._refuse_during_capture()
         self._history.follow(threading.current_thread(), event)
 
     def happened(self, event: Clock) -> bool:
-        """Order this thread behind an event that has happened."""
         self._refuse_during_capture()
         ended = self._ended()
         if ended:

@@ -16,8 +16,6 @@ from triton.backends import backends  # noqa: E402
 
 
 class NoDriver:
-    """No device, as nothing is compiled or launched."""
-
     @staticmethod
     def is_active() -> bool:
         """Triton has no active driver to choose."""

@@ -24,8 +24,6 @@ from tests.support.happens_before import History
 
 
 class _Program:
-    """What the warps of one program share."""
-
     def __init__(self, index: tuple[int, int, int]) -> None:
         self.index, self.arrived, self.generation = index, 0, 0
         self.atomics: list[Any] = []
@@ -60,18 +58,15 @@ class _Warps:
         return place * self._warps // size if self._together else place // 4 % self._warps
 
     def create_masked_load(self, *arguments: Any) -> Any:
-        """Other warps may run before."""
         self._threads.pause()
         return self._load(*arguments)
 
     def create_masked_store(self, pointers: Any, value: Any, mask: Any, policy: Any) -> Any:
-        """The warp's own elements; other warps may run before."""
         self._threads.pause()
         mine = (self._owner(pointers.data.size) == self._own.number).reshape(pointers.data.shape)
         self._store(pointers, value, TensorHandle(np.logical_and(mask.data, mine), mask.dtype), policy)
 
     def create_barrier(self) -> None:
-        """Wait for the program's other warps."""
         program, generation = self._own.program, self._own.program.generation
         if not self._barriers:
             return
@@ -92,11 +87,9 @@ class _Warps:
         return program.atomics[number]
 
     def create_get_program_id(self, axis: int) -> Any:
-        """Of the running warp's program."""
         return TensorHandle(np.array([self._own.program.index[axis]], np.int32), interpreter.tl.int32)
 
     def launch(self, executor: GridExecutor, *given: Any, **named: Any) -> None:
-        """All warps of all programs, at once."""
         known, ended = inspect.getfullargspec(executor.fn).args, list[BaseException | None]()
         scope = interpreter._patch_lang(executor.fn)
         try:

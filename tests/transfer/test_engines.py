@@ -32,8 +32,6 @@ class DiskReads(CpuDelivery):
 
 
 class Harness:
-    """An engine, with a way to make slots and to see what computation would read from one."""
-
     def __init__(self, kind, store):
         self.device, self.history, self.slots = CPU, None, []
         if kind == "inline":
@@ -62,7 +60,6 @@ class Harness:
         return slot
 
     def read(self, slot):
-        """What computation issued now sees in the slot."""
         if self.history:
             self.history.follow(COMPUTATION, self.history.now(threading.current_thread()))
             self.history.read(COMPUTATION, slot)

@@ -22,7 +22,6 @@ PATIENCE = 30  # seconds; a machine that does other things may wake a thread lat
 
 
 def punctual(attempt):
-    """Run an attempt that returns the seconds by which it was late, until it was not."""
     late, begin = [], time.monotonic()
     while not late or late[-1] >= LATE:
         assert time.monotonic() - begin < PATIENCE, late

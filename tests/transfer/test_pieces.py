@@ -32,8 +32,6 @@ class Waits(RecordedStreams):
 
 
 class Device:
-    """An engine over recorded streams, and a slot."""
-
     def __init__(self, kind, store, worth_a_copy=0):
         self.history = History()
         self.streams = Waits(self.history, lambda: None, lambda: True)
@@ -49,7 +47,6 @@ class Device:
         self.history.watch(self.slot, "the slot", fmt.sections)
 
     def races(self, projection):
-        """Whether computation that is issued now may read a projection before it is there."""
         self.history.follow(COMPUTATION, self.history.now(threading.current_thread()))
         before = len(self.history.races)
         self.history.read(COMPUTATION, self.slot[self.sections[projection]])

@@ -9,7 +9,6 @@ from vllm_dymoe.vllm_adapter.announcements import logger
 
 @pytest.fixture
 def said(monkeypatch):
-    """Level and text of every line, in order."""
     lines = []
     monkeypatch.setattr(logger, "handle", lambda record: lines.append((record.levelno, record.getMessage())))
     return lines

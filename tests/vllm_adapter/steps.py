@@ -11,7 +11,6 @@ from vllm_dymoe.vllm_adapter.step import RunningStep
 
 
 def prompt(name, tokens, computed=0):
-    """What the scheduler says of a new request."""
     tokens = list(tokens)
     return SimpleNamespace(req_id=name, prompt_token_ids=tokens, prompt_embeds=None, num_computed_tokens=computed)
 
@@ -43,7 +42,6 @@ def scheduled(*tokens, drafted=None, new=(), reading=(), finished=(), computed=N
 
 
 def rank_of(runtime, drafted=0, observation=None):
-    """A rank that foresees nothing."""
     step, foresight = RunningStep(), Foresight(Options(system="on-demand"))
     observation = observation or Observation()
     return Running(runtime, step, StepFailures(step), foresight, observation, lambda path: None, drafted)

@@ -25,7 +25,6 @@ def chosen(**options):
 
 
 def runtime_with(store, slots, **options):
-    """A runtime with this many slots in each tier that its system uses."""
     runtime = MoERuntime(store, chosen(**options), CPU, automatic_budget=10**9)
     bits = 2 if "lo" in runtime.system.precision.tiers else 4
     runtime.resize(runtime.kernel.workspace_bytes + slots * runtime.experts.formats[bits].nbytes)

@@ -48,7 +48,6 @@ def full(**changes):
 
 @pytest.fixture
 def config(monkeypatch):
-    """A configuration whose layers are Qwen3-30B-A3B's."""
     config = configure(enforce_eager=True)
     config.model_config.max_model_len = LENGTH
     config.cache_config.gpu_memory_utilization = 0.92
@@ -67,7 +66,6 @@ def config(monkeypatch):
 
 
 def card(monkeypatch, gigabytes, dense=3 * GIB, context=GIB // 2):
-    """A card on which the dense weights are loaded."""
     total = gigabytes * GIB
     free = total - dense - context
     monkeypatch.setattr(module, "CudaMemory", lambda device: SimpleNamespace(available=lambda: free))
@@ -76,7 +74,6 @@ def card(monkeypatch, gigabytes, dense=3 * GIB, context=GIB // 2):
 
 
 def vllm_accepts(config, available):
-    """Whether vLLM starts with so many bytes for its KV cache."""
     specs = {name: layer.spec for name, layer in config.compilation_config.static_forward_context.items()}
     kv_cache_utils.check_enough_kv_cache_memory(config, specs, available)
 

@@ -136,8 +136,6 @@ def test_a_timeline_has_the_step(runtime):
 
 
 class Launches:
-    """Three launches that look at no value."""
-
     name = "launches"
 
     def forward(self, table, layer, rows, decision, x, weights, ids, activation):
@@ -150,8 +148,6 @@ class Launches:
 
 
 class Wide:
-    """The launches of a wide step."""
-
     def __init__(self, shape):
         self.shape = shape
 

@@ -17,7 +17,6 @@ needs_the_library = pytest.mark.skipif(native.load() is None, reason="the native
 
 
 def layer_of(kind, rows=200, columns=96, dtype=torch.bfloat16):
-    """A layer as vLLM leaves it behind the loading of its weights."""
     layer = kind.__new__(kind)
     torch.nn.Module.__init__(layer)
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(dtype)

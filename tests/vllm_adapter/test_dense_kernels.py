@@ -59,7 +59,6 @@ def _one_rank(tmp_path_factory):
 
 
 def load_layer(config, tensors, dtype, name="o_proj"):
-    """A layer of a model whose checkpoint has these tensors."""
     with set_current_vllm_config(configure(dtype=dtype)), torch.random.fork_rng():
         torch.set_default_dtype(dtype)
         try:

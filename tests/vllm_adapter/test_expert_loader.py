@@ -217,7 +217,6 @@ MODEL = {
 
 
 def tensors(seed=0):
-    """All tensors of the model, in any order."""
     everything = [(*place, part, tensor) for place, matrix in MODEL.items() for part, tensor in awq(matrix).items()]
     random.Random(seed).shuffle(everything)
     return everything

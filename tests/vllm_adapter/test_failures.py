@@ -170,7 +170,6 @@ def request(name, prompt=PROMPT):
 
 
 def update(scheduler, step, failure=None):
-    """What a step's output makes of the requests: all outputs, and the errors among them."""
     ids = list(step.num_scheduled_tokens)
     output = ModelRunnerOutput(ids, {name: index for index, name in enumerate(ids)}, [[5] for _ in ids])
     by_client = scheduler.update_from_output(step, FailedStep.of(output, failure) if failure else output)

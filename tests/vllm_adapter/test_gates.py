@@ -197,7 +197,6 @@ class Rank:
         self.turned_off += 1
 
     def see(self, layer, x, chosen_by):
-        """A router chooses as the gate of one of the blocks would; returns what it said."""
         ids = self.blocks[chosen_by].gate(x).topk(TOP_K).indices
         routing = Routing(layer, len(self.blocks), x, ids, torch.ones(ids.shape))
         for observer in self.observation.observers:

@@ -16,7 +16,6 @@ DEVICE = {"decisions": "device", "host_store": "pinned"}
 
 
 def configured(monkeypatch, *, breakable=False, dymoe=None, **settings):
-    """What vLLM makes of settings where graphs can be captured, with and without our part in it."""
     # Set here and not by the test: vLLM writes it into the environment itself for some architectures.
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", str(int(breakable)))
     with platform_with_graphs():

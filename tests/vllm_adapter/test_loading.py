@@ -27,7 +27,6 @@ CONFIG = SimpleNamespace(
 
 
 def loading(packer):
-    """A rank that has found no store and packs one."""
     loading = Loading(CONFIG, Options(system="on-demand"), None)
     for number in (1, 2):
         loading.add_layer(replace(SPEC, name=f"layers.{number}.mlp.experts"))

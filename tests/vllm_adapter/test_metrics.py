@@ -33,7 +33,6 @@ STATS = RuntimeStats(**dict.fromkeys((field.name for field in fields(RuntimeStat
 
 
 def answer(moved=0, waited=0.0, resident=0, **others):
-    """Of one rank to ``dymoe_stats``."""
     counted = {"bytes_moved": NONE | {"demand": moved}, "resident_experts": {"hi": resident}}
     return STATS.to_dict() | counted | {"exposed_wait_seconds": waited} | others
 
@@ -98,8 +97,6 @@ def test_the_line_of_an_interval(registry):
 
 
 class Engine:
-    """As much of an engine as the statistics look at."""
-
     def __init__(self, quantization="dymoe", logs=True, client=0):
         self.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(quantization=quantization, served_model_name="engine")

@@ -93,7 +93,6 @@ def vllms_operator(*, shared):
 
 
 def cut_at(operator, config, model):
-    """The model as vLLM cuts it at an operator, each piece replayed once it has run."""
     from vllm.compilation.backends import split_graph
     from vllm.config import CUDAGraphMode
 
@@ -114,7 +113,6 @@ def cut_at(operator, config, model):
 
 
 def run_steps(model, layer, x, *, shared):
-    """Whether each step was right; x is one buffer, as vLLM's inputs are."""
     replays.seen.replaying = True
     right = []
     for number in STEPS:

@@ -16,7 +16,6 @@ X, WEIGHTS, IDS = torch.tensor([[1.0, 3.0, 2.0]]), torch.ones(1, 2), torch.zeros
 
 
 def new(name, prompt, domain=None, embeds=False):
-    """A new request, as the scheduler describes it."""
     return SimpleNamespace(
         req_id=name,
         prompt_token_ids=None if embeds else list(range(prompt)),

@@ -27,7 +27,6 @@ def target_of(patch):
 
 
 def times_wrapped(function):
-    """How many of our wrappers lie around the original."""
     count = 0
     while function is not None:
         count += "dymoe_patched" in vars(function)
@@ -94,7 +93,6 @@ def test_a_change_would_be_found(source):
 
 
 def calls_of(name):
-    """Names of the methods that a method of vLLM's worker calls."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(vars(Worker)[name]))))
     return {n.func.attr for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)}
 

@@ -192,7 +192,6 @@ def test_ordered_experts_are_served_beside_dense_layers_that_are_not_quantized(c
 
 
 def vllm_takes(config):
-    """Whether this vLLM's own configuration does."""
     try:
         get_quantization_config(config["quant_method"]).from_config(dict(config))
     except ValueError:

@@ -104,8 +104,6 @@ class Runtime:
 
 
 class Listener(Observer):
-    """Keeps what it hears."""
-
     def __init__(self):
         self.heard = []
 

@@ -23,7 +23,6 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 def engine_config(model=None, **changes):
-    """As much of a VllmConfig as is looked at, with everything off."""
     parallel = {
         "enable_eplb": False,
         "data_parallel_size": 1,

@@ -82,7 +82,6 @@ def random_floats(kind, rows, columns, seed=0):
 
 
 def parts(kind, matrix):
-    """Its tensors by the ends of their names."""
     pairs = matrix.codes[:, 0::2] | matrix.codes[:, 1::2] << 4
     if kind == "mxfp4":
         return {"blocks": pairs.view(len(pairs), -1, 16), "scales": matrix.scales.view(torch.uint8)}

@@ -35,12 +35,10 @@ INTEGERS = {
 
 
 def config_of(kind: str) -> dict[str, Any]:
-    """A quantization_config."""
     return dict(INTEGERS[kind][0] if kind in INTEGERS else float_packing.CONFIGS[kind])
 
 
 def dtype_of(kind: str) -> torch.dtype:
-    """Of the layers that are not quantized."""
     return INTEGERS[kind][2]["dtype"] if kind in INTEGERS else torch.bfloat16
 
 
@@ -52,13 +50,11 @@ def random_matrix(kind: str, rows: int, columns: int, seed: int = 0) -> Any:
 
 
 def parts_of(kind: str, matrix: Any) -> dict[str, torch.Tensor]:
-    """Its tensors by the ends of their names."""
     parts = INTEGERS[kind][1](matrix) if kind in INTEGERS else float_packing.parts(kind, matrix)
     return {part: tensor.contiguous() for part, tensor in parts.items()}
 
 
 def tensors_of(kind: str, matrices: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of matrices by the names of their 16-bit weights."""
     return {
         f"{name.removesuffix('.weight')}.{part}": tensor
         for name, matrix in matrices.items()

@@ -31,7 +31,6 @@ class Prequantized:
 def random_prequantized(
     rows, columns, group_size, *, bits=4, symmetric=False, dtype=torch.float16, seed=0, shuffled=False
 ):
-    """A matrix whose weights have about the size that linear layers have."""
     generator = torch.Generator().manual_seed(seed)
     group_size = group_size or columns
     groups = -(-columns // group_size)
@@ -59,8 +58,6 @@ def words(numbers, bits):
 
 
 def awq(matrix):
-    """AutoAWQ's gemm packing."""
-
     def in_order(numbers):
         return numbers.reshape(numbers.shape[0], -1, 8)[:, :, AWQ_ORDER].reshape(numbers.shape)
 

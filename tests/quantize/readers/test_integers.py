@@ -49,7 +49,6 @@ def read(config, tensors, rows, columns):
 
 
 def check_held(found, config, weights, group_size=64):
-    """A section has the same codes, and gives the tool's weights."""
     reader = make_reader(config)
     format = MatrixFormat(
         *found.shape, code_of(found.bits), group_size, weights.dtype, integer_zeros=reader.asymmetric,

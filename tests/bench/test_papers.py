@@ -52,8 +52,6 @@ def test_a_preset_has_every_table_and_its_options_can_be_served(paper):
         resolve_options({**case.subject.options, "expert_budget": case.budget}, environment={})
 
 
-# -- routers --------------------------------------------------------------------------------------
-
 HEADER = ModelIdentity("m", "f", 5, 8, 2, 16)
 
 
@@ -134,9 +132,6 @@ def test_the_network_of_a_preset_learns_from_requests_that_are_not_measured(reco
         paper_command.train(trace, 6, tmp_path)
 
 
-# -- filling --------------------------------------------------------------------------------------
-
-
 def test_quality_is_that_of_the_choice_and_not_of_what_happens_to_be_resident():
     """Everything fits where quality is measured; a system that may reuse would compute every expert high there."""
     rows = [line.ours for table in PAPERS["dymoe"](8) for line in table.lines if isinstance(line.ours, Quality)]
@@ -170,8 +165,6 @@ def test_numbers_stand_beside_the_papers_and_missing_ones_say_why():
     assert notes == ["a: not here.", "b: no gates.", "c: no lm-eval."]
     assert shown(next(iter(PAPERS["dymoe"](8))))[2] == ["All rows: no lm-eval."]
 
-
-# -- lm-eval --------------------------------------------------------------------------------------
 
 FAKE = """
 import json, os, pathlib, sys

@@ -60,9 +60,6 @@ def test_systems_that_cannot_be_served_are_refused_before_anything_starts(system
         subject_of(system, {})
 
 
-# -- rows on disk ---------------------------------------------------------------------------------
-
-
 def test_a_row_that_a_kill_has_cut_is_measured_again(tmp_path):
     path = tmp_path / "rows"
     append_row(path, {"key": "a"})
@@ -104,9 +101,6 @@ def test_an_engine_that_fails_shows_the_end_of_its_log(tmp_path):
     job = {"label": "mine", "module": "no_such_module", "cases": [{"key": "k"}]}
     with pytest.raises(ConfigError, match=r"(?s)mine failed with code 1.*No module named"):
         run.run_job(job, tmp_path)
-
-
-# -- answers --------------------------------------------------------------------------------------
 
 
 def row(label, outputs, precision="p"):

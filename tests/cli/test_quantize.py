@@ -143,26 +143,13 @@ def test_config_and_small_files(model, out):
     for unwanted in ("pytorch_model.bin", "pytorch_model.bin.index.json", ".gitattributes", "model.gguf"):
         (model.folder / unwanted).write_text("not for us")
     quantized(model, out, "--lo", 2, "--group-size", 32, "--quantizer", "hqq")
-    assert {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()} == {
-        "additional_chat_templates/tools.jinja",
-        "chat_template.jinja",
-        "config.json",
-        MANIFEST,
-        "dymoe-experts-00001.safetensors",
-        "dymoe-experts-00002.safetensors",
-        "model-00001-of-00001.safetensors",
-        "model.safetensors.index.json",
-        "tokenizer.json",
-    }
+    wanted = {"additional_chat_templates/tools.jinja", "chat_template.jinja", "config.json", MANIFEST, "tokenizer.json"}
+    wanted |= {f"dymoe-experts-0000{layer}.safetensors" for layer in (1, 2)}
+    wanted |= {"model-00001-of-00001.safetensors", "model.safetensors.index.json"}
+    assert {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()} == wanted
     config = json.loads((out / "config.json").read_text())
-    assert config.pop("quantization_config") == {
-        "quant_method": "dymoe",
-        "format_version": 6,
-        "hi": 4,
-        "lo": 2,
-        "group_size": 32,
-        "quantizer": "hqq",
-    }
+    ours = {"quant_method": "dymoe", "format_version": 6, "hi": 4, "lo": 2, "group_size": 32, "quantizer": "hqq"}
+    assert config.pop("quantization_config") == ours
     assert config == model.config
     manifest = FileStore(out).manifest
     assert manifest.experts.layers == MOE_LAYERS

@@ -34,9 +34,6 @@ def asked(monkeypatch):
     return found
 
 
-# -- trace ----------------------------------------------------------------------------------------
-
-
 def test_the_command_asks_for_what_it_was_told(tmp_path, asked):
     path = tmp_path / "prompts.txt"
     path.write_text("one\ntwo\n")
@@ -71,9 +68,6 @@ def test_what_cannot_be_recorded_is_refused_in_a_sentence(tmp_path, asked):
     assert "--options is not JSON" in refused("trace", "m", "--prompts", path, "--out", out, "--options", "{")
     assert "--engine has to be a JSON object" in refused("trace", "m", "--prompts", path, "--out", out, "--engine", "3")
     assert asked == {}
-
-
-# -- report ---------------------------------------------------------------------------------------
 
 
 def pictures(text):

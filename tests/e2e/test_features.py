@@ -136,22 +136,6 @@ def test_seeded_samples_do_not_depend_on_the_budget(plain):
     assert texts[0] == texts[1] == texts[2]
 
 
-def test_logprobs_of_a_prompt_are_those_of_generating_it(plain):
-    """What a greedy answer said of its tokens, the prompt that contains them says too."""
-    text = prompts()[0]
-    (completion,) = sampled(plain, text, temperature=0, max_tokens=12, logprobs=5).outputs
-    ids = plain.get_tokenizer()(text).input_ids
-    whole = {"prompt_token_ids": [*ids, *completion.token_ids]}
-    settings = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=5)
-    (output,) = plain.generate([whole], settings, use_tqdm=False)
-    assert len(output.prompt_logprobs) == len(ids) + 12
-    for token, said, read in zip(
-        completion.token_ids, completion.logprobs, output.prompt_logprobs[len(ids) :], strict=True
-    ):
-        # A prompt is computed at once and an answer token by token: bf16 activations, sums in another order.
-        assert read[token].logprob == pytest.approx(said[token].logprob, abs=0.1)
-
-
 def test_an_aborted_request_leaves_the_others_as_they_are(plain, plain_answers):
     """Half of the requests are aborted, one in each step; the rest answers, and nothing stays pinned."""
     llm_engine = plain.llm_engine

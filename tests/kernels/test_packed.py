@@ -96,11 +96,20 @@ def test_a_fine_section_is_read_with_its_own_base_only():
 
 @settings(max_examples=40, deadline=None)
 @given(formats)
-def test_sections_are_aligned_and_padding_is_zero(format):
-    assert format.nbytes % 256 == 0
-    assert format.scales_offset % 256 == 0
-    assert format.bias_offset % 256 == 0
-    assert format.order_offset % 256 == 0
+def test_sections_are_aligned_a_bias_and_an_order_lie_at_the_end_and_padding_is_zero(format):
+    assert not any(
+        place % 256 for place in (format.nbytes, format.scales_offset, format.bias_offset, format.order_offset)
+    )
+    for code in (format.code, PLAIN):
+        bare = replace(format, code=code, bias=False, act_order=False)
+        biased = replace(bare, bias=True)
+        packed = bare.view(torch.zeros(bare.nbytes, dtype=torch.uint8))
+        assert packed.bias is packed.order is None
+        assert biased.bias_offset == bare.bias_offset == bare.nbytes
+        assert 0 <= biased.nbytes - bare.nbytes - 2 * biased.padded_rows < 256
+    ordered = replace(format, act_order=True)
+    assert ordered.order_offset == replace(format, act_order=False).nbytes
+    assert 0 <= ordered.nbytes - ordered.order_offset - 2 * ordered.padded_columns < 256
     section = torch.full((format.nbytes,), 0xEE, dtype=torch.uint8)
     zeros = torch.zeros(format.rows, format.groups)
     order = torch.arange(format.columns) if format.act_order else None
@@ -108,34 +117,6 @@ def test_sections_are_aligned_and_padding_is_zero(format):
     stored = section[format.order_offset :].view(torch.int16)
     assert stored.nonzero().flatten().tolist() == (list(range(1, format.columns)) if format.act_order else [])
     assert not section[: format.order_offset].any()
-
-
-@settings(max_examples=40, deadline=None)
-@given(formats, st.booleans())
-def test_a_bias_lies_behind_everything_else(format, plain):
-    format = replace(format, code=PLAIN if plain else format.code, act_order=False)
-    without = replace(format, bias=False)
-    with_bias = replace(format, bias=True)
-    assert without.view(torch.zeros(without.nbytes, dtype=torch.uint8)).bias is None
-    assert with_bias.bias_offset == without.bias_offset == without.nbytes
-    assert 0 <= with_bias.nbytes - without.nbytes - 2 * with_bias.padded_rows < 256
-    section = torch.zeros(with_bias.nbytes, dtype=torch.uint8)
-    packed = with_bias.view(section)
-    assert packed.bias.shape == (format.rows,)
-    packed.bias.fill_(1.0)
-    assert not section[: without.nbytes].any()
-
-
-@settings(max_examples=40, deadline=None)
-@given(formats)
-def test_an_order_of_columns_lies_at_the_end(format):
-    without, act_order = replace(format, act_order=False), replace(format, act_order=True)
-    assert without.view(torch.zeros(without.nbytes, dtype=torch.uint8)).order is None
-    assert act_order.order_offset == without.order_offset == without.nbytes
-    assert 0 <= act_order.nbytes - without.nbytes - 2 * act_order.padded_columns < 256
-    section = torch.zeros(act_order.nbytes, dtype=torch.uint8)
-    act_order.view(section).order.fill_(-1)
-    assert section.nonzero().flatten().tolist() == [without.nbytes + i for i in range(2 * format.columns)]
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,9 @@
 """Matrices bigger than what is dequantized at a time, and outputs bigger than combine's chunk."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks.gpu.experts import section_of
 from tests.kernels.matrices import random_packed
 from vllm_dymoe.kernels import combine, dequantize, torch_experts
 from vllm_dymoe.kernels.torch_experts import linear
@@ -47,21 +44,6 @@ def test_the_smallest_matrices_are_rounded_once(rows, columns, bits):
     want = F.linear(x.double(), dequantize(packed, torch.float64))
     # Half a unit in the last place of bfloat16, and float32 sums of at most 70 terms of size 1.
     torch.testing.assert_close(linear(x, packed).double(), want, rtol=2**-8, atol=1e-5)
-
-
-@pytest.mark.parametrize("tokens", [1, 5])
-@pytest.mark.parametrize("columns", [128, 70])
-@pytest.mark.parametrize("bits", [8, 4, 2])
-def test_an_order_of_columns_only_moves_the_inputs(bits, columns, tokens):
-    """Bit for bit what the stored columns make of inputs that lie in their order."""
-    packed = random_packed(MatrixFormat(64, columns, code_of(bits), 32, torch.bfloat16, act_order=True))
-    order, unordered = packed.order.long(), replace(packed.format, act_order=False)
-    neighbours = unordered.view(section_of(packed)[: unordered.nbytes])
-    x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(1)).bfloat16()
-
-    assert torch.equal(dequantize(neighbours), dequantize(packed)[:, order])
-    assert torch.equal(linear(x, packed), linear(x[:, order].contiguous(), neighbours))
-    assert not torch.equal(linear(x, packed), linear(x, neighbours))
 
 
 def test_combine_in_chunks_adds_the_same():

@@ -161,9 +161,6 @@ def test_empty_items_are_nothing():
     assert torch.equal(decode(x, experts.table(), WorkList(items, work.rows, work.pairs), 1)[1], want)
 
 
-# -- halves ---------------------------------------------------------------------------------------
-
-
 def in_single_sections(experts):
     whole = object.__new__(Experts)
     whole.shape, whole.bits, whole.matrices, whole.blobs, whole.fine = replace(experts.shape, nested=0), [], [], [], []

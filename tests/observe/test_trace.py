@@ -108,9 +108,6 @@ def test_requests_are_read_in_the_order_of_their_positions_with_the_last_of_what
     assert empty.num_requests == 0
 
 
-# -- what is refused ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [

@@ -41,9 +41,6 @@ def test_heat_never_leaves_the_integers_that_order_by_heat_and_step():
     assert after([{0}] + [{1}] * 100)[0][0] < USE // 256, "a step is forgotten after some dozens"
 
 
-# -- steps of one layer ---------------------------------------------------------------------------
-
-
 def step(table, wanted, layer=0):
     active, codes = np.array(sorted(wanted)), np.array([wanted[expert] for expert in sorted(wanted)], np.int8)
     places = table.begin_step(layer, active, codes)

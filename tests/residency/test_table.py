@@ -76,9 +76,6 @@ def test_a_fine_slice_needs_its_base():
     assert table.remove(0, 3) == []
 
 
-# -- slots ----------------------------------------------------------------------------------------
-
-
 def test_what_layers_were_promised_is_not_lent():
     pool = SlotPool(FORMAT, 5, CPU, promised=3)
     first, second = pool.take(kept=False), pool.take(kept=False)

@@ -171,9 +171,6 @@ def test_no_schedule_corrupts_a_slot(program, seed, restless):
     assert all(torch.equal(got, want) for got, want in zip(outputs, expected(program), strict=True))
 
 
-# -- planted faults -------------------------------------------------------------------------------
-
-
 def random_program(seed):
     """Prompts and decode steps, which guess and stream; every other program of steps that end in the middle."""
     chosen = random.Random(seed)

@@ -101,9 +101,6 @@ def serve(runtime, steps):
         runtime.check_integrity()
 
 
-# -- schedules ------------------------------------------------------------------------------------
-
-
 def execute(nested, kind, steps, turns, history, faults=(), high=4, idle=16):
     """Serve on a recorded device; what each step gave and what a frozen map gives, and the outcomes of moves."""
     store = RecordedFaults(STORES[nested], history, turns, {})
@@ -239,9 +236,6 @@ def test_without_a_fault_nothing_is_found(nested, kind):
     assert found(nested, kind, range(4)) is None
 
 
-# -- outcomes -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize(("how", "outcome"), [("fail", "failed"), ("hang", "late")])
 def test_copies_that_fail_or_hang_for_ever_cost_their_moves_and_no_step_waits(nested, how, outcome):
@@ -343,9 +337,6 @@ def test_warm_up_counts_nothing_and_idleness_ends_no_window():
     assert sum(runtime.stats().choices.values()) == sum(2 * tokens for _, _, tokens in random_steps(1))
 
 
-# -- ranks ----------------------------------------------------------------------------------------
-
-
 def map_of_every_step(rank, agree):
     """The second rank's disk is slow, and fails now and then."""
     store = FaultyStore(STORES[True])
@@ -382,8 +373,6 @@ def test_ranks_with_nothing_to_move_seldom_ask():
     *_, asked = on_two_ranks(run)
     assert 0 < asked <= 84 // 16
 
-
-# -- the start ------------------------------------------------------------------------------------
 
 SIZES = [((4, 2), True), ((8, 4), True), ((16, 4), False)]
 

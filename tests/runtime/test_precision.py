@@ -217,9 +217,6 @@ def test_retention_1_is_exact_bit_for_bit(lo):
     assert replace(dymoe.stats(), exposed_wait_seconds=0) == replace(exact.stats(), exposed_wait_seconds=0)
 
 
-# -- changes while it runs ------------------------------------------------------------------------
-
-
 SETTINGS = [
     {"retention": 1.0},
     {"retention": 0.5},

@@ -88,9 +88,6 @@ def test_no_schedule_corrupts_a_slot_on_real_threads(program, kind, seed):
     check(program, execute(program, kind, RealThreads(history, seed), history), history)
 
 
-# -- planted faults -------------------------------------------------------------------------------
-
-
 def random_program(seed):
     """One that fetches ahead, streams, guesses wrong, and now and then fails to read."""
     chosen = random.Random(seed)

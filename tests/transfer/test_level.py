@@ -158,9 +158,6 @@ def test_budgets_that_cannot_work_are_refused_and_others_taken(make_level):
     assert level.slots.limit == share(0.3)
 
 
-# -- faults -------------------------------------------------------------------------------------------
-
-
 def test_a_slice_that_cannot_be_read_fails_alone_and_is_tried_again(make_level, folder, monkeypatch):
     level, key, fill, broken = make_level(share(0.5)), BlobKey(1, 3, 4), FileStore._fill, [True]
 
@@ -217,9 +214,6 @@ def test_other_bytes_are_found_when_they_enter_memory_and_always_where_that_is_a
         else:
             read(level, key)
     level.close()
-
-
-# -- below a device ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("part", [0.2, 0.6])

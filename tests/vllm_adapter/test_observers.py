@@ -9,8 +9,8 @@ import torch
 from tests.vllm_adapter.steps import scheduled
 from vllm_dymoe.observe.recorder import Span
 from vllm_dymoe.predict import Gate
-from vllm_dymoe.residency.routing import PromptTokens, Routing
-from vllm_dymoe.vllm_adapter.observers import DOMAIN, Observation, TraceObserver
+from vllm_dymoe.residency.routing import Routing
+from vllm_dymoe.vllm_adapter.observers import DOMAIN, TraceObserver
 
 X, WEIGHTS, IDS = torch.tensor([[1.0, 3.0, 2.0]]), torch.ones(1, 2), torch.zeros(1, 2)
 
@@ -68,16 +68,6 @@ def test_numbers_last_as_long_as_a_request_and_are_never_given_again(recorder):
     assert observer._requests == {}
 
 
-def test_heavy_hitters_are_only_tokens_of_prompts(recorder):
-    observer = TraceObserver(recorder)
-    x, weights, ids = torch.zeros(3, 4), torch.ones(3, 2), torch.zeros(3, 2)
-    prompt = PromptTokens(torch.tensor([True, True, False]), torch.tensor([True, False, True]), mixed=True)
-    observer.see(Routing(0, 1, x, ids, weights, prompt=prompt))
-    assert recorder.record.call_args.args[5].tolist() == [True, False, False]
-    observer.see(Routing(0, 1, x, ids, weights))
-    assert recorder.record.call_args.args[5] is None
-
-
 def test_next_gates_are_asked_about_this_layers_input(recorder):
     known = []
     observer = TraceObserver(recorder, lambda: known)
@@ -100,18 +90,3 @@ def test_next_gates_are_asked_about_this_layers_input(recorder):
     known.clear()  # seen to be wrong while the step was computed
     observer.end_step(first_runner(["a"], [0]), step, 7, failed=False)
     assert [call.kwargs["next_gate"] for call in recorder.end.call_args_list] == [False, True, False]
-
-
-def test_a_part_of_a_calibration_listens_while_it_lasts(tmp_path):
-    model = {"layers": [0], "hidden_size": 3, "top_k": 2, "dtype": "bfloat16"}
-    observation = Observation(model)
-    observation.record(tmp_path / "of a caller that went away", 1)
-    observation.record(tmp_path / "part", 1)
-    (listening,) = observation.observers
-    listening.see(Routing(0, 1, torch.ones(1, 3).bfloat16(), torch.zeros(1, 2).int(), torch.ones(1, 2)))
-    observation.end_record()
-    assert observation.observers == ()
-    assert [path.name for path in tmp_path.iterdir()] == ["part"]
-    elsewhere = Observation(None)
-    elsewhere.record(tmp_path / "another rank's", 1)
-    assert elsewhere.observers == ()

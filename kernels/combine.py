@@ -80,15 +80,7 @@ def combine(
 
 
 def combine_with_torch(pairs: Pairs, into: Tensor | None = None) -> Tensor:
-    """The same with torch's operations: what a CPU runs, and the plain twin of the kernel.
-
-    Args:
-        pairs: to be summed.
-        into: as for combine.
-
-    Returns:
-        [tokens, hidden] in out's dtype.
-    """
+    """The same with torch's operations: what a CPU runs, and the plain twin of the kernel."""
     tokens, top_k = pairs.weights.shape
     hidden = pairs.out.shape[1]
     outputs, weights, absent = pairs.out.view(tokens, top_k, hidden), pairs.weights, None

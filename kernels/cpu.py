@@ -141,17 +141,12 @@ class CpuKernel:
 
 
 class _Forms:
-    """The formats of experts that were computed, as the library wants them.
+    """The formats of experts that were computed, as the library wants them, and what the widest and the last one
+    need."""
 
-    Attributes:
-        width: columns of the widest matrix, as a multiple of what a row's padding may be.
-        intermediate, rotations: of the expert that was asked for last; neighbouring inputs that are rotated together.
-        floats: whether some have no small integers.
-    """
-
-    width = intermediate = 0
-    rotations = 0, 0
-    floats = False
+    width = 0  # columns of the widest matrix, as a multiple of what a row's padding may be
+    intermediate, rotations = 0, (0, 0)  # of the last one; neighbouring inputs that are rotated together
+    floats = False  # whether some have no small integers
 
     def __init__(self) -> None:
         self._matrices = (native.Matrix * 0)()

@@ -59,17 +59,10 @@ def pack(
 def pack_floats(
     format: MatrixFormat, codes: Tensor, scales: Tensor, section: Tensor, factor: tuple[float, float] = (1.0, 1.0)
 ) -> None:
-    """Write a matrix with a codebook into a section; bytes that pad are zero, and so is a bias.
-
-    TypeError and ValueError for other dtypes, shapes and codes than these, a format without a codebook, or a factor too
-    many.
-
-    Args:
-        codes: uint8 [rows, columns], as published.
-        scales: [rows, groups] in the codebook's dtype.
-        section: uint8 [nbytes], overwritten.
-        factor: what scales are multiplied with, and then divided by; (1, 1) for a codebook without one.
-    """
+    """Write a matrix with published floats, codes uint8 [rows, columns] and scales [rows, groups] in the code's dtype,
+    into a section, whose scales are multiplied with one factor and then divided by another; bytes that pad are zero,
+    and so is a bias. TypeError and ValueError for other dtypes, shapes and codes, a format without floats, or a factor
+    too many."""
     if not format.code.floats:
         raise ValueError("format has no codebook: use pack")
     check_tensor("codes", codes, dtype=torch.uint8, shape=(format.rows, format.columns), contiguous=False)

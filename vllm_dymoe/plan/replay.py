@@ -88,12 +88,8 @@ def replay(
     low: bool,  # whether the others have a version, or are skipped
     nested: bool = False,
 ) -> LayerDemand:
-    """Let layers keep what the rule says.
-
-    Args:
-        choose: (layer, sums of the active experts' weights) to which of them are high; all of them if None.
-        nested: whether the low version lies inside the high one; quotas are then of fine slices and of bases.
-    """
+    """Let layers keep what the rule says. ``choose`` makes of a layer and the sums of its active experts' weights which
+    of them are high; where versions are nested quotas are of fine slices and of bases."""
     active, moved = {HIGH: 0, LOW: 0}, {HIGH: 0, LOW: 0}
     counted = misses = 0
     for layer, steps in routings.steps.items():

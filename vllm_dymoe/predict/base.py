@@ -26,14 +26,9 @@ class OnDevice(Protocol):
     def foresee(self, layer: int, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Name experts of the layer behind one; called for the layers of a step in order, but for the last.
 
-        Args:
-            layer: that is computed.
-            x: [tokens, hidden], its router's input. Rows that only fill up a batch may hold anything.
-            ids: int [tokens, top_k], this rank's experts that it chose, negative for another rank's.
-
-        Returns:
-            This rank's experts, int64 [tokens, guesses], negative for another rank's, and how likely each is, float32
-                from 0 to 1.
+        Returns this rank's experts, int64 [tokens, guesses], negative for another rank's, and how likely each is, float32 from
+        0 to 1. ``x`` [tokens, hidden] is the router's input of the layer that is computed, where rows that only fill up
+        a batch may hold anything; ``ids`` int [tokens, top_k] are what it chose, negative for another rank's.
         """
         ...
 

@@ -27,11 +27,8 @@ _MOST_ROWS = 512
 
 
 class MeetingOfLayers(Predictor):
-    """Asks the next layer's gate about the inputs of the last P layers.
-
-    Args:
-        held: which experts of a layer are on the device, for the tuner: what is there costs no transfer.
-    """
+    """Asks the next layer's gate about the inputs of the last P layers. Experts that are ``held`` on the device cost no
+    transfer."""
 
     def __init__(
         self,

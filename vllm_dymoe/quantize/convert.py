@@ -43,13 +43,9 @@ def convert(
     overwrite: bool = False,  # replace ``out`` if it is a dymoe checkpoint
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> Manifest:
-    """Write ``checkpoint`` with packed experts to the folder ``out``.
-
-    With a calibration, which takes hours for a large model, it goes on with what a run that was ended has packed.
-
-    Args:
-        progress: called with source bytes as they are done; the whole is dense_bytes + expert_bytes.
-    """
+    """Write ``checkpoint`` with packed experts to the folder ``out``; progress comes in source bytes, of dense_bytes +
+    expert_bytes. With a calibration, which takes hours for a large model, it goes on with what a run that was ended has
+    packed."""
     out = out.absolute()
     manifest = _plan(checkpoint, options, dtype or checkpoint.dtype, calibration)
     ours = quantization_config(options)

@@ -59,11 +59,8 @@ def quantize_lattice(
 
 
 class _Rounding:
-    """A matrix [columns, rows] in units of its rows' scales, in the order of rounding, and its points so far.
-
-    Attributes:
-        codes: uint8 [columns, rows], of the base and, for two streams, of the fine slice.
-    """
+    """A matrix [columns, rows] in units of its rows' scales, in the order of rounding, and its points so far: codes
+    uint8 [columns, rows], of the base and, for two streams, of the fine slice."""
 
     def __init__(self, weight: Tensor, streams: int, low_share: float) -> None:
         self._weight = weight.unsqueeze(1).expand(-1, streams, -1).contiguous()  # [columns, streams, rows], high first

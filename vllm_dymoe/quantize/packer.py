@@ -148,13 +148,11 @@ def pack_projection(
     errors: ErrorTally,
     curvature: Curvature | None = None,
 ) -> None:
-    """Write one projection at every stored bit-width; safe to call from several threads.
+    """Write one projection at every stored bit-width; safe to call from several threads. With the curvature of its
+    inputs, rotated ones for a lattice, GPTQ takes the quantizer's place.
 
     Codes go into the version of their bits as they are; the others are quantized from what the codes stand for.
     StoreError if the shape is not the model's, weights are not finite, or codes cannot be held as they are.
-
-    Args:
-        curvature: of the inputs, for GPTQ in place of the quantizer; of rotated ones for a lattice.
     """
     weight, bias = matrix
     quantizer = quantizer if curvature is None else partial(quantize_gptq, curvature=curvature)

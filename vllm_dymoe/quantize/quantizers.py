@@ -129,13 +129,10 @@ def quantize_groups(
     format: MatrixFormat,
     quantize: Callable[[Tensor, Tensor | None, Tensor, Tensor], tuple[Tensor, Tensor]],
 ) -> Codes:
-    """Cut a matrix into groups and quantize them some rows at a time, so that they stay in a cache.
-
-    Args:
-        quantize: (groups, valid, scales, zeros) -> codes, and zeros. groups is float32 [n, group_size]; a row's last
-            one is filled up with its last weight. valid is None, or like groups, 1 for each weight and 0 for what fills
-            up. scales and zeros [n] cover each group's range.
-    """
+    """Cut a matrix into groups and quantize them some rows at a time, so that they stay in a cache: (groups, valid,
+    scales, zeros) -> codes, and zeros. groups is float32 [n, group_size]; a row's last one is filled up with its last
+    weight. valid is None, or like groups, 1 for each weight and 0 for what fills up. scales and zeros [n] cover each
+    group's range."""
     _check_shape(weight, format)
     missing = format.padded_columns - format.columns
     codes = weight.new_empty(format.rows, format.padded_columns, dtype=torch.uint8)

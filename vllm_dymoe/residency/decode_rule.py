@@ -163,16 +163,12 @@ def found_ahead(table: Table, layer: int, expert: int, code: int) -> tuple[int, 
 def _list_items(
     table: Table, layer: int, active: Ints, computed: NDArray[np.int8], places: Ints, sizes: Ints, decision: Decision
 ) -> None:
-    """What is read from where, and where it goes; the table's rows are those after the step, like what follows.
+    """What is read from where, and where it goes: for the version of each active expert that is computed, what becomes
+    of its slices, and positions of each expert of the layer. The table's rows are those after the step.
 
     A miss is read from where it was fetched ahead, as far as it was. One that passes is read once for every two of its
     positions. With more of them, and if the link has to be crossed, it has a staging slot, as long as there are some:
     the link is slower than the slot.
-
-    Args:
-        computed: the version of each active expert.
-        places: what becomes of each slice.
-        sizes: positions of each expert of the layer.
     """
     staged = dict(enumerate(table.staging.tolist()))
     counts = table.counters[layer]

@@ -151,13 +151,8 @@ class MatrixFormat:
         return self.order_offset + order_bytes
 
     def view(self, section: Tensor, base: "PackedMatrix | None" = None) -> "PackedMatrix":
-        """See a section's bytes as a packed matrix, without copying. TypeError or ValueError for other bytes, or
-        another base, than these:
-
-        Args:
-            section: uint8 [nbytes], contiguous, at an address that is a multiple of 16.
-            base: the upper halves, of the format `base`, if this one is nested.
-        """
+        """See a section's bytes (uint8 [nbytes], contiguous, at a multiple of 16), with the base of nested ones, as a
+        packed matrix, without copying. TypeError or ValueError for other bytes, or another base."""
         check_tensor("section", section, dtype=torch.uint8, shape=(self.nbytes,))
         if section.data_ptr() % ADDRESS_ALIGNMENT or section.storage_offset() % ADDRESS_ALIGNMENT:
             raise ValueError(

@@ -234,13 +234,8 @@ def coldest_of(table: Table, layer: int, tier: Tier, spared: set[int]) -> int | 
 
 
 def check_integrity(table: Table, *, ranges: bool = False, moving: bool = False) -> None:
-    """AssertionError unless no layer keeps more than its share, no slot is named twice, and what was fetched ahead lies
-    apart.
-
-    Args:
-        ranges: whether every slot is to be of its layer's own range.
-        moving: shares go from layer to layer.
-    """
+    """AssertionError unless no layer keeps more than its share (all together, if shares are moving), no slot is named
+    twice, slots are of their layer's own range, if there are ranges, and what was fetched ahead lies apart."""
     assert (table.slot[0][table.tier == NOWHERE] == -1).all(), "an empty row names a slot"
     for fine in table.slot[1:]:
         assert ((fine >= 0) == (table.tier == HIGH)).all(), "a fine slice without its base, or the other way round"
@@ -271,12 +266,8 @@ def set_precision(
     thresholds: Sequence[NDArray[np.int64]] = (),
 ) -> None:
     """What tiers mean in steps of the device, and how many experts of a step are high; ValueError if versions are
-    nested where the table is not, or the other way round.
-
-    Args:
-        thresholds: of prompts' tokens and of others, int64 [2] each, or none; one that is in use for the same retention
-            stays where it has settled.
-    """
+    nested where the table is not, or the other way round. Thresholds are of prompts' tokens and of others, int64 [2]
+    each, or none; one that is in use for the same retention stays where it has settled."""
     bits, offsets = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 3, dtype=torch.int64)
     high = formats[HIGH]
     if (high is not None and high.nested) != table.nested:
@@ -332,13 +323,8 @@ def set_pools(
 
 
 def layer_shares(slots: int, weights: Sequence[float], staging: int, most: int) -> list[int]:
-    """Slots that each layer may keep, in proportion to its weight; among equals the first layers get the remainder.
-
-    Args:
-        weights: for each layer; one of weight 0 keeps none.
-        staging: slots that no layer keeps.
-        most: slots that one layer has a use for.
-    """
+    """Slots that each layer may keep, up to ``most``, in proportion to its weight (none at 0); among equals the first
+    layers get the remainder. No layer keeps ``staging`` of them."""
     shares = [0] * len(weights)
     # The next slot goes where it is worth most (d'Hondt): ordered by what one more means to a layer.
     claims = [(-weight, layer) for layer, weight in enumerate(weights) if weight > 0 and most > 0]

@@ -117,25 +117,20 @@ def plan_wide_plain(
     table: Table, layer: int, ids: Tensor, decision: Decision, shape: WideShape, half: int, ahead: int,
     steps: Sequence[int], wide: WideWork,
 ) -> NDArray[np.int64]:  # fmt: skip
-    """List groups, copies and work of a step that is decided, and say where what is copied will lie.
+    """List groups, copies and work of a step that is decided, and say where what is copied will lie: the group of each
+    item, int64.
 
     Experts that are decoded have the first positions, so that what they share of scratch is little. Of the next layer,
     which is not routed yet, as much is copied ahead of what it does not keep as half the slots hold.
 
     Args:
-        table: on a CPU, like everything else; of the layer nothing is ahead any more, and ``staged`` and
-            ``staged_for`` of the next one are rewritten.
-        layer: position among the MoE layers.
+        table: on a CPU, like everything else; of the layer nothing is ahead any more, and ``staged`` and ``staged_for``
+            of the next one are rewritten.
         ids: int [tokens, top_k], as the step was decided on.
         decision: of the step; addresses, rows, pairs and positions of `work` are rewritten.
-        shape: of the step.
         half: 0 or 1, which half of the staging slots the first group that passes takes.
         ahead: the version that the next layer's experts are served at; 0 to copy nothing ahead.
         steps: most positions of an expert that is decoded, and of one item of each grouped class.
-        wide: overwritten.
-
-    Returns:
-        int64 [items that there are], the group of each.
     """
     host = table.on_host()
     wide.spans.zero_()

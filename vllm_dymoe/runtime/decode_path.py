@@ -42,13 +42,8 @@ class DecodeKernel(AheadKernel, WideKernel, Protocol):
 
 
 class DecodePath:
-    """Every MoE layer of one rank, in steps that need no host.
-
-    Attributes:
-        table: which experts are where, and what was counted.
-        wide: steps of more rows, and prompts; copies are made on a branch.
-        ahead: fetches for the next layer while one is computed; None if nothing does.
-    """
+    """Every MoE layer of one rank, in steps that need no host: narrow ones here, others and prompts are ``wide``. While
+    a layer is computed the next one is fetched ``ahead``, if something names it."""
 
     def __init__(
         self, experts: ModelExperts, table: Table, kernel: DecodeKernel, device: torch.device, branch: Branch

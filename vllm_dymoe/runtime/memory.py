@@ -163,12 +163,8 @@ def _views(store: HostStore) -> Callable[[int, int, tuple[int, ...]], Expert]:
 
 
 def check_memory(memory: ExpertMemory, in_flight: Iterable[tuple[Tier, Slot, bool]]) -> None:
-    """AssertionError unless every slot is free, named by one row, or waits for its bytes, and the budget is kept. Waits
-    for the device.
-
-    Args:
-        in_flight: tier and slot of everything that is neither free nor in the table, and whether it is to be kept.
-    """
+    """AssertionError unless every slot is free, named by one row, or in flight to be kept or not, and the budget is
+    kept. Waits for the device."""
     there, decides = list(in_flight), memory.writer is Writer.DEVICE
     if memory.device_side is not None:
         on_device = memory.device_side.table.on_host()

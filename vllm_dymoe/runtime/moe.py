@@ -59,11 +59,7 @@ class Parts:
         return ExpertMemory(store, self.device, self.device_memory, writer)
 
     def decode_kernel(self, kernel: ExpertKernel, experts: ModelExperts) -> DecodeKernel:
-        """What decides and computes a decode step without the host.
-
-        Raises:
-            ValueError: the kernel cannot.
-        """
+        """What decides and computes a decode step without the host; ValueError if the kernel cannot."""
         if isinstance(kernel, CpuKernel):
             return PlainDecode(kernel, experts.formats)
         # Importing triton takes a second, which only a GPU needs.

@@ -12,13 +12,8 @@ _TIERS = ("hi", "lo")
 
 
 def changed_precision(options: Options, stored: Collection[int], changes: Mapping[str, Any]) -> Options:
-    """The options with another pair of tiers, or another parameter of the system; ConfigError for a name that cannot
-    change, or a value that cannot be honoured.
-
-    Args:
-        stored: bit-widths that the host store holds.
-        changes: ``hi``, ``lo`` and those parameters of the system that decide precision, by name.
-    """
+    """The options with another pair of tiers, of those that are stored, or another parameter of the system that decides
+    precision, by name; ConfigError for a name that cannot change, or a value that cannot be honoured."""
     parameters = SYSTEMS[options.system].precision_parameters
     known = (*_TIERS, *parameters)
     for name in changes:

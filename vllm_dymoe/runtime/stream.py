@@ -168,12 +168,9 @@ class LayerStep:
     # -- computation ------------------------------------------------------------------------------
 
     def run(self, begin: Callable[[Sequence[int]], Decision], look_ahead: Callable[[], None] | None) -> None:
-        """Until every wanted expert is computed; after a TransferError no slot is lost.
-
-        Args:
-            begin: begins the kernel's step, given the experts in about the order in which they will be computed.
-            look_ahead: asks for a prediction, called when every transfer that has a slot is under way.
-        """
+        """Until every wanted expert is computed; after a TransferError no slot is lost. The kernel's step begins with
+        the experts in about the order in which they will be computed; a prediction is asked for when every transfer
+        that has a slot is under way."""
         try:
             held = [*self._ready, *self._arriving, *self._missing]
             for item, one in enumerate(held):

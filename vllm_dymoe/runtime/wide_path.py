@@ -90,12 +90,8 @@ class WidePath:
         *,
         captured: bool = False,  # the launches go into a graph
     ) -> Tensor:
-        """One layer: [rows, hidden], the weighted sum over each token's experts on this rank.
-
-        Args:
-            marks: int8 [rows], 1 for tokens of prompts, 2 for heavy hitters among these, 0 for others; None where
-                precision asks for none.
-        """
+        """One layer: [rows, hidden], the weighted sum over each token's experts on this rank. Where precision asks for
+        them marks are int8 [rows], 1 for tokens of prompts, 2 for heavy hitters among these, 0 for others."""
         step, branch = self._step(len(x), activation, marked=marks is not None, captured=captured), self._branch
         shape, pending = step.shape, self._pending
         if pending is not None and (pending[0] != layer or not shape.passes):

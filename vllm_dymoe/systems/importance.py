@@ -84,15 +84,13 @@ def attention_mass(
     queries = queries.mul_(scale).view(kv_heads, group * asked, dim)
     # Without a window every query sees what lies before the first of them.
     hidden = _hidden(asked, asked if reach is None else tokens, reach, query.device)
-    mass: Tensor | None = None
+    mass = torch.zeros(tokens, device=query.device)
     step = max(1, at_once // (group * asked * tokens))
     for first in range(0, kv_heads, step):
         part = slice(first, first + step)
         scores = torch.bmm(queries[part], keys[part].float()).view(-1, asked, tokens)
         scores[..., -hidden.shape[1] :].masked_fill_(hidden, -math.inf)
-        some = scores.softmax(-1).view(-1, tokens).sum(0)
-        mass = some if mass is None else mass.add_(some)
-    assert mass is not None
+        mass += scores.softmax(-1).view(-1, tokens).sum(0)
     return mass.div_(heads * asked)
 
 

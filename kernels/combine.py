@@ -36,8 +36,7 @@ def combine(
     renormalize: bool = False,
     into: Tensor | None = None,  # [tokens, hidden] like out, overwritten; None for a new tensor
 ) -> Tensor:
-    """Sum over k of topk_weights[t, k] * out[t * top_k + k], in ascending k from zero on: [tokens, hidden] in out's
-    dtype.
+    """Sum over k of topk_weights[t, k] * out[t * top_k + k], in ascending k from zero on: [tokens, hidden] like out.
 
     Products are rounded to float32 before they are added, sums are float32 and rounded once, at the end: the same bits
     on every device. A token's result does not depend on the other tokens. TypeError and ValueError for other dtypes and

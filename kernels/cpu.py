@@ -141,8 +141,7 @@ class CpuKernel:
 
 
 class _Forms:
-    """The formats of experts that were computed, as the library wants them, and what the widest and the last one
-    need."""
+    """The formats of experts that were computed, as the library wants them."""
 
     width = 0  # columns of the widest matrix, as a multiple of what a row's padding may be
     intermediate, rotations = 0, (0, 0)  # of the last one; neighbouring inputs that are rotated together

@@ -60,9 +60,8 @@ def pack_floats(
     format: MatrixFormat, codes: Tensor, scales: Tensor, section: Tensor, factor: tuple[float, float] = (1.0, 1.0)
 ) -> None:
     """Write a matrix with published floats, codes uint8 [rows, columns] and scales [rows, groups] in the code's dtype,
-    into a section, whose scales are multiplied with one factor and then divided by another; bytes that pad are zero,
-    and so is a bias. TypeError and ValueError for other dtypes, shapes and codes, a format without floats, or a factor
-    too many."""
+    which are multiplied with one factor and divided by another, into a section; padding is zero, and so is a bias.
+    TypeError and ValueError for other dtypes, shapes and codes, a format without floats, or a factor too many."""
     if not format.code.floats:
         raise ValueError("format has no codebook: use pack")
     check_tensor("codes", codes, dtype=torch.uint8, shape=(format.rows, format.columns), contiguous=False)
@@ -122,8 +121,7 @@ def _store(codes: Tensor, weight: Tensor, format: MatrixFormat) -> None:
 
 
 def unpack(packed: PackedMatrix) -> Tensor:
-    """The codes of a quantized matrix: uint8 [rows, columns], columns in the order of the inputs; ValueError at 16
-    bits."""
+    """The codes of a quantized matrix: uint8 [rows, columns], in the order of the inputs; ValueError at 16 bits."""
     if not packed.format.quantized:
         raise ValueError("the matrix has 16 bits: it holds weights, not codes")
     return _in_input_order(packed, _stored_codes(packed)[:, : packed.format.columns])

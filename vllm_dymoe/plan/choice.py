@@ -151,8 +151,7 @@ def _streamed(
     slots: SlotPlan, nbytes: Mapping[Tier, int], wanted: Mapping[Tier, float], active: float, shape: ModelShape,
     beside: int,
 ) -> float:  # fmt: skip
-    """Bytes that a chunk of a prompt moves: of its active experts, by tier, what layers keep neither in slots nor so
-    many ``beside``."""
+    """Bytes that a chunk of a prompt moves: of its active experts what layers keep neither in slots nor ``beside``."""
     moved = 0.0
     for tier in slots.slots:
         there = (sum(slots.quotas[tier]) / shape.moe_layers + beside) / shape.experts
@@ -194,7 +193,7 @@ def _prompt_seconds(
 
 
 def room_for_experts(shape: ModelShape, device: Device, serving: Serving, least: int) -> int:
-    """Bytes that ``expert_budget`` "auto" would take: the same function decides at start. ConfigError if nothing
+    """Bytes that ``expert_budget`` "auto" would take, by the function that decides at start; ConfigError if nothing
     fits."""
     free = int(device.memory * serving.gpu_memory_utilization) - shape.dense_bytes
     step = StepShape(
@@ -233,7 +232,7 @@ def shown(rows: Sequence[Choice], systems: Sequence[str]) -> list[Choice]:
 
 def recommended(rows: Sequence[Choice]) -> Choice:
     """The fastest whose answers are good enough; of those within a twentieth of it, the best answers. ConfigError if
-    none is."""
+    none."""
     good = [row for row in rows if (row.agreement or 0) >= GOOD_ENOUGH]
     if not good:
         raise ConfigError("nothing fits on this device; lower --max-model-len or --max-num-seqs.")

@@ -67,8 +67,8 @@ class Device:
 
 
 def find_device(name: str, link: str | None) -> Device:
-    """By the name of a GPU in any spelling, or by the folder of a run of ``vllm-dymoe bench``; ConfigError if it is not
-    known, or the link is no rate."""
+    """By the name of a GPU in any spelling, or by a folder of ``vllm-dymoe bench``; ConfigError if it, or a link, is
+    unknown."""
     rows = Path(name) / "rows.jsonl"
     if (key := _key(name)) in _SHEETS:
         memory, bandwidth, compute, sheet = _SHEETS[key]
@@ -119,12 +119,9 @@ def _miss_seconds(row: Row, step: Mapping[tuple[int, int], float], link: float) 
 
 
 def emulated_rate(gpu: str, shape: ModelShape, bits: int, layer_seconds: float) -> float:
-    """Bytes per second of a link as slow beside this machine's computation as a GPU's is beside its own: a decode step
-    of one token takes ``layer_seconds`` for a layer here, with every expert on the device. ConfigError if the GPU is
-    not known.
-
-    Both are the data sheet's bounds: decode that uses all of the memory's bandwidth, and a copy all of the link's.
-    """
+    """Bytes per second of a link as slow beside this machine's computation as a GPU's is beside its own, by data
+    sheets' bounds: here a decode step of one token takes ``layer_seconds`` for a layer, with every expert on the
+    device. ConfigError if the GPU is not known."""
     if (key := _key(gpu)) not in _SHEETS:
         raise ConfigError(f"{gpu} is no rate such as 25GB/s and no GPU that is known: {', '.join(_SHEETS)}.")
     _, bandwidth, _, link = _SHEETS[key]

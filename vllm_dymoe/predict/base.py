@@ -26,16 +26,15 @@ class OnDevice(Protocol):
     def foresee(self, layer: int, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Name experts of the layer behind one; called for the layers of a step in order, but for the last.
 
-        Returns this rank's experts, int64 [tokens, guesses], negative for another rank's, and how likely each is, float32 from
-        0 to 1. ``x`` [tokens, hidden] is the router's input of the layer that is computed, where rows that only fill up
-        a batch may hold anything; ``ids`` int [tokens, top_k] are what it chose, negative for another rank's.
+        Returns this rank's experts, int64 [tokens, guesses], negative for another rank's, and how likely each is, 0 to
+        1. ``x`` [tokens, hidden] is the router's input of the layer that is computed, where rows that only fill up a
+        batch may hold anything; ``ids`` int [tokens, top_k] are what it chose, negative for another rank's.
         """
         ...
 
 
 class Predictor(ABC):
-    """Names experts and touches nothing: it knows of no slot, no byte and no transfer. Predictions are computed on a
-    side stream, if one is given."""
+    """Names experts and touches nothing: it knows of no slot, no byte and no transfer."""
 
     tells_phases: ClassVar[bool] = False
     """In a step of prompts and decoding requests it has to be told which rows are which."""
@@ -78,8 +77,7 @@ class Predictor(ABC):
 
     @abstractmethod
     def predict(self, layer: int) -> Sequence[Candidate]:
-        """Experts that layers after ``layer``, which was observed last, will want, the most useful first; empty if
-        there is nothing to say."""
+        """Experts that layers after ``layer``, which was observed last, will want, the most useful first."""
 
     def on_device(self, device: torch.device) -> OnDevice | None:
         """The same prediction inside a captured step; None for a predictor that needs the host."""

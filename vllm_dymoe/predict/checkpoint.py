@@ -35,8 +35,7 @@ class PredictorCard:
     format: int = PREDICTOR_FORMAT  # of the file
 
     def check(self, path: Path, here: ModelIdentity) -> None:
-        """PredictorError for the file ``path`` of a predictor that was trained for another model than the one that runs
-        here."""
+        """PredictorError for the file of a predictor that was trained for another model than the one that runs here."""
         for name, what in (
             ("num_layers", "MoE layers"),
             ("num_experts", "experts in a layer"),
@@ -77,8 +76,7 @@ def read_card(path: Path) -> PredictorCard:
 
 
 def load_predictor(path: Path) -> tuple[PredictorCard, FoldedMLP]:
-    """Card and network, in float16 on the CPU; PredictorError as ``read_card``, or if tensors are not what the card
-    says."""
+    """Card and network, in float16 on the CPU; PredictorError as ``read_card``, or if tensors do not fit the card."""
     card, tensors = _read(path, with_tensors=True)
     sizes = card.header
     try:

@@ -50,9 +50,8 @@ class FoldedMLP:
         return FoldedMLP({name: tensor.to(device, dtype).contiguous() for name, tensor in self.tensors.items()})
 
     def remember(self, experts: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
-        """The history with one more layer, whose choices are ``experts`` int [tokens, top_k]; ``before`` is that of the
-        layer before it, None for the first. Rows of a table, [tokens, top_k of each layer that is remembered], the last
-        layer first."""
+        """The history with one more layer, whose choices are int [tokens, top_k], and of the layers ``before``, None
+        for the first: rows of a table, [tokens, top_k of each layer that is remembered], the last layer first."""
         if self.history == 1:
             return experts
         if before is None:

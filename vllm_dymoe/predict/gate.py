@@ -25,8 +25,8 @@ class Gate:
     """This rank's number of each expert, negative for another rank's; None where the rank has all of them."""
 
     def scores(self, x: torch.Tensor) -> torch.Tensor:
-        """What the router would choose by: [tokens, hidden] -> float32 [tokens, experts]; minus infinity in groups that
-        are not chosen from."""
+        """What the router would choose by: [tokens, hidden] -> float32 [tokens, experts]; -inf in groups that are not
+        chosen."""
         logits = self.logits(x).float()
         scores = logits.sigmoid() if self.scoring == "sigmoid" else logits.softmax(-1)
         if self.correction is not None:

@@ -27,7 +27,7 @@ _MOST_ROWS = 512
 
 
 class MeetingOfLayers(Predictor):
-    """Asks the next layer's gate about the inputs of the last P layers. Experts that are ``held`` on the device cost no
+    """Asks the next layer's gate about the inputs of the last P layers. Experts ``held`` on the device cost no
     transfer."""
 
     def __init__(

@@ -74,8 +74,7 @@ class NextGate(Predictor):
 
 
 class GatesOnDevice:
-    """The next layer's gate on this layer's input (DyMoE 4.4.1, Eq. 8), which names ``amount`` experts for each
-    token."""
+    """The next layer's gate on this layer's input (DyMoE 4.4.1, Eq. 8), which names so many experts for each token."""
 
     def __init__(self, gates: Sequence[Gate], amount: int, device: torch.device) -> None:
         self._gates, self.guesses = gates, amount

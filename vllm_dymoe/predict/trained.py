@@ -16,8 +16,7 @@ from vllm_dymoe.residency.routing import Phase, Routing
 
 
 class TrainedPredictor(Predictor):
-    """Asks a network, on the device of the model that runs, about the next layer's experts: ``decode_experts`` for each
-    token of a decode step."""
+    """Asks a network, on its device, about the next layer's experts; in decode it names so many for each token."""
 
     tells_phases = True
 
@@ -34,8 +33,7 @@ class TrainedPredictor(Predictor):
 
     @classmethod
     def load(cls, model: RoutedModel) -> "TrainedPredictor":
-        """From the file that a model names, for that model; PredictorError if none is named, or it is missing, damaged
-        or another model's."""
+        """From the file that a model names; PredictorError if none is, or it is missing, damaged or another model's."""
         if model.predictor is None:
             raise PredictorError("a trained predictor needs its file; name it in the option predictor.")
         card, network = load_predictor(model.predictor)

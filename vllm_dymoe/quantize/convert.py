@@ -44,8 +44,7 @@ def convert(
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> Manifest:
     """Write ``checkpoint`` with packed experts to the folder ``out``; progress comes in source bytes, of dense_bytes +
-    expert_bytes. With a calibration, which takes hours for a large model, it goes on with what a run that was ended has
-    packed."""
+    expert_bytes. With a calibration, which takes hours for a large model, it goes on where a run was ended."""
     out = out.absolute()
     manifest = _plan(checkpoint, options, dtype or checkpoint.dtype, calibration)
     ours = quantization_config(options)

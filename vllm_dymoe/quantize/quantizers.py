@@ -89,9 +89,8 @@ QUANTIZERS: dict[str, Quantizer] = {"rtn": round_to_nearest, "hqq": half_quadrat
 def quantize_matrix(
     weight: Tensor, format: MatrixFormat, quantizer: Quantizer, section: Tensor, base: Tensor | None = None
 ) -> Codes | None:
-    """Quantize a matrix, pack it into a section, and a base if the format is nested, and return what was packed; at 16
-    bits just round it to the format's dtype. ValueError for weights that cannot be represented, or shapes that do not
-    fit."""
+    """Quantize a matrix, pack it into a section, and a base if nested, and return what was packed; at 16 bits round it
+    to the format's dtype. ValueError for weights that cannot be represented, or shapes that do not fit."""
     if format.quantized:
         codes = quantizer(weight, format)
         if base is None:

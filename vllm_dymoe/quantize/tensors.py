@@ -42,9 +42,8 @@ def check_files(folder: Path) -> list[TensorPlace]:
 
 
 def copy_tensors(tensors: Iterable[TensorPlace], folder: Path, progress: Callable[[int], None]) -> None:
-    """Copy tensors into synced shards ``model-00001-of-0000n.safetensors`` with an index, telling bytes as they go;
-    CheckpointError if a source file ends early. The index keeps other safetensors files of the folder out of vLLM's
-    loader."""
+    """Copy tensors into synced shards ``model-00001-of-0000n.safetensors``, telling bytes as they go, with an index
+    that keeps other files out of vLLM's loader. CheckpointError if a source file ends early."""
     # Wide elements first, so that each tensor is aligned to its own; then in the order of the sources.
     shards: list[list[TensorPlace]] = [[]]
     size = total = 0

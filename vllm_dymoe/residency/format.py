@@ -123,8 +123,8 @@ class Format:
         return self.sections[-1].stop
 
     def view(self, blob: torch.Tensor, base: Expert | None = None) -> Expert:
-        """See a slice (uint8 [nbytes], contiguous) as packed matrices, without copying; with its base if this format is
-        nested."""
+        """See a slice (uint8 [nbytes], contiguous), with its base if it is nested, as packed matrices, without
+        copying."""
         gate, up, down = (
             matrix.view(blob[section], upper)
             for matrix, section, upper in zip(self.matrices, self.sections, base or (None,) * 3, strict=True)
@@ -203,8 +203,8 @@ def nested(fmt: Format) -> Format:
 
 
 def nests(bits: Sequence[int], code: Code | None) -> bool:
-    """Whether the low one of two tiers lies inside the high one, which has this code: the upper half of a float is no
-    float of its own."""
+    """Whether the low one of two tiers lies inside the high one, of this code; the upper half of a float is no
+    float."""
     return not (code and code.floats) and set(bits) in ({4, 2}, {8, 4})
 
 

@@ -53,11 +53,8 @@ class ExpertMemory:
             self.device_side = DeviceSide(store, device)
 
     def allocate(self, plan: SlotPlan, bits: Mapping[Tier, int], *, reuse_high: bool) -> None:
-        """Make the slots of a plan; those of the plan before have been freed. ConfigError if the device has no memory
-        for them.
-
-        No expert is there then, except where the device decides and all of them have a slot.
-        """
+        """Make the slots of a plan, when those of the plan before have been freed; ConfigError if the device has no
+        memory. No expert is there then, except where the device decides and all of them have a slot."""
         self.plan, self.bits = plan, {tier: bits[tier] for tier in plan.slots}
         self.budget = BudgetTracker(plan.limit)
         if plan.workspace_bytes:
@@ -163,8 +160,8 @@ def _views(store: HostStore) -> Callable[[int, int, tuple[int, ...]], Expert]:
 
 
 def check_memory(memory: ExpertMemory, in_flight: Iterable[tuple[Tier, Slot, bool]]) -> None:
-    """AssertionError unless every slot is free, named by one row, or in flight to be kept or not, and the budget is
-    kept. Waits for the device."""
+    """AssertionError unless every slot is free, named by a row, or in flight, and the budget is kept; waits for the
+    device."""
     there, decides = list(in_flight), memory.writer is Writer.DEVICE
     if memory.device_side is not None:
         on_device = memory.device_side.table.on_host()

@@ -367,8 +367,7 @@ def stop_timeline(runtime: MoERuntime, rank: int = 0) -> list[dict[str, Any]]:
 def _make_decode_kernel(
     parts: Parts, kernel: ExpertKernel, experts: ModelExperts, options: Options
 ) -> tuple[DecodeKernel | None, str]:
-    """None and the reason where the kernels cannot, so that the host decides after all; ConfigError if the device was
-    to."""
+    """None and the reason where the kernels cannot, so that the host decides; ConfigError if the device was to."""
     try:
         return parts.decode_kernel(kernel, experts), ""
     except ValueError as error:

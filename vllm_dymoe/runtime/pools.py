@@ -21,8 +21,8 @@ class SlotPools(dict[Tier, SlotPool]):
         self._device, self._device_memory = device, device_memory
 
     def make(self, tier: Tier, fmt: Format, count: int, promised: int) -> None:
-        """Add slots whose memory is there from now on, whatever other processes take later; ConfigError if one has
-        taken it already."""
+        """Add slots whose memory is there from now on, whatever else is taken later; ConfigError if it is taken
+        already."""
         nbytes, available = count * fmt.nbytes, self._device_memory.available()
         if available < nbytes:
             raise ConfigError(
@@ -53,8 +53,8 @@ class SlotPools(dict[Tier, SlotPool]):
         self._device_memory.available()
 
     def check_growth(self, plan: SlotPlan, before: SlotPlan, formats: Mapping[Tier, Format]) -> None:
-        """ConfigError for more slots than the device has memory for beside what computation takes; the old ones are
-        still there."""
+        """ConfigError for more slots, the old ones still there, than the device has memory for beside what computation
+        takes."""
         if plan.limit <= before.limit:  # the device has given as much before
             return
         wanted = sum(count * formats[tier].nbytes for tier, count in plan.slots.items())

@@ -36,7 +36,7 @@ from vllm_dymoe.transfer import HostLevel, TransferEngine, TransferStats
 
 
 class Serving:
-    """The steps that the host decides, and what they are served with. Where the device decides nothing is foreseen
+    """The steps that the host decides, and what they are served with; where the device decides nothing is foreseen
     here."""
 
     system: System  # chooses tiers

@@ -68,12 +68,9 @@ def minimum_budget(experts: ModelExperts, options: Options, system: System, work
 def limit_in_bytes(
     budget: ExpertBudget, experts: ModelExperts, options: Options, workspace_bytes: int, automatic: int
 ) -> int:
-    """The hard limit that a budget means; ``automatic`` bytes where it is automatic.
-
-    A share counts experts, so that 100 % holds every one of them; the kernel's workspace and the predictor come on top
-    of it and are part of the limit, and so they are where a token's or a layer's experts are counted. Bytes are taken
-    as they are.
-    """
+    """The hard limit that a budget means; ``automatic`` bytes where it is automatic. A share counts experts, so that
+    100 % holds every one of them; the kernel's workspace and the predictor come on top of it and are part of the limit,
+    and so they are where a token's or a layer's experts are counted."""
     everything = experts.nbytes(options.hi)
     if budget.is_auto:
         return min(automatic, everything + workspace_bytes)
@@ -165,11 +162,8 @@ def _staging(experts: ModelExperts, system: System, count: int) -> int:
 
 
 def _resident_bytes(experts: ModelExperts, options: Options, migrating: Migrating, high: int) -> int:
-    """Bytes with every expert there, so many of them high, and what moves need beside them.
-
-    A fine slice comes into the slot that another one leaves. Where versions exclude each other both of a pair come
-    before either goes.
-    """
+    """Bytes with every expert there, so many of them high, and what moves need beside them: a fine slice comes into the
+    slot that another one leaves, and of versions that exclude each other both of a pair come before either goes."""
     hi, lo = experts.formats[options.hi], experts.formats[options.lo]
     every = len(experts.layers) * experts.num_experts
     if hi.nested:
@@ -206,7 +200,7 @@ def _plan_residents(
 
 
 def layer_worth(experts: ModelExperts, worth: Sequence[float]) -> list[float]:
-    """For every layer; those of a draft, which decides no token, are worth least. ConfigError if it is said of another
+    """For every layer; a draft's, which decide no token, are worth least. ConfigError if it is said of another
     number."""
     own = len(experts.layers) - experts.draft_layers
     if worth and len(worth) != own:

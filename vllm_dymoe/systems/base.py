@@ -79,8 +79,7 @@ class Precision:
         """Thresholds that have not moved begin where those of a calibration ended; none where there was no such."""
 
     def tiers_ahead(self, layer: int, num_layers: int, named: Sequence[int]) -> Mapping[int, Tier]:
-        """In which tier a coming layer of a model will want the experts that a predictor names for it, the best
-        first."""
+        """In which tier a coming layer will want the experts that a predictor names for it, the best first."""
         return dict.fromkeys(named, Tier.HI if Tier.HI in self.tiers else Tier.LO)
 
 

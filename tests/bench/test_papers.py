@@ -8,7 +8,7 @@ import torch
 from vllm_dymoe.bench import quality
 from vllm_dymoe.bench.cases import Workload
 from vllm_dymoe.bench.papers import PAPERS
-from vllm_dymoe.bench.papers.routers import Votes, activated, best_setting, cost_map, heavy_hitters, hot_sets, strategy
+from vllm_dymoe.bench.papers.routers import Votes, activated, heavy_hitters, hot_sets, strategy
 from vllm_dymoe.bench.papers.tables import (
     Line,
     PaperTable,
@@ -80,13 +80,6 @@ def test_agreement_names_less_and_is_right_more_often_than_a_union(recorded):
     assert meet["accuracy %"] < union["accuracy %"]
     certain = strategy(recorded, 8, 1, Votes((1.0,), 1.0))
     assert (certain["utilisation %"], certain["accuracy %"]) == (25, 100)
-
-
-def test_costs_are_those_of_equation_11(recorded):
-    found = cost_map(recorded, 8, 2)
-    assert found["shallow", 8, 1] == pytest.approx(0.5 * 6)  # all eight named, two wanted
-    best = best_setting(recorded, "middle")
-    assert best["cost"] == min(cost for key, cost in found.items() if key[0] == "middle" and key[1] <= 4)
 
 
 def test_experts_of_a_batch(recorded):

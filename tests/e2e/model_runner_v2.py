@@ -115,7 +115,6 @@ from tests.e2e.test_faults import (  # noqa: E402
     test_a_fault_in_any_layer_fails_the_requests_of_its_step,  # noqa: F401
 )
 from tests.e2e.test_precision import (  # noqa: E402
-    test_rows_that_fill_up_a_batch_change_nothing,  # noqa: F401
     test_steps_of_many_requests_mix_both_phases,  # noqa: F401
     test_tiers_follow_the_schedule_in_both_phases,  # noqa: F401
 )

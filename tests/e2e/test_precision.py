@@ -15,7 +15,6 @@ from tests.e2e.engines import (
     runtime_of,
     small_engine,
 )
-from tests.e2e.padding import check_padding
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.systems.schedule import Schedule
 
@@ -99,10 +98,6 @@ def test_steps_of_many_requests_mix_both_phases(llm):
     }
     assert kinds == {"decode", "mixed", "prompts"}
     runtime_of(llm).check_integrity()
-
-
-def test_rows_that_fill_up_a_batch_change_nothing(llm):
-    check_padding(llm, max_tokens=8)
 
 
 def test_precision_changes_while_requests_are_served(llm):

@@ -52,18 +52,6 @@ def test_a_store_of_another_kind_and_a_truncated_one_are_replaced_and_not_used(t
     assert os.listdir(tmp_path) == ["store"]
 
 
-def test_the_same_store_is_replaced_only_where_that_is_asked_for(tmp_path):
-    experts, folder = make_experts(), tmp_path / "store"
-    write(folder).close()
-    for overwrite in (False, True):
-        (folder / "left from before").touch()
-        writer = StoreWriter(folder, Manifest(experts, "rtn", "a model"))
-        fill(ExpertPacker(experts, QUANTIZERS["rtn"], writer))
-        writer.finish(overwrite=overwrite).close()
-        assert (folder / "left from before").exists() == (not overwrite)
-        assert os.listdir(tmp_path) == ["store"]
-
-
 def test_what_a_dead_writer_left_is_removed_and_a_living_one_is_left_alone(tmp_path):
     experts = make_experts()
     living = StoreWriter(tmp_path / "store", Manifest(experts, "rtn", "a model"))

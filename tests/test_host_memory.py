@@ -109,10 +109,7 @@ def test_one_node_is_not_several(tmp_path, monkeypatch, text, several):
         ({"memory.max": 500, "memory.current": 600}, 0),
         ({"memory.max": 5000, "memory.current": 300}, 1000),
         # What the page cache has counts as used, and goes when memory is short.
-        (
-            {"memory.max": 500, "memory.current": 450, "memory.stat": "anon 100\ninactive_file 200\nactive_file 50"},
-            300,
-        ),
+        ({"memory.max": 500, "memory.current": 450, "memory.stat": "anon 100\ninactive_file 200\nactive_file 50"}, 300),
         # The first version of control groups.
         ({"memory/memory.limit_in_bytes": 700, "memory/memory.usage_in_bytes": 100}, 600),
     ],

@@ -5,15 +5,7 @@ import torch
 
 from tests.predict.made_up import SIZES, made_up
 from vllm_dymoe.predict.expert_mlp import Architecture
-from vllm_dymoe.training import (
-    FEWEST_REQUESTS,
-    HitRates,
-    Recipe,
-    TrainingError,
-    _loss,
-    split_by_request,
-    train,
-)
+from vllm_dymoe.training import FEWEST_REQUESTS, HitRates, Recipe, TrainingError, _loss, split_by_request, train
 
 QUICK = Recipe(epochs=12, patience=3, batch=64, learning_rate=1e-2)
 KINDS = {

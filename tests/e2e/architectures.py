@@ -105,12 +105,7 @@ ARCHITECTURES = {
     "deepseek-v3": Architecture(
         "DeepseekV3Config",
         _DEEPSEEK
-        | {
-            "moe_intermediate_size": 64,
-            "n_shared_experts": 1,
-            "topk_method": "noaux_tc",
-            "routed_scaling_factor": 2.5,
-        },
+        | {"moe_intermediate_size": 64, "n_shared_experts": 1, "topk_method": "noaux_tc", "routed_scaling_factor": 2.5},
     ),
     "gpt-oss": Architecture("GptOssConfig", _EIGHT | {"head_dim": 32, "sliding_window": 128}),
     "phi-3.5-moe": Architecture(

@@ -118,6 +118,3 @@ from tests.e2e.test_precision import (  # noqa: E402
     test_steps_of_many_requests_mix_both_phases,  # noqa: F401
     test_tiers_follow_the_schedule_in_both_phases,  # noqa: F401
 )
-from tests.e2e.test_traces import (  # noqa: E402
-    test_everything_is_recorded_of_requests_in_chunks_and_side_by_side,  # noqa: F401
-)

@@ -127,15 +127,6 @@ def test_preempted_requests_give_the_same_answers(crowded, plain):
     check_same_text(answers, answer(plain, prompts(), max_tokens=96))
 
 
-def test_seeded_samples_do_not_depend_on_the_budget(plain):
-    settings = {"n": 2, "seed": 7, "temperature": 0.9, "max_tokens": 16}
-    texts = []
-    for budget in ("100%", "10%", "25%"):
-        runtime_of(plain).resize(budget)
-        texts.append([completion.token_ids for completion in sampled(plain, prompts()[3], **settings).outputs])
-    assert texts[0] == texts[1] == texts[2]
-
-
 def test_an_aborted_request_leaves_the_others_as_they_are(plain, plain_answers):
     """Half of the requests are aborted, one in each step; the rest answers, and nothing stays pinned."""
     llm_engine = plain.llm_engine

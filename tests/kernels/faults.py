@@ -46,8 +46,4 @@ def _without_misses(stats):
     return replace(stats, misses=0)
 
 
-FAULTS = {
-    "reused slot": _reused_slot,
-    "fresh output": _fresh_output,
-    "no fetches": _no_fetches,
-}
+FAULTS = {"reused slot": _reused_slot, "fresh output": _fresh_output, "no fetches": _no_fetches}

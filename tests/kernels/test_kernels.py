@@ -24,10 +24,7 @@ def runs(isa):
     return library is not None and library.isa == native.ISAS[isa][0]
 
 
-KERNELS = {
-    **{isa: partial(CpuKernel, isa=isa) for isa in native.ISAS},
-    "torch": partial(CpuKernel, isa="torch"),
-}
+KERNELS = {**{isa: partial(CpuKernel, isa=isa) for isa in native.ISAS}, "torch": partial(CpuKernel, isa="torch")}
 NATIVE = [
     pytest.param(isa, marks=pytest.mark.skipif(not runs(isa), reason=f"this processor has no {name}"))
     for isa, (_, name) in native.ISAS.items()

@@ -96,14 +96,7 @@ tiles = st.builds(
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    **MIXED,
-    bits=both,
-    tokens=st.sampled_from([1, 17, 70]),
-    steps=some_widths,
-    act_order=some_widths,
-    tile=tiles,
-)
+@given(**MIXED, bits=both, tokens=st.sampled_from([1, 17, 70]), steps=some_widths, act_order=some_widths, tile=tiles)
 def test_any_tile_agrees_with_the_reference(bits, tokens, activation, steps, act_order, tile, seed, **sizes):
     shape = ExpertShape(**sizes, integer_zeros=steps, act_order=act_order, has_gate=activation.has_gate)
     experts, hidden, dtype = Experts(shape, bits, seed), shape.hidden, shape.dtype
@@ -137,8 +130,7 @@ def test_every_code_is_its_level(book):
 
 
 @pytest.mark.parametrize(
-    ("steps", "act_order", "bias", "dtype"),
-    [({4}, {8, 4}, False, torch.float16), ({8, 2}, {2}, True, BFLOAT16)],
+    ("steps", "act_order", "bias", "dtype"), [({4}, {8, 4}, False, torch.float16), ({8, 2}, {2}, True, BFLOAT16)]
 )
 def test_what_other_tools_quantized_at_some_bits_and_not_at_others(steps, act_order, bias, dtype):
     """A checkpoint's integers beside a tier derived from them; from slots, and fetched on the way."""

@@ -1,10 +1,6 @@
 """Recording: what steps choose is what is read back, whatever happens to the process, and never more than allowed."""
 
 import multiprocessing
-import os
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -208,31 +204,6 @@ def test_only_a_folder_of_the_same_model_is_shared(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(TraceError, match="cannot be created"):
         Recorder(tmp_path / "file", HEADER, 2**20)
-
-
-KILLED = """
-import os, signal, sys, time
-sys.path.insert(0, sys.argv[2])
-from pathlib import Path
-from tests.observe.test_recorder import *
-recorder, _ = make_recorder(Path(sys.argv[1]), part_bytes=300)
-for step in range(10**6):
-    run(recorder, [Span(step, 5, 5)], seed=step % 7)
-    if step == 40:
-        assert becomes(lambda: any(recorder.folder.glob("*.safetensors")))
-        print("ready", flush=True)
-"""
-
-
-def test_a_killed_process_leaves_whole_parts(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", KILLED, tmp_path, ROOT], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "ready\n"
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
-    trace = Trace.load(tmp_path)
-    assert trace.num_tokens >= 10
-    assert torch.equal(trace.position[:10], torch.arange(5).repeat(2).int())
 
 
 def record_and_return(folder):

@@ -17,16 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.runtime.decided import decode, decode_wide
-from tests.runtime.schedules import (
-    EXPERTS,
-    LAYERS,
-    STORES,
-    Guesses,
-    Program,
-    RecordedParts,
-    expected,
-    make_engine,
-)
+from tests.runtime.schedules import EXPERTS, LAYERS, STORES, Guesses, Program, RecordedParts, expected, make_engine
 from tests.runtime.steps import make_runtime, random_step
 from tests.support.deterministic_threads import DeterministicThreads
 from tests.support.happens_before import History
@@ -227,12 +218,7 @@ PLANTED = {
     ),
     "what was copied ahead counts for another step": (Table, "forget_ahead", lambda self: None, "wrong"),
     "another step begins beside copies for a wide one": (WidePath, "settle", lambda self: None, "while the branch"),
-    "a group is computed before it is there": (
-        RecordedBranch,
-        "join",
-        join_everything_or_nothing,
-        "reads",
-    ),
+    "a group is computed before it is there": (RecordedBranch, "join", join_everything_or_nothing, "reads"),
     "a row is published before another stream has filled its slot": (RecordedDecode, "fetch", elsewhere, "writes"),
 }
 

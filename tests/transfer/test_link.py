@@ -36,22 +36,6 @@ def submit(engine, expert, reason=Reason.DEMAND):
     return engine.submit(BlobKey(0, expert, 4), torch.zeros(NBYTES, dtype=torch.uint8), reason)
 
 
-def test_transfers_share_one_link_and_arrive_when_it_says():
-    def attempt():
-        engine, late = link(), []
-        begin = time.perf_counter()
-        tickets = [submit(engine, expert) for expert in range(4)]
-        for number, ticket in enumerate(tickets, 1):
-            engine.wait(ticket)
-            late.append(time.perf_counter() - begin - number * SECONDS)
-            assert torch.equal(ticket.destination, STORE.blob(ticket.key))
-        engine.close()
-        assert min(late) >= 0
-        return max(late)
-
-    punctual(attempt)
-
-
 def test_projections_arrive_one_after_the_other():
     sections = STORE.experts.formats[4].sections
 

@@ -32,12 +32,7 @@ def theirs(name, arguments, x):
         ("gelu", {}, "GeluAndMul", {}),
         ("gelu_tanh", {}, "GeluAndMul", {"approximate": "tanh"}),
         ("silu", {"swiglu_limit": 1.5}, "SiluAndMulWithClamp", {"swiglu_limit": 1.5}),
-        (
-            "swigluoai_uninterleave",
-            M3,
-            "SiluAndMulWithClamp",
-            {"swiglu_limit": 6.0, "alpha": 1.702, "beta": 1.0},
-        ),
+        ("swigluoai_uninterleave", M3, "SiluAndMulWithClamp", {"swiglu_limit": 6.0, "alpha": 1.702, "beta": 1.0}),
         ("swiglustep", {}, "SwigluStepAndMul", {"limit": 7.0}),
         ("situ", {"activation_situ_beta": 4.0}, "SituAndMul", {"beta": 4.0}),
         (

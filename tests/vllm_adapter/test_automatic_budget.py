@@ -13,12 +13,7 @@ from tests.small_model import make_experts
 from tests.vllm_adapter.test_prepare import configure
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.vllm_adapter import automatic_budget as module
-from vllm_dymoe.vllm_adapter.automatic_budget import (
-    automatic_budget,
-    budget_in_host_memory,
-    kv_cache_bytes,
-    step_shape,
-)
+from vllm_dymoe.vllm_adapter.automatic_budget import automatic_budget, budget_in_host_memory, kv_cache_bytes, step_shape
 
 GIB = 2**30
 LAYERS, LENGTH = 48, 40960

@@ -207,9 +207,7 @@ def load(layer, tensors):
 
 MODEL = {
     (expert, projection): random_prequantized(
-        *((WIDE, NARROW) if projection is Projection.DOWN else (NARROW, WIDE)),
-        GROUP,
-        seed=10 * expert + projection,
+        *((WIDE, NARROW) if projection is Projection.DOWN else (NARROW, WIDE)), GROUP, seed=10 * expert + projection
     )
     for expert in range(EXPERTS)
     for projection in Projection

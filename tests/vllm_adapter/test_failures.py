@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import TCPStore
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -108,22 +108,6 @@ def test_a_ranks_failure_fails_its_step_and_no_other(ranks):
         else:
             assert got is given
     assert heard == [2, 3, 4]
-
-
-def test_engines_that_share_experts_all_find_the_sentence():
-    """The one without requests fails; each of the others ends its own."""
-    store = HashStore()  # of its own: what is shared stays there
-    engines = [Rank(store, shared=True) for _ in range(3)]
-    for rank in engines:
-        rank.begin()
-    engines[1].record("an expert of the second engine")
-    assert [rank.finish(output()).failure for rank in engines] == ["an expert of the second engine"] * 3
-    for rank in engines:
-        rank.step.begin_idle()
-        assert not rank.step.warming_up
-        assert rank.step.real(4) == 0
-        given = output()
-        assert rank.finish(given) is given
 
 
 def test_ranks_of_a_pipeline_may_be_in_different_steps(ranks):

@@ -4,11 +4,8 @@ The layer is a number that the host changes from step to step, as it does with r
 it is the number of its capture.
 """
 
-import ast
 import contextlib
-import inspect
 import os
-import textwrap
 from unittest import mock
 
 import pytest
@@ -245,20 +242,3 @@ def test_a_process_that_has_loaded_a_model_without_breaks_is_not_given_one_with(
     layer = make_layer(shared=False)
     with context(layer), pytest.raises(ConfigError, match="in a process of its own"):
         moe_method.entry_with_buffers(layer)
-
-
-def test_the_runner_calls_its_entry_as_ours_wants_to_be_called():
-    """Looked up in vLLM's source: 0.26, 0.32 and 0.33 have it alike."""
-    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner, _moe_forward_fake
-
-    from vllm_dymoe.vllm_adapter import moe_method
-
-    tree = ast.parse(textwrap.dedent(inspect.getsource(MoERunner)))
-    selected = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Assign)]
-    assert "self._forward_entry = self._select_forward()" in selected
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    (call,) = [node for node in calls if ast.unparse(node.func) == "self._forward_entry"]
-    parameters = inspect.signature(_moe_forward_fake).parameters
-    assert (len(call.args), call.keywords) == (len(parameters), [])
-    for entry in (moe_method.ROUTED, moe_method.ROUTED_AND_SHARED):
-        assert list(inspect.signature(entry).parameters) == list(parameters)

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -80,12 +80,10 @@ class Activation:
         return f"{self.curve.value}({', '.join(numbers)})"
 
     @classmethod
-    def parse(cls, text: str) -> Self:
+    def parse(cls, text: str) -> "Activation":
         """Inverse of ``str``; ValueError for anything else."""
         if text in NAMES:
-            known = NAMES[text]
-            assert isinstance(known, cls)
-            return known
+            return NAMES[text]
         match = re.fullmatch(r"(\w+)\(limit=(\S+), alpha=(\S+), beta=(\S+), has_gate=(True|False)\)", text)
         if match is None:
             raise ValueError(f"{text!r} is no activation")

@@ -25,16 +25,6 @@ class PredictionStats:
     wanted: int = 0  # experts that routers chose in layers for which the predictor was asked
     right: int = 0  # experts that are in both
 
-    @property
-    def accuracy(self) -> float:
-        """Prediction accuracy (Eq. 7), 0 to 1."""
-        return self.right / self.wanted if self.wanted else 0.0
-
-    @property
-    def utilisation(self) -> float:
-        """Expert utilisation (Eq. 8), 0 to 1."""
-        return self.right / self.named if self.named else 0.0
-
 
 class Measured:
     """A predictor that is watched; ``seconds`` of host time its predictions took."""

@@ -50,11 +50,8 @@ class Gate:
         self, layer: int, experts: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor | None = None
     ) -> list[Candidate]:
         """This rank's experts among those that tokens would choose in this gate's layer, as :func:`rank` has them."""
-        return [Candidate(layer, here) for expert in rank(experts, scores, chosen) if (here := self.here(expert)) >= 0]
-
-    def here(self, expert: int) -> int:
-        """This rank's number of an expert; negative if another rank has it."""
-        return expert if self.local is None else self.local[expert]
+        chosen_here = (expert if self.local is None else self.local[expert] for expert in rank(experts, scores, chosen))
+        return [Candidate(layer, expert) for expert in chosen_here if expert >= 0]
 
     def agreement(self, x: torch.Tensor, ids: torch.Tensor, tolerance: float = 0.0) -> float:
         """The share of a router's choices that this gate would have made too, 0 to 1, or missed by a share of a token's

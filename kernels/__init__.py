@@ -1,7 +1,4 @@
-"""Compute kernels over packed experts: the format of one matrix, and experts computed straight from it.
-
-Only torch is needed here: nothing of vLLM, nothing of the rest of vllm_dymoe.
-"""
+"""Compute kernels over packed experts: the format of one matrix, and experts computed straight from it."""
 
 from collections.abc import Iterable
 from typing import Any

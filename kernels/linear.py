@@ -1,7 +1,5 @@
-"""Dense matrices on a CPU: the native library's product of an expert's last projection, for all tokens of a step.
-
-As for experts, a token's bits depend neither on the other tokens nor on threads.
-"""
+"""Dense matrices on a CPU: the native library's product of an expert's last projection, for all tokens of a step. A
+token's bits depend neither on the other tokens nor on threads."""
 
 import ctypes
 from array import array

@@ -54,9 +54,9 @@ class Gate:
         return [Candidate(layer, expert) for expert in chosen_here if expert >= 0]
 
     def agreement(self, x: torch.Tensor, ids: torch.Tensor, tolerance: float = 0.0) -> float:
-        """The share of a router's choices that this gate would have made too, 0 to 1, or missed by a share of a token's
-        largest score. ``x`` [tokens, hidden] is the router's input, ``ids`` [tokens, top_k] int are this rank's
-        experts; negative for another rank's, which are not compared."""
+        """The share of a router's choices ``ids``, this rank's int [tokens, top_k], negative for another rank's, that
+        this gate would make too of ``x`` [tokens, hidden], 0 to 1, or would miss by a share of a token's largest
+        score."""
         scores, ids = self.scores(x), ids.long()
         if self.local is not None:
             experts = torch.full((len(self.local) + 1,), -1, device=ids.device)

@@ -1,9 +1,6 @@
-"""Computing a prediction while the layer's experts are computed (DuoServe-MoE 5.3, the prediction stream).
-
-On CUDA the network runs on a stream of its own: the host enqueues it, then the layer's experts, and reads the answer
-when the first of them has been enqueued. Elsewhere the cores that compute experts compute predictions, one after the
-other, and nothing is gained by waiting.
-"""
+"""Computing a prediction while the layer's experts are computed (DuoServe-MoE 5.3, the prediction stream): on CUDA on a
+stream of its own, whose answer the host reads when the first experts have been enqueued. Elsewhere the same cores
+compute both, one after the other, and nothing is gained by waiting."""
 
 from collections.abc import Callable, Sequence
 

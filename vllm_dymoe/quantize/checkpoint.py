@@ -1,7 +1,5 @@
-"""Reading a local Hugging Face checkpoint of a Mixture-of-Experts model, 16-bit or quantized, without vLLM.
-
-Headers say where every tensor lies, so that what cannot work is refused before a byte is read.
-"""
+"""Reading a local Hugging Face checkpoint, 16-bit or quantized, without vLLM: headers say where every tensor lies, so
+that what cannot work is refused before a byte is read."""
 
 import hashlib
 import os

@@ -1,11 +1,9 @@
 """Recording what the experts of a running model read: the inputs and the routing of every MoE layer.
 
 A Hessian for each expert of Qwen3-30B-A3B would take 48 * 128 * (2048^2 + 768^2) * 4 bytes = 118 GB, and what down
-reads is inside of a kernel. The inputs of 131072 tokens take 48 * 131072 * (2 * 2048 + 6 * 8) bytes = 26 GB, go to
-disk, and every Hessian follows from them and the weights, one expert at a time (``calibration``).
-
-A recording is a folder of parts. A part is a safetensors file with the inputs of some whole texts; it gets its name
-when it is complete and synced, so that a run that was killed goes on with the first part that is not there.
+reads is inside of a kernel. The inputs of 131072 tokens take 26 GB, go to disk, and every Hessian follows from them and
+the weights, one expert at a time (``calibration``). A recording is a folder of parts, safetensors files with the inputs
+of some whole texts; each gets its name when it is complete and synced, so that a run that was killed goes on.
 """
 
 import fcntl

@@ -1,9 +1,8 @@
 """What is fetched ahead in a step that needs no host, with NumPy: the plain twin of ``kernels/triton/ahead.py``.
 
-While a layer is computed, the next one's experts are named (by its gate on this layer's input, or by a trained
-network), and those that it does not keep are copied to slots of no layer. Which experts a layer keeps does not depend
-on that: where the rule has one fetched, it is read from such a slot in place of the host store, and that is all. So a
-guess changes no bit, right or wrong.
+While a layer is computed, the next one's experts are named, by its gate on this layer's input or by a trained network,
+and those that it does not keep are copied to slots of no layer. Where the rule has one fetched, it is read from such a
+slot in place of the host store, and that is all: a guess changes no bit, right or wrong.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,5 @@
-"""A layer's step decided at once, with NumPy: the plain twin of ``kernels/triton/decide.py``, bit for bit.
-
-What is kept is the rule and nothing else. Around it are the choice of tiers (DyMoE 4.2 and 4.3), the slots,
-and the work list.
-"""
+"""A layer's step decided at once, with NumPy: the plain twin of ``kernels/triton/decide.py``, bit for bit. Around the
+rule are the choice of tiers (DyMoE 4.2 and 4.3), the slots, and the work list."""
 
 import numpy as np
 import torch

@@ -1,9 +1,5 @@
 """One version of one expert is one contiguous blob: gate | up | down, each packed weights and scales (docs/format.md).
-
-A transfer is then one copy (or one for each projection), a slot is an address, and a kernel needs that address and the
-format. Where the low version lies inside the high one a blob is two slices: *base*, which is the low version, and
-*fine*.
-"""
+Where the low version lies inside the high one a blob is two slices: *base*, which is the low version, and *fine*."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

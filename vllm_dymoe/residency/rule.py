@@ -118,6 +118,6 @@ def _find_places(
 
 
 def coldest(heat: Ints, used_at: Ints, among: Ints) -> int:
-    """The expert to give up among some, at least one, ascending: the coldest, the one used longest ago among equals,
-    the first of them if that is equal. ``heat`` and ``used_at`` are int64 [experts]."""
+    """The expert to give up among some, ascending: the coldest, the one used longest ago among equals, the first of
+    them."""
     return int(among[np.argmin(heat[among] * _STEPS + used_at[among])])

@@ -51,9 +51,8 @@ class SlotPool:
         self._free = self.slots[::-1]
 
     def fence(self, filled: Any) -> None:
-        """Let the first copy into each slot wait for a fence behind the pool's making, as any later one waits for the
-        slot's last reader: the memory may have been another tensor's, which kernels that are under way still read, and
-        the kernel that fills it may not have begun."""
+        """Let the first copy into each slot wait for a fence behind the pool's making: the memory may have been another
+        tensor's, which kernels still read, and the kernel that fills it may not have begun."""
         for slot in self.slots:
             slot.last_read = filled
 
@@ -78,8 +77,8 @@ class SlotPool:
         return len(self._free)
 
     def take(self, *, kept: bool) -> Slot | None:
-        """A free slot, or None; its bytes are whatever was there before. For a layer that keeps what comes it is one of
-        those that were promised, otherwise one of the rest."""
+        """A free slot with whatever bytes, or None: for a layer that keeps what comes one of those promised, else of
+        the rest."""
         if not self._free if kept else len(self._free) <= self.promised:
             return None
         self.promised -= kept

@@ -1,8 +1,7 @@
 """The table: (layer, expert) -> where. Integers only; a row names complete bytes, or nothing.
 
 Its columns are NumPy arrays where the host writes, and where the device does tensors that a captured graph reads and
-writes, of which the host has a copy. Budgets, shares, tiers, retention and pools are values in columns, so that a graph
-stays when they change between two steps.
+writes, of which the host has a copy. What changes between two steps is values in columns, so that a graph stays.
 
 Tiers are numbered as in ``rule``: NOWHERE, LOW and HIGH index what has size 3. An expert has one *slice*, the version
 that is held, or two where the low version lies inside the high one: the pool of LOW has bases and that of HIGH fine

@@ -1,8 +1,4 @@
-"""What decides about experts in decode: the host for every layer, or the device in a step without a host.
-
-There is one writer of what layers keep. Where the device decides it writes, in decode steps alone; the host reads a
-snapshot for the other steps, and streams past it.
-"""
+"""What decides about experts in decode: the host for every layer, or the device in a step without a host."""
 
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.systems import System

@@ -1,9 +1,5 @@
-"""What an automatic expert budget takes of a device, and what it leaves.
-
-vLLM sizes its KV cache after the model is loaded, from what is left then, and refuses to start
-if the longest request does not fit. So that request comes first, then what a step computes
-with, which vLLM measures later and which is estimated here; experts get the rest.
-"""
+"""What an automatic expert budget takes of a device. vLLM sizes its KV cache from what is left, and refuses to start if
+the longest request does not fit: that comes first, then what a step computes with, which is estimated here."""
 
 from dataclasses import dataclass
 

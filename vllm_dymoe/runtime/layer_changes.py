@@ -1,9 +1,8 @@
 """What high versions are worth in each layer beside the others, measured while serving.
 
 An error of a layer's experts counts as much as their output does beside the residual stream, and that changes its
-direction by as much: by 1 - cos^2 between the inputs of a layer's router and of the next one's. On the shipped model
-it is 2.3, 0.8, 0.6, 1.1, 0.6, 0.7 and 0.9 times its mean, and what one layer alone at 2 bits costs in KL is 2.4, 0.6,
-0.5, 0.5, 0.8, 0.7 and 0.9 (benchmarks/LOG.md). The last layer has no next one, and is worth what the one before it is.
+direction by as much: by 1 - cos^2 between the inputs of a layer's router and of the next one's (against KL of single
+layers: benchmarks/LOG.md). The last layer is worth what the one before it is.
 """
 
 import torch

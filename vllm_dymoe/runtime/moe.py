@@ -1,7 +1,5 @@
-"""Every MoE layer of one model on one rank: how the budget is spent, and what can change while it serves.
-
-The steps themselves are ``serving``'s.
-"""
+"""Every MoE layer of one model on one rank: how the budget is spent, and what can change while ``serving`` has its
+steps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

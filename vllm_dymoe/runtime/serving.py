@@ -1,9 +1,6 @@
-"""The forward of one MoE layer in a step that the host decides: tiers, rule, compute, combine.
-
-Every result goes to its own row, and the rows are added in the router's order at the end. So neither what is on the
-device nor the timing of a transfer can change a bit of the output (invariant 1); in which order experts are fetched and
-computed is ``stream``'s.
-"""
+"""The forward of one MoE layer in a step that the host decides: tiers, rule, compute, combine. Rows of results are
+added in the router's order at the end, so that neither what is on the device nor any timing changes a bit (invariant
+1)."""
 
 import contextlib
 import time

@@ -1,14 +1,13 @@
 """One layer's experts through the slots: residents first, the others as they arrive, the next layer's behind them.
 
 The schedule of DuoServe-MoE 5.2: each expert is fetched once, the link starts before anything is computed, and one slot
-computes while others fill, so that a few slots serve any number of experts. Its grain is FIRM-MoE's: an expert is
-computed projection by projection as they arrive. While slots are short, an expert that frees one goes first, because
-the link must not wait for computation; otherwise all that is there is computed together, which costs the host least.
-Where computing only enqueues (a GPU) each call is a launch that the host pays for: there half of what is on its way is
-computed in one, while the other half keeps the link busy.
+computes while others fill. Its grain is FIRM-MoE's: an expert is computed projection by projection as they arrive.
+While slots are short, an expert that frees one goes first, because the link must not wait for computation; otherwise
+all that is there is computed together, which costs the host least. Where computing only enqueues (a GPU) half of what
+is on its way is computed in one launch, while the other half keeps the link busy.
 
-Where the "device" is host memory and a transfer is a copy by the cores that compute, there is nothing to overlap:
-threads that compete for a core cost both far more. Then the two take turns.
+Where a transfer is a copy by the cores that compute, there is nothing to overlap, and the two take turns: threads that
+compete for a core cost both far more.
 """
 
 from collections import deque

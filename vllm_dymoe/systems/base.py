@@ -1,8 +1,5 @@
-"""What a system decides, in three parts: precision, residency and foresight.
-
-A system is a frozen pydantic model: its fields are its parameters, the option ``system_options`` by name. It touches no
-table, no slot and no byte.
-"""
+"""What a system decides, in three parts: precision, residency and foresight. A system is a frozen pydantic model: its
+fields are its parameters, the option ``system_options`` by name. It touches no table, no slot and no byte."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,4 @@
-"""DynaExq: every expert is there in some version, those that traffic dwells on in the high one (3.1 to 3.5).
-
-Nothing is fetched when a router asks. What is high follows windows of traffic, and moves between steps.
-"""
+"""DynaExq: every expert is there in some version, those that traffic dwells on in the high one (3.1 to 3.5)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

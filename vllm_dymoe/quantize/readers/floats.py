@@ -1,8 +1,5 @@
-"""Small floats with scales: FP8, MXFP8, MXFP4 and NVFP4, however their writers name the tensors.
-
-Two 4-bit codes share a byte, the first in the low half. Activations stay at 16 bits, so that their scales are not
-needed.
-"""
+"""Small floats with scales: FP8, MXFP8, MXFP4 and NVFP4, however their writers name the tensors. Two 4-bit codes share
+a byte, the first in the low half; activations stay at 16 bits, so that their scales are not needed."""
 
 from collections.abc import Mapping
 from dataclasses import replace

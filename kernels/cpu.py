@@ -173,8 +173,8 @@ class _Forms:
 
 
 def _parts(fields: "array[int]", most: int) -> Iterator[tuple["array[int]", int, int]]:
-    """Items in parts of at most `most` neighbouring positions, each with its first and last + 1 position; an expert
-    with more is cut."""
+    """Items in parts of at most `most` neighbouring positions, each with its first and last + 1; a larger one is
+    cut."""
     part, begin, end = array("q"), 0, 0
     for at in range(0, len(fields), native.ITEM_FIELDS):
         item = fields[at : at + native.ITEM_FIELDS]

@@ -59,8 +59,7 @@ def expert_reference(
 
 
 def linear(x: Tensor, packed: PackedMatrix) -> Tensor:
-    """x [n, columns] times the weight, plus the bias: [n, rows] in x's dtype, accumulated in float32, or x's
-    float64."""
+    """x [n, columns] times the weight, plus the bias: [n, rows] in x's dtype, summed in float32, or x's float64."""
     rows, precise = packed.format.rows, x if x.dtype == torch.float64 else x.float()
     step = max(_WEIGHTS_AT_ONCE // packed.format.padded_columns // BLOCK_ROWS, 1) * BLOCK_ROWS
     parts = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]

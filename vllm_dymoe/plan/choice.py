@@ -193,8 +193,8 @@ def _prompt_seconds(
 
 
 def room_for_experts(shape: ModelShape, device: Device, serving: Serving, least: int) -> int:
-    """Bytes that ``expert_budget`` "auto" would take, by the function that decides at start; ConfigError if nothing
-    fits."""
+    """Bytes that ``expert_budget`` "auto" would take, by the function that decides at start; ConfigError if none
+    fit."""
     free = int(device.memory * serving.gpu_memory_utilization) - shape.dense_bytes
     step = StepShape(
         tokens=serving.max_num_batched_tokens, sequences=serving.max_num_seqs, hidden=shape.hidden,
@@ -231,8 +231,7 @@ def shown(rows: Sequence[Choice], systems: Sequence[str]) -> list[Choice]:
 
 
 def recommended(rows: Sequence[Choice]) -> Choice:
-    """The fastest whose answers are good enough; of those within a twentieth of it, the best answers. ConfigError if
-    none."""
+    """The fastest whose answers are good enough; of those within a twentieth the best answers. ConfigError if none."""
     good = [row for row in rows if (row.agreement or 0) >= GOOD_ENOUGH]
     if not good:
         raise ConfigError("nothing fits on this device; lower --max-model-len or --max-num-seqs.")

@@ -67,8 +67,7 @@ class Device:
 
 
 def find_device(name: str, link: str | None) -> Device:
-    """By the name of a GPU in any spelling, or by a folder of ``vllm-dymoe bench``; ConfigError if it, or a link, is
-    unknown."""
+    """By the name of a GPU in any spelling, or by a folder of ``vllm-dymoe bench``; ConfigError if it is unknown."""
     rows = Path(name) / "rows.jsonl"
     if (key := _key(name)) in _SHEETS:
         memory, bandwidth, compute, sheet = _SHEETS[key]
@@ -86,8 +85,7 @@ def find_device(name: str, link: str | None) -> Device:
 
 
 def measured_device(rows: Sequence[Row], name: str) -> Device:
-    """What a run says of steps with every expert resident, and, where it has loading on demand, of misses; ConfigError
-    if it has no full load."""
+    """What a run says of full load, which it must have or this is a ConfigError, and of misses on demand."""
     machine = next((row for row in rows if row["kind"] == "machine"), None)
     step, prompt = dict[tuple[int, int], float](), dict[tuple[int, int], float]()
     for row in filter(is_full_load, rows):

@@ -94,9 +94,8 @@ class States(nn.Module):
         )
 
     def forward(self, layer: int, experts: torch.Tensor, router_input: torch.Tensor | None = None) -> torch.Tensor:
-        """s_l of a layer l, from 1: float32 [tokens, sum of parts]; the layer that was chosen last comes first in h_l.
-        ``experts`` int [tokens, l or more, top_k] were chosen in the layers before it, ``router_input`` is [tokens,
-        hidden] of layer l-1."""
+        """s_l of a layer l, from 1: float32 [tokens, sum of parts], in h_l the layer before first. ``experts`` int
+        [tokens, l or more, top_k] were chosen before it, ``router_input`` is [tokens, hidden] of layer l-1."""
         tokens, count = len(experts), self.sizes.num_experts
         seen = min(self.history, layer)
         recent = experts[:, layer - seen : layer].flip(1)

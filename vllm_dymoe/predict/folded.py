@@ -61,9 +61,8 @@ class FoldedMLP:
         return torch.cat((experts, before + self.num_experts), 1)
 
     def logits(self, layer: int, rows: torch.Tensor, router_input: torch.Tensor | None) -> torch.Tensor:
-        """What the network, when it is not trained, says of the experts of a layer, from 1: [tokens, num_experts] in
-        its dtype. ``rows`` are what the layers before it chose, as ``remember`` has it, ``router_input`` is [tokens,
-        hidden] of the one before."""
+        """Of the experts of a layer, from 1: [tokens, num_experts] in the network's dtype. ``rows`` are choices of
+        layers before, as ``remember`` has them, ``router_input`` is [tokens, hidden] of the one before."""
         x = _sum_of_rows(self._tables[layer - 1 if len(self._tables) > 1 else 0], rows)
         if self.recent is not None:
             x += _sum_of_rows(self.recent[layer - 1], rows[:, : rows.shape[1] // min(self.history, layer)])

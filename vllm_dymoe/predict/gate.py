@@ -25,8 +25,7 @@ class Gate:
     """This rank's number of each expert, negative for another rank's; None where the rank has all of them."""
 
     def scores(self, x: torch.Tensor) -> torch.Tensor:
-        """What the router would choose by: [tokens, hidden] -> float32 [tokens, experts]; -inf in groups that are not
-        chosen."""
+        """What the router would choose by: [tokens, hidden] -> float32 [tokens, experts]; -inf in groups not chosen."""
         logits = self.logits(x).float()
         scores = logits.sigmoid() if self.scoring == "sigmoid" else logits.softmax(-1)
         if self.correction is not None:
@@ -55,8 +54,7 @@ class Gate:
 
     def agreement(self, x: torch.Tensor, ids: torch.Tensor, tolerance: float = 0.0) -> float:
         """The share of a router's choices ``ids``, this rank's int [tokens, top_k], negative for another rank's, that
-        this gate would make too of ``x`` [tokens, hidden], 0 to 1, or would miss by a share of a token's largest
-        score."""
+        this gate would make of ``x`` [tokens, hidden], or would miss by a share of a token's largest score."""
         scores, ids = self.scores(x), ids.long()
         if self.local is not None:
             experts = torch.full((len(self.local) + 1,), -1, device=ids.device)

@@ -27,8 +27,7 @@ _MOST_ROWS = 512
 
 
 class MeetingOfLayers(Predictor):
-    """Asks the next layer's gate about the inputs of the last P layers. Experts ``held`` on the device cost no
-    transfer."""
+    """Asks the next layer's gate about inputs of the last P layers; experts ``held`` on the device cost no transfer."""
 
     def __init__(
         self,

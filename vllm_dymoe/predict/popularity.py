@@ -16,8 +16,7 @@ from vllm_dymoe.residency.routing import Phase, Routing
 
 
 class Popularity(Predictor):
-    """Counts what every layer wanted, and names the next layer's favourites; after ``half_life`` steps a step counts
-    half."""
+    """Counts what layers want, and names the next layer's favourites; after ``half_life`` steps a step counts half."""
 
     def __init__(self, num_layers: int, num_experts: int, decode_experts: int, half_life: float = 1000) -> None:
         self._num_layers = num_layers

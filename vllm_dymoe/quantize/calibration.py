@@ -108,9 +108,8 @@ class Calibration:
         *,
         borrow: bool = False,
     ) -> tuple[Curvature, Curvature]:
-        """Of what an expert's gate and up read, and of what down reads, with the inputs of both rotated together in
-        blocks of ``rotations``; CalibrationError if that is not finite. ``borrow`` takes what the layer read in place
-        of what the router sent."""
+        """Of what an expert's gate and up read, or with ``borrow`` what the layer read, and of what down reads, both
+        rotated in blocks of ``rotations``; CalibrationError if that is not finite."""
         function = self.recording.activation_of(layer)
         up = _linear(*matrices[Projection.UP])
         gate = _linear(*matrices[Projection.GATE]) if function.has_gate else None

@@ -1,5 +1,4 @@
-"""Work on all cores, each piece on one: quantizing is many small operations, and spreading each costs more than it
-gains."""
+"""Work on all cores, each piece on one: quantizing is many small operations, and spreading each costs too much."""
 
 import contextlib
 import os

@@ -119,8 +119,7 @@ class Format:
         return self.sections[-1].stop
 
     def view(self, blob: torch.Tensor, base: Expert | None = None) -> Expert:
-        """See a slice (uint8 [nbytes], contiguous), with its base if it is nested, as packed matrices, without
-        copying."""
+        """See a slice (uint8 [nbytes], contiguous), with its base if nested, as packed matrices, without copying."""
         gate, up, down = (
             matrix.view(blob[section], upper)
             for matrix, section, upper in zip(self.matrices, self.sections, base or (None,) * 3, strict=True)
@@ -199,8 +198,7 @@ def nested(fmt: Format) -> Format:
 
 
 def nests(bits: Sequence[int], code: Code | None) -> bool:
-    """Whether the low one of two tiers lies inside the high one, of this code; the upper half of a float is no
-    float."""
+    """Whether the low one of two tiers lies inside the high one, of this code; half a float is no float."""
     return not (code and code.floats) and set(bits) in ({4, 2}, {8, 4})
 
 

@@ -29,9 +29,8 @@ class Swap(NamedTuple):
 
 
 def averaged(score: NDArray[np.float64], counts: NDArray[np.int64], alpha: float) -> NDArray[np.float64]:
-    """Hotness, float64 [layers, experts] in even shares, with the counts int64 of one more window in it, of weight
-    alpha. A layer that counted nothing keeps what is known; one of which nothing is known, zeros, takes the window for
-    itself."""
+    """Hotness, float64 [layers, experts] in even shares, with counts int64 of one more window, of weight alpha. Layers
+    that counted nothing keep what is known; one of which nothing is known, zeros, takes the window for itself."""
     shares, known = even_shares(counts), score.any(1, keepdims=True)
     return np.where(counts.any(1, keepdims=True), np.where(known, score + alpha * (shares - score), shares), score)
 

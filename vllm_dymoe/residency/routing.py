@@ -87,7 +87,7 @@ class Routing:
 
 
 def group_by_expert(ids: NDArray[np.int64]) -> Grouped:
-    """Group the pairs of a step [tokens, top_k] by expert; negative where another rank has it, or a row fills up a
+    """Group the pairs of a step [tokens, top_k] by expert; negative are another rank's, and rows that fill up a
     batch."""
     tokens, top_k = ids.shape
     if tokens == 1:  # decode of one request: no sorting of arrays, no tensors to divide

@@ -118,6 +118,6 @@ def _find_places(
 
 
 def coldest(heat: Ints, used_at: Ints, among: Ints) -> int:
-    """The expert to give up among some, ascending: the coldest, the one used longest ago among equals, the first of
-    them."""
+    """The expert to give up among some, ascending: the coldest, among equals the one used longest ago, then the
+    first."""
     return int(among[np.argmin(heat[among] * _STEPS + used_at[among])])

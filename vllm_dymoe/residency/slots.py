@@ -77,8 +77,7 @@ class SlotPool:
         return len(self._free)
 
     def take(self, *, kept: bool) -> Slot | None:
-        """A free slot with whatever bytes, or None: for a layer that keeps what comes one of those promised, else of
-        the rest."""
+        """A free slot, whatever its bytes, or None: to be kept one of those that were promised, else of the rest."""
         if not self._free if kept else len(self._free) <= self.promised:
             return None
         self.promised -= kept

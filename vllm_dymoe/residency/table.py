@@ -200,8 +200,7 @@ class Table:
         self.tier[layer, expert], self.slot[int(fine), layer, expert] = CODES[tier], slot
 
     def remove(self, layer: int, expert: int, *, fine: bool = False) -> list[tuple[Tier, int]]:
-        """Empty a row, or leave an expert its base alone if ``fine`` is given up; tier and index of each slot that it
-        named."""
+        """Empty a row, or give up its ``fine`` slice alone; tier and index of each slot that it named."""
         code = int(self.tier[layer, expert])
         slots: list[tuple[Tier, int]] = []
         if self.nested and code == HIGH:

@@ -36,8 +36,8 @@ class DecodeKernel(AheadKernel, WideKernel, Protocol):
         ids: Tensor,  # int [rows, top_k], negative where another rank has the expert
         activation: Activation,
     ) -> Tensor:
-        """Decide, fetch and compute, without waiting: [rows, hidden], the weighted sum over each token's experts on
-        this rank."""
+        """Decide, fetch and compute, without waiting: [rows, hidden], the sum over each token's experts on this
+        rank."""
         ...
 
 

@@ -95,9 +95,8 @@ class DeviceSide:
             self._sources = sources
 
     def take_counts(self, counts: ResidencyCounts, transfers: TransferStats, guesses: PrefetchStats) -> None:
-        """Add what the device has counted since the last time; waits for it. An expert that is read through for more
-        than two tokens is read again for each two of them; that is one transfer here, and so is one that came in part
-        ahead."""
+        """Add what the device has counted since the last time; waits for it. An expert that is read through again for
+        each two tokens is one transfer here, and so is one that came in part ahead."""
         values = self.table.counters.sum(0).tolist()
         self.table.counters.zero_()
         low = values[Counter.WANTED_LOW] - values[Counter.SKIPPED]

@@ -32,8 +32,7 @@ class Fetch:
 
 
 class Fetcher:
-    """Moves one rank's experts; if it overlaps a copy waits for the slot's last reader alone, else for all that
-    computes."""
+    """Moves one rank's experts; a copy that overlaps waits for the slot's last reader alone, others for all of them."""
 
     def __init__(self, memory: ExpertMemory, engine: TransferEngine, *, overlaps: bool = True) -> None:
         self.memory, self.engine, self._overlaps = memory, engine, overlaps
@@ -66,8 +65,7 @@ class Fetcher:
             self._publish(fetch)
 
     def release(self, fetch: Fetch, last_read: Any) -> None:
-        """An expert has been used: its slot is free unless it is kept, for a copy behind the computation that reads
-        it."""
+        """An expert has been used: its slot is free unless kept, for a copy behind the computation that reads it."""
         if last_read is not None:
             fetch.slot.last_read = last_read
         if not fetch.kept:

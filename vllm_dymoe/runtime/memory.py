@@ -160,7 +160,7 @@ def _views(store: HostStore) -> Callable[[int, int, tuple[int, ...]], Expert]:
 
 
 def check_memory(memory: ExpertMemory, in_flight: Iterable[tuple[Tier, Slot, bool]]) -> None:
-    """AssertionError unless every slot is free, named by a row, or in flight, and the budget is kept; waits for the
+    """AssertionError unless every slot is free, in a row, or in flight, and the budget is kept; waits for the
     device."""
     there, decides = list(in_flight), memory.writer is Writer.DEVICE
     if memory.device_side is not None:

@@ -1,5 +1,4 @@
-"""Every MoE layer of one model on one rank: how the budget is spent, and what can change while ``serving`` has its
-steps."""
+"""Every MoE layer of one model on one rank: how the budget is spent, and what changes while ``serving`` has steps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -19,10 +19,10 @@ class SlotPools(dict[Tier, SlotPool]):
     def __init__(self, device: torch.device, device_memory: DeviceMemory) -> None:
         super().__init__()
         self._device, self._device_memory = device, device_memory
+        self._where = "host" if device.type == "cpu" else "device"  # in messages
 
     def make(self, tier: Tier, fmt: Format, count: int, promised: int) -> None:
-        """Add slots whose memory is there from now on, whatever else is taken later; ConfigError if it is taken
-        already."""
+        """Add slots whose memory is there from now on; ConfigError if something else has taken it already."""
         nbytes, available = count * fmt.nbytes, self._device_memory.available()
         if available < nbytes:
             raise ConfigError(
@@ -53,8 +53,7 @@ class SlotPools(dict[Tier, SlotPool]):
         self._device_memory.available()
 
     def check_growth(self, plan: SlotPlan, before: SlotPlan, formats: Mapping[Tier, Format]) -> None:
-        """ConfigError for more slots, the old ones still there, than the device has memory for beside what computation
-        takes."""
+        """ConfigError for more slots than fit beside what computation takes; the old ones are still there."""
         if plan.limit <= before.limit:  # the device has given as much before
             return
         wanted = sum(count * formats[tier].nbytes for tier, count in plan.slots.items())
@@ -67,7 +66,3 @@ class SlotPools(dict[Tier, SlotPool]):
                 f"they take {held}, {available} are free, and computation needs {computation} of these; set "
                 f"expert_budget to at most {room + plan.workspace_bytes} bytes."
             )
-
-    @property
-    def _where(self) -> str:
-        return "host" if self._device.type == "cpu" else "device"

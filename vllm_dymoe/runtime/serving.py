@@ -1,6 +1,5 @@
-"""The forward of one MoE layer in a step that the host decides: tiers, rule, compute, combine. Rows of results are
-added in the router's order at the end, so that neither what is on the device nor any timing changes a bit (invariant
-1)."""
+"""The forward of one MoE layer in a step that the host decides: tiers, rule, compute, combine. Results are added in the
+router's order at the end, so that neither what is on the device nor any timing changes a bit (invariant 1)."""
 
 import contextlib
 import time
@@ -33,8 +32,7 @@ from vllm_dymoe.transfer import HostLevel, TransferEngine, TransferStats
 
 
 class Serving:
-    """The steps that the host decides, and what they are served with; where the device decides nothing is foreseen
-    here."""
+    """The steps that the host decides, and what they are served with; nothing is foreseen beside a device that does."""
 
     system: System  # chooses tiers
     bits: Mapping[Tier, int]  # of each tier, 0 for one that is skipped

@@ -200,8 +200,7 @@ def _plan_residents(
 
 
 def layer_worth(experts: ModelExperts, worth: Sequence[float]) -> list[float]:
-    """For every layer; a draft's, which decide no token, are worth least. ConfigError if it is said of another
-    number."""
+    """For every layer; a draft's, which decide no token, are worth least. ConfigError if there are not as many."""
     own = len(experts.layers) - experts.draft_layers
     if worth and len(worth) != own:
         raise ConfigError(

@@ -140,7 +140,6 @@ def test_options_of_the_examples_are_accepted(page):
 
 
 def test_variables_of_the_examples_are_accepted():
-    """Those that stand before one command, together."""
     one = r"\b(DYMOE_[A-Z_]+)=(?:'([^']*)'|([^'\s`]+))"
     commands = re.finditer(rf"(?:{one}[\s\\]*)+", "\n".join(TEXTS.values()))
     found = [re.findall(one, command[0]) for command in commands]

@@ -104,7 +104,6 @@ def test_what_nothing_can_be_learnt_from_is_refused(trace, architecture, words):
 
 @pytest.mark.parametrize("tokens", [1, 2, 65])
 def test_a_last_token_alone_is_no_batch(tokens):
-    """Batch normalisation needs two."""
     train(
         made_up(requests=8, tokens=tokens, sizes=SIZES), KINDS["a network for each layer"], Recipe(epochs=1, batch=64)
     )

@@ -84,7 +84,6 @@ def test_errors_and_rare_experts_are_reported(made, tmp_path):
 
 @pytest.mark.parametrize(("how", "quantizer"), [("SIGKILL", "gptq"), ("SIGINT", "e8")])
 def test_a_run_that_was_ended_goes_on_and_gives_the_same_bytes(made, tmp_path, how, quantizer):
-    """The process ends when the first layer is packed."""
     model, calibration, *_ = made
     options = ("--hi", 4, "--lo", 2, "--quantizer", quantizer, "--calibration", calibration)
     out, whole = tmp_path / "out", tmp_path / "whole"

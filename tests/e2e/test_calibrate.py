@@ -61,7 +61,6 @@ def recorded(llm, tmp_path_factory):
 
 
 def test_what_is_recorded_is_what_the_experts_read(recorded):
-    """tests/quantize/test_calibration has what is made of it."""
     out, recording, seen = recorded
     assert (recording.layers, recording.num_experts, recording.top_k) == (tuple(range(LAYERS)), EXPERTS, TOP_K)
     assert len(recording.parts) > 1

@@ -36,7 +36,6 @@ def served(llm, budget, batch):
 
 
 def test_the_device_computes_what_the_host_computes():
-    """Tokens and log-probabilities are equal to the last bit."""
     batches = (3, DECODE_ROWS)
     with engine(dymoe=OPTIONS) as llm:
         want = {batch: served(llm, "100%", batch) for batch in batches}

@@ -148,7 +148,6 @@ def test_an_aborted_request_leaves_the_others_as_they_are(plain, plain_answers):
 
 
 def test_dummy_weights_need_no_checkpoint_and_no_time(tmp_path):
-    """config.json and the tokenizer are enough."""
     for path in MODEL.glob("*.json"):
         if "safetensors" not in path.name:
             shutil.copy(path, tmp_path)

@@ -136,7 +136,6 @@ def counts_of_drafts(llm):
 
 
 def test_drafts_with_experts_are_served_out_of_the_same_slots(tmp_path):
-    """Multi-token prediction: vLLM's own tokens, with drafts accepted."""
     folder = save_with_drafts(tmp_path / "model")
     with small_engine(folder) as llm:
         want = [a.tokens for a in answers(llm)]

@@ -244,7 +244,6 @@ def test_metrics_say_what_the_workers_count(client, server, checkpoint):
 
 
 def test_a_mistake_ends_the_start_with_one_sentence(checkpoint):
-    """vllm_adapter/test_prepare has the others."""
     options = '{"dymoe": {"expert_budget": 1000}}'
     done = run_until_it_ends([BIN / "vllm", "serve", checkpoint, "--enforce-eager", "--additional-config", options])
     assert done.returncode != 0

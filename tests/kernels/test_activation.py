@@ -31,7 +31,6 @@ FORMULAS = {
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 def test_every_activation_is_its_formula_far_beyond_all_limits(activation):
-    """Every pair of values on a grid; up itself is left as it was."""
     values = torch.linspace(-12, 12, 49, dtype=torch.float64)
     gate, up = (grid.flatten() for grid in torch.meshgrid(values, values, indexing="ij"))
     formula, before = FORMULAS[activation.curve], up.clone()

@@ -71,7 +71,6 @@ print(json.dumps(calls))
 
 
 def test_the_first_call_compiles_what_later_ones_need():
-    """Whatever numbers of tokens come later, no request waits for the compiler."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

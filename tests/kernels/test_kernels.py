@@ -115,7 +115,6 @@ def test_experts_computed_together_get_the_bits_they_get_alone(width, activation
 @pytest.mark.parametrize("code", [*KINDS.values(), *LATTICES.values()], ids=lambda code: code.name)
 @pytest.mark.parametrize("activations", [16, 8])
 def test_a_token_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(isa, code, activations):
-    """Invariant 1 for what requests share a step, which their arrival decides."""
     expert = random_expert(150, 100, code, bias=True, act_order=True)
     x, threads = random_tokens(70, 150, torch.bfloat16), torch.get_num_threads()
     make = partial(CpuKernel, isa=isa, activations=activations)

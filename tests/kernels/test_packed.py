@@ -50,7 +50,6 @@ def test_codes_scales_and_zeros_survive(format, seed):
 @settings(max_examples=80, deadline=None)
 @given(formats.filter(lambda format: format.bits > 2), st.booleans(), st.integers(0, 2**31))
 def test_the_low_version_is_inside_the_high_one(format, steps, seed):
-    """And is the middle of all codes that share its half."""
     format = replace(format, code=NESTED[format.bits], integer_zeros=steps)
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 1 << format.bits, (format.rows, format.columns), generator=generator, dtype=torch.uint8)

@@ -48,7 +48,6 @@ def random_x(tokens, hidden, dtype=torch.bfloat16, seed=0):
     act_order=some_widths,
 )
 def test_any_mix_agrees_with_the_reference(bits, tokens, activation, steps, act_order, seed, **sizes):
-    """Any mix of bit-widths and numbers of tokens in one call."""
     rest = sizes | {"gate": activation.has_gate}
     flags = [{"steps": b in steps, "act_order": b in act_order} for b in bits]
     experts = [random_expert(code=b, seed=seed + i, **rest, **flags[i]) for i, b in enumerate(bits)]

@@ -129,23 +129,6 @@ def test_every_code_is_its_level(book):
     assert torch.allclose(out.t().cpu(), dequantize(down, torch.bfloat16), rtol=tolerance, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("steps", "act_order", "bias", "dtype"), [({4}, {8, 4}, False, torch.float16), ({8, 2}, {2}, True, BFLOAT16)]
-)
-def test_what_other_tools_quantized_at_some_bits_and_not_at_others(steps, act_order, bias, dtype):
-    """A checkpoint's integers beside a tier derived from them; from slots, and fetched on the way."""
-    flags = frozenset(steps), frozenset(act_order)
-    experts = Experts(ExpertShape(150, 60, 32, dtype, bias, *flags), [8, 4, 2, 16])
-    x, work = random_x(1, 150, dtype), work_list([[(0, e)] for e in range(4)], 4)
-    _, out = decode(x, experts.table(), work, 4)
-    for expert in range(4):
-        assert relative_error(out[expert], experts.reference(expert, x, SILU)[0]) < TOLERANCE[dtype]
-    slots = [torch.zeros_like(blob) for blob in experts.blobs]
-    fetched = decode(x, experts.table([slot.data_ptr() for slot in slots]), work, 4)[1]
-    assert torch.equal(fetched, out)
-    assert all(torch.equal(slot, blob) for slot, blob in zip(slots, experts.blobs, strict=True))
-
-
 def test_the_order_of_programs_changes_no_bit():
     """Another program arrives last when the items come in another order."""
     experts = Experts(ExpertShape(130, 64, 32, BFLOAT16), [4, 2, 4])

@@ -213,7 +213,6 @@ def record_and_return(folder):
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_process_that_ends_writes_what_is_left(tmp_path, method):
-    """As vLLM's workers are, for which atexit's functions are not called."""
     process = multiprocessing.get_context(method).Process(target=record_and_return, args=(tmp_path,))
     process.start()
     process.join(60)

@@ -61,7 +61,6 @@ def test_equal_scores_are_interchangeable():
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_experts_of_another_rank_are_not_compared(rank):
-    """Two ranks, which have the even and the odd experts."""
     local = tuple(expert // 2 if expert % 2 == rank else -1 for expert in range(6))
     gate = Gate(lambda x: x, local=local)
     logits = torch.randn(20, 6, generator=torch.Generator().manual_seed(0))

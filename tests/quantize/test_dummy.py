@@ -10,8 +10,6 @@ from vllm_dymoe.quantize.dummy import fill_randomly, random_store
 from vllm_dymoe.residency.code import CODEBOOKS
 from vllm_dymoe.residency.format import BlobKey, Projection, all_keys
 from vllm_dymoe.residency.matrix import MatrixFormat
-from vllm_dymoe.store import FileStore, Manifest
-from vllm_dymoe.store.writer import StoreWriter
 
 PROJECTIONS = len(Projection)
 
@@ -55,20 +53,6 @@ def test_biases_are_filled_and_padding_stands_for_zeros():
     assert gate.format.padded_rows > 70
     assert (gate.scales_zeros[:, 70:] == 0).all()
     assert (gate.scales_zeros[:, :70] != 0).all()
-
-
-def test_a_store_in_files_passes_its_checksums_and_counts_its_progress(tmp_path):
-    experts = make_experts()
-    manifest, done = Manifest(experts, "dummy", "0" * 16), []
-    store = random_store(experts, StoreWriter(tmp_path / "store", manifest), 5, lambda: done.append(1))
-    assert len(done) == 2 * 6 * PROJECTIONS
-    assert isinstance(store, FileStore)
-    in_memory = random_store(experts, MemoryWriter(experts), 5)
-    for key in all_keys(experts):
-        blob = torch.empty(experts.formats[key.bits].nbytes, dtype=torch.uint8)
-        store.read_into(key, blob)
-        assert torch.equal(blob, in_memory.blob(key))
-    store.close()
 
 
 @pytest.mark.parametrize("book", CODEBOOKS.values(), ids=CODEBOOKS)

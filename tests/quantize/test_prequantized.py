@@ -31,7 +31,6 @@ def packed(matrix, group_size, dtype=torch.float16, *, steps=True, act_order=Fal
 @pytest.mark.parametrize(("source", "store"), [(128, 128), (128, 32), (64, 64), (None, 128), (None, 32), (96, 32)])
 @pytest.mark.parametrize("act_order", [False, True])
 def test_integers_and_weights_are_the_checkpoints(bits, dtype, source, store, act_order):
-    """Also where the last group is shorter than the others."""
     matrix = prequantized(70, 200, source, bits=bits, dtype=dtype, shuffled=act_order)
     section = packed(matrix, store, dtype, act_order=act_order)
     assert torch.equal(unpack(section), matrix.codes)
@@ -78,7 +77,6 @@ PLAIN, SHUFFLED = prequantized(8, 64, 32), prequantized(8, 64, 32, shuffled=True
     ],
 )
 def test_what_cannot_be_held_is_refused(matrix, group_size, options, sentence):
-    """And scales that are not finite."""
     with pytest.raises(ValueError, match=sentence):
         packed(matrix, group_size, **options)
     matrix = replace(matrix, scales=torch.full_like(matrix.scales, torch.inf))

@@ -74,7 +74,6 @@ def test_rows_that_are_quantized_together_change_nothing(name, monkeypatch):
 @settings(max_examples=40, deadline=None)
 @given(weights, bit_widths)
 def test_hqq_is_no_worse_than_rounding_in_its_own_norm(weight, bits):
-    """Group by group."""
     norms = {}
     for name in QUANTIZERS:
         errors = (weight - dequantize(quantized(weight, bits, name))).abs().pow(NORM)

@@ -187,7 +187,6 @@ def test_shares_that_a_pool_does_not_have_are_refused():
 
 
 def test_a_step_without_rows_changes_nothing():
-    """Graphs are warmed up and captured with steps of no one's tokens."""
     table = make_table({LOW: [2, 2], HIGH: [2, 2]})
     decide(table, 0, *random_step(1))
     before = {name: value.clone() for name, value in vars(table).items()}

@@ -165,7 +165,6 @@ def test_a_runtime_that_foresaw_nothing_begins_to():
 
 
 def test_what_was_computed_to_warm_up_is_not_counted():
-    """As vLLM does, with thousands of tokens that are all alike."""
     x, weights = torch.randn(512, STORE.experts.formats[4].hidden).bfloat16(), torch.full((512, 2), 0.5)
 
     def favourites(ids, warm):

@@ -103,8 +103,6 @@ def test_choices_are_counted_where_they_are_made_and_read_once(rows):
 
 
 def test_ranks_whose_clocks_differ_close_a_window_with_the_same_counts():
-    """The second one's clock is a step behind."""
-
     def run(rank, agree):
         runtime = planned_runtime(True, agree=agree, window_s=3, window_uses=0.1)
         runtime.memory.device_side.table.recording.fill_(1)

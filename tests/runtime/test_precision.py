@@ -153,7 +153,6 @@ def test_the_three_rules_of_the_cache_through_the_system(budget):
     ids=["apart", "4/2", "8/4", "skips"],
 )
 def test_without_reuse_no_budget_changes_a_bit(store, lo, retention):
-    """What is skipped is skipped, even if the cache has it."""
     options = {"store": store, "lo": lo, "reuse_high": False}
     want = run(make_runtime(retention, "100%", **options))
     for budget in ("60%", "20%"):
@@ -191,7 +190,6 @@ def test_skipped_experts_move_nothing():
 
 @pytest.mark.parametrize("rule", ["keep", "renormalize"])
 def test_what_skipping_leaves_is_the_sum_over_the_others(rule):
-    """Against runs with the others alone, whose weights are set by hand."""
     runtime = make_runtime(0.6, "100%", lo=0, high_by="depth", skipped_weights=rule)
     recorded = Recorded(runtime)
     x, weights, ids = random_step(5, 9)

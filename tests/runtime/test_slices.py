@@ -92,7 +92,6 @@ def test_a_promotion_moves_the_fine_slice_and_a_demotion_nothing(bits):
 
 
 def test_a_promotion_that_is_not_kept_loses_neither_version():
-    """More are wanted high than the layer has fine slices for."""
     runtime = make_runtime(budget="60%", high=0.5)
     fine, base = sizes(runtime)
     share = int(runtime.memory.table.shares[0, HIGH])

@@ -101,55 +101,6 @@ def test_a_graph_of_a_layer_holds_for_any_budget():
     assert len(runtime.decode.wide._captured) == 1
 
 
-class Order:
-    """The calls of a step, in the order in which they are enqueued."""
-
-    def __init__(self, monkeypatch):
-        self.calls, self._on = [], "main"
-        for name in ("plan", "copy", "compute", "finish"):
-            monkeypatch.setattr(PlainWide, name, self._noted(name, getattr(PlainWide, name)))
-
-    def _noted(self, name, method):
-        def call(step, *arguments):
-            group = arguments[:1] if name in ("copy", "compute") else ()
-            self.calls.append((self._on, name, *group))
-            return method(step, *arguments)
-
-        return call
-
-    @contextlib.contextmanager
-    def fork(self):
-        self.calls.append(("branch", "fork"))
-        self._on = "branch"
-        yield
-        self._on = "main"
-
-    def mark(self):
-        return len(self.calls)
-
-    def join(self, mark=None):
-        self.calls.append(("main", "join"))
-
-
-def test_copies_are_enqueued_ahead_of_what_is_computed(monkeypatch):
-    runtime, order = decided_runtime(STORES[0], "25%", Roomy(), lo=0), Order(monkeypatch)
-    wide = runtime.decode.wide
-    monkeypatch.setattr(wide, "_branch", order)
-    for layer in range(2):
-        decode_wide(runtime, layer, *random_step(layer, 40, STORES[0].experts))
-    half, passes = wide._half, -(-wide._passing // wide._half)
-    assert half > 1
-    assert passes > 2
-    begin = [("main", "plan"), ("branch", "fork"), ("branch", "copy", 1), ("branch", "copy", 2)]
-    there = [("main", "compute", 0)]
-    passing = []
-    for group in range(2, 2 + passes):
-        passing += [("branch", "fork"), ("branch", "copy", group + 1), ("main", "join"), ("main", "compute", group)]
-    end = [("main", "join"), ("main", "compute", 1), ("main", "finish")]
-    first = begin + there + passing + end
-    assert order.calls == first + begin + [("main", "join")] + there + passing + end
-
-
 @pytest.mark.parametrize("captured", [False, True])
 def test_no_step_waits_for_the_device(monkeypatch, captured):
     """Of launches that do nothing: what is left is the path's own code, with ids that only the device knows."""

@@ -49,7 +49,6 @@ def test_scores_of_16_bits_are_computed_in_32():
 
 
 def test_scores_are_held_for_a_few_heads_at_a_time(monkeypatch):
-    """Memory does not grow with the number of heads."""
     sizes, product = [], torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda a, b: sizes.append((out := product(a, b)).numel()) or out)
     query, key = torch.randn(500, 32, 8), torch.randn(500, 8, 8)
@@ -89,7 +88,6 @@ def told(phase):
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 30), st.integers(1, 4), st.integers(0, 1000), st.sampled_from((None, False, True)))
 def test_importance_against_its_definition(tokens, top_k, seed, mixed):
-    """Each phase is measured over its own tokens."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.stack([torch.randperm(8, generator=generator)[:top_k] for _ in range(tokens)]).int() - 1
     weights = torch.rand(tokens, top_k, generator=generator)

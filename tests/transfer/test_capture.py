@@ -21,7 +21,6 @@ NBYTES = STORE.experts.formats[4].nbytes
 
 
 def test_what_is_queued_goes_on_by_itself_afterwards():
-    """On Python's own threads."""
     streams = RecordedStreams(History(), lambda: time.sleep(1e-3), lambda: True)
     engine = TransferEngine(PinnedDelivery(STORE, streams, worth_a_copy=0), 1, eager=True)
     slots = [torch.empty(NBYTES, dtype=torch.uint8) for _ in range(4)]

@@ -180,7 +180,6 @@ def test_where_reads_take_cores_no_thread_competes_with_the_waiting_one(memory_s
 
 @pytest.mark.parametrize("threads", [0, 1])
 def test_what_has_arrived_is_not_remembered(memory_store, threads):
-    """The engine of a server that runs for months holds no ticket of last week."""
     engine = TransferEngine(CpuDelivery(memory_store), threads, timeout=10)
     slot = torch.empty_like(memory_store.blob(BlobKey(0, 0, 4)))
     for expert in range(6):

@@ -7,8 +7,7 @@ import pytest
 import torch
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
 
 from tests.vllm_adapter.test_prepare import configure, refusal, with_quantization_config
@@ -168,35 +167,6 @@ def test_what_the_formats_of_a_checkpoint_are(config):
         model.add_layer(spec)
         assert [fmt.act_order for fmt in model.experts.formats.values()] == [False, bool(ordered)]
         assert [fmt.integer_zeros for fmt in model.experts.formats.values()] == [False, config is AWQ]
-
-
-@pytest.mark.parametrize("config", [GPTQ, COMPRESSED])
-def test_ordered_experts_are_served_beside_dense_layers_that_are_not_quantized(config, monkeypatch):
-    """vLLM 0.32 refuses the configuration as a whole; older ones run such layers."""
-    answers = []
-    layer, attention = torch.nn.Module(), torch.nn.Module()
-    layer.__class__ = type("Dense", (LinearBase,), {"__init__": None})
-    ours = {"quant_method": "dymoe", "format_version": 5, "hi": 4, "ordered": [4], "dense": config}
-    for asked in (config, ours):
-        dymoe = DymoeConfig.from_config(asked)
-        monkeypatch.setattr(dymoe._dense, "get_quant_method", lambda layer, prefix: answers[-1])
-        answers.append(UnquantizedLinearMethod())
-        assert dymoe.get_quant_method(layer, "model.layers.0.self_attn.o_proj") is answers[-1]
-        answers.append(SimpleNamespace(create_weights=None, process_weights_after_loading=None))
-        assert dymoe.get_quant_method(attention, "model.layers.0.self_attn.attn") is answers[-1]
-        if vllm_takes(config):
-            assert dymoe.get_quant_method(layer, "model.layers.0.self_attn.o_proj") is answers[-1]
-            continue
-        with pytest.raises(ConfigError, match=r"cannot run the dense layers .* or one whose dense layers have 16 bits"):
-            dymoe.get_quant_method(layer, "model.layers.0.self_attn.o_proj")
-
-
-def vllm_takes(config):
-    try:
-        get_quantization_config(config["quant_method"]).from_config(dict(config))
-    except ValueError:
-        return False
-    return True
 
 
 OURS = {"quant_method": "dymoe", "format_version": 5, "hi": 4, "zeros_in_steps": [4], "dense": AWQ}

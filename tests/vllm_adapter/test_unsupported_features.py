@@ -69,7 +69,6 @@ def test_what_cannot_work_is_refused_by_its_name(changes, sentence):
 
 @pytest.mark.parametrize("drafts", [None, draft(8, "the model"), draft(0)])
 def test_nothing_else_is_refused(drafts):
-    """The model's own draft and a dense one are not."""
     refuse_unsupported_features(engine_config(speculative_config=drafts))
 
 
@@ -102,7 +101,6 @@ def patched(name, original):
     ("ours", "name"), [(True, "experts.3.up_proj"), (False, "experts"), (True, "shared_experts.up_proj")]
 )
 def test_an_adapter_of_packed_experts_is_refused(ours, name):
-    """vLLM would leave out that part of it."""
     layer = torch.nn.Module()
     layer.quant_method = DymoeMoEMethod.__new__(DymoeMoEMethod) if ours else object()
     adapter = SimpleNamespace(loras={"layers.0.self_attn.q_proj": 1, f"layers.0.mlp.{name}": 2})

@@ -1,0 +1,221 @@
+"""The papers' rows in virtual time: what their systems gain on a machine whose clock no other process disturbs.
+
+The real runtime, cache, predictors and transfer engine replay the decode steps of a trace, with its router inputs, and
+the model's gates; experts take as long to compute and to move as the data sheet of an RTX 3090 behind PCIe 4 says of
+Qwen3-30B-A3B's at 4 bits. So a row is the same on every machine. The first pass over the trace warms caches up, tunes
+HEOP and shows the oracle what comes; the second is measured.
+"""
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+sys.path += [str(Path(__file__).resolve().parents[2])]
+
+from tests.small_model import make_experts, make_store
+from tests.support.deterministic_threads import DeterministicThreads
+from tests.support.happens_before import History
+from vllm_dymoe.bench import systems as compared
+from vllm_dymoe.bench.papers import duoserve, dymoe, firm
+from vllm_dymoe.cli.paper import gates_of
+from vllm_dymoe.config import Options
+from vllm_dymoe.observe.trace import Trace
+from vllm_dymoe.predict import RoutedModel, accuracy
+from vllm_dymoe.predict.gate import Gate
+from vllm_dymoe.residency.routing import Routing
+from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.systems import make_system
+from vllm_dymoe.transfer import engine, link, mover, queue
+from vllm_dymoe.transfer.engine import TransferEngine
+from vllm_dymoe.transfer.host import CpuDelivery
+from vllm_dymoe.transfer.link import EmulatedLink
+
+MODEL = Path(__file__).resolve().parents[1] / "tiny_moe" / "model"
+_BANDWIDTH, _LINK = 936e9, 31.51e9  # RTX 3090 and PCIe 4 x16, bytes per second
+_EXPERT, _ATTENTION = 2_654_208, 2 * 2048 * (2 * 4096 + 2 * 512)  # bytes of an expert at 4 bits, and of attention
+
+
+_WITHOUT = {"firm": "nothing ahead", "duoserve": "ACC", "dymoe": "2. cache"}
+"""The row of each paper that fetches nothing ahead."""
+
+
+class VirtualTime(DeterministicThreads):
+    """Deterministic threads; time passes when all of them sleep or wait."""
+
+    def __init__(self) -> None:
+        super().__init__(History(), seed=0, restless=0.0)
+        self.now = 0.0
+        self._wakes: dict[object, float] = {}
+
+    def sleep_until(self, due: float) -> None:
+        """Let the others go on until a moment."""
+        if due > self.now:
+            me = object()
+            self._wakes[me] = due
+            self.block(lambda: self.now >= due)
+            del self._wakes[me]
+
+    def _pass_on(self) -> None:
+        if not any(runner.until() for runner in self._runners.values()) and self._wakes:
+            self.now = min(self._wakes.values())
+        super()._pass_on()
+
+
+class Replay:
+    """A trace, and what serves it.
+
+    Args:
+        trace: with router inputs.
+        steps: of it that are served.
+        host: seconds of the host for a layer.
+        predictor: file of DuoServe-MoE's network.
+    """
+
+    def __init__(self, trace: Trace, steps: int, host: float, predictor: Path | None) -> None:
+        header, decoded = trace.header, trace.select(~trace.prefill)
+        order = decoded.in_order()[:steps]
+        assert decoded.router_inputs is not None, "the trace was recorded without router inputs"
+        self._inputs = decoded.router_inputs[order].to(torch.bfloat16)
+        self._ids, self._weights = decoded.experts[order].int(), decoded.weights[order].float()
+        self._header, self._host, self._predictor = header, host, predictor
+        self._gates = [Gate(partial(_logits, weight.float())) for weight in gates_of(MODEL)]
+        shape = {"layers": header.num_layers, "num_experts": header.num_experts, "top_k": header.top_k}
+        self._stores = {nested: make_store(make_experts(nested=nested, **shape)) for nested in (False, True)}
+
+    def served(self, options: Mapping[str, Any], budget: str, link_share: float = 1.0) -> tuple[float, float]:
+        """Milliseconds of a token, and the share of its experts that were there."""
+        threads = VirtualTime()
+        clock = SimpleNamespace(perf_counter=lambda: threads.now, monotonic=time.monotonic)
+        with contextlib.ExitStack() as stack:
+            for module in (engine, link, mover, queue, accuracy):
+                stack.enter_context(patch.object(module, "time", clock))
+            stack.enter_context(patch.object(link, "_sleep_until", threads.sleep_until))
+            return self._serve(threads, options, budget, link_share)
+
+    def _serve(
+        self, threads: VirtualTime, options: Mapping[str, Any], budget: str, link_share: float
+    ) -> tuple[float, float]:
+        header, store = self._header, self._stores[bool(options.get("lo"))]
+        given = dict(options)
+        network = given.pop("predictor", None) is not None
+        chosen = Options(group_size=32, expert_budget=budget, decisions="host", **given)
+        system, whole = make_system(chosen), store.experts.formats[4].whole_nbytes
+        predictor, runtimes = None, list[MoERuntime]()
+        if system.foresight is not None:
+            predictor = system.foresight.make(RoutedModel(
+                header.num_layers, header.num_experts, header.top_k, self._gates,
+                held=lambda layer: frozenset(runtimes[0].memory.table.tier[layer].nonzero()[0].tolist()),
+                hidden=header.hidden, fingerprint=header.fingerprint,
+                predictor=self._predictor if network else None,
+            ))  # fmt: skip
+        moves = EmulatedLink(CpuDelivery(store), link_share * _LINK * whole / _EXPERT)
+        transfers = TransferEngine(moves, 1, waiters_move=False, concurrency=threads)
+        device = torch.device("cpu")
+        runtime = MoERuntime(store, chosen, device, system=system, engine=transfers, predictor=predictor)
+        runtimes.append(runtime)
+        serving = runtime.serving
+        if serving.prefetcher is not None:
+            serving.prefetcher.clock = lambda: threads.now
+        step = SimpleNamespace()
+
+        def begin(x: Any, decision: Any, out: Any, activation: Any) -> None:
+            step.views = decision.views
+            out.zero_()
+
+        def compute(items: Sequence[int], receive: Any = None) -> None:
+            for projection in range(3):
+                if receive is not None:
+                    receive(projection + 1)
+                nbytes = sum(_bytes_of(step.views[item].gate.format) for item in items)
+                threads.sleep_until(threads.now + nbytes / whole * _EXPERT / _BANDWIDTH)
+
+        runtime.kernel.begin, runtime.kernel.compute = begin, compute  # type: ignore[method-assign]
+        tokens, layers = self._ids.shape[:2]
+        for _ in range(2):
+            runtime.reset_stats()
+            begun = threads.now
+            for token in range(tokens):
+                for layer in range(layers):
+                    threads.sleep_until(threads.now + _ATTENTION / _BANDWIDTH + self._host)
+                    x, ids, weights = (of[token : token + 1, layer] for of in (self._inputs, self._ids, self._weights))
+                    serving.forward(Routing(layer, layers, x, ids, weights))
+            seconds = threads.now - begun
+        hits = runtime.stats().hit_rate
+        runtime.engine.close()
+        return 1e3 * seconds / tokens, hits
+
+
+def _logits(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.linear(x.float(), weight)
+
+
+def _bytes_of(form: Any) -> int:
+    """Of one projection that is read, base and fine."""
+    return form.nbytes + (form.base.nbytes if form.nested else 0)
+
+
+def rows(paper: str) -> Iterator[tuple[str, Mapping[str, Any], tuple[str, ...], float]]:
+    """A label, options of the plugin, budgets, and the share of the link's rate that copies have."""
+    if paper == "firm":
+        for label, (options, _) in {**firm._TABLE_1, "nothing ahead": (firm._parts("nothing", whole=True), ())}.items():
+            yield label, options, tuple(firm._CACHES.values()), 1.0
+    elif paper == "duoserve":
+        for name in duoserve._COMPARED:
+            budget, options, _ = duoserve._SYSTEMS.get(name, ("top-k", duoserve._ORACLE, ()))
+            yield name, options, (budget,), 1.0
+        yield "ACC, pageable copies", duoserve._SYSTEMS["ACC"][1], ("top-k",), 0.4
+    else:
+        ablation = {**dymoe._ABLATION, "2, and an oracle": (dymoe._ORACLE, ())}
+        for label, (options, _) in ablation.items():
+            yield label, options, tuple(dymoe._PLACES.values()), 1.0
+        yield "4/2 by one threshold", {"system": "dymoe", "lo": 2}, tuple(dymoe._PLACES.values()), 1.0
+
+
+def show(paper: str, label: str, cells: Mapping[str, tuple[float, float]]) -> None:
+    """One row: milliseconds of a token and hits, by budget."""
+    shown = "  ".join(f"{budget} {ms:.2f} ms ({hits:.0%})" for budget, (ms, hits) in cells.items())
+    print(f"  {paper}: {label:<40} {shown}", flush=True)
+
+
+def main() -> None:
+    """A line for each row, and one of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", type=Path, help="folder of papers.py duoserve: a trace, and a network")
+    parser.add_argument("papers", nargs="*", default=("firm", "duoserve", "dymoe"))
+    parser.add_argument("--steps", type=int, default=96)
+    parser.add_argument("--host-us", type=float, nargs="+", default=(0, 300), help="of the host, for each layer")
+    plan = parser.parse_args()
+    torch.set_num_threads(1)
+    compared.make_known()
+    trace, found = Trace.load(plan.work / "trace"), {}
+    for host in plan.host_us:
+        replay = Replay(trace, plan.steps, 1e-6 * host, plan.work / "predictor.safetensors")
+        computing = (
+            1e3
+            * trace.header.num_layers
+            * (_ATTENTION / _BANDWIDTH + 1e-6 * host + trace.header.top_k * _EXPERT / _BANDWIDTH)
+        )
+        print(f"host {host:g} us a layer: a token computes {computing:.2f} ms", flush=True)
+        for paper in plan.papers:
+            for label, options, budgets, link_share in rows(paper):
+                cells = {budget: replay.served(options, budget, link_share) for budget in budgets}
+                show(paper, label, cells)
+                found[f"{paper}, host {host:g} us, {label}"] = {name: ms for name, (ms, _) in cells.items()}
+                if label == _WITHOUT[paper]:
+                    bounds = {name: (max(computing, ms - computing), hits) for name, (ms, hits) in cells.items()}
+            show(paper, f"bound: all of {_WITHOUT[paper]} overlaps", bounds)
+    print(json.dumps({"ms_per_token": found, "model": "Qwen3-30B-A3B's sizes, the shipped model's routers"}))
+
+
+if __name__ == "__main__":
+    main()

@@ -192,7 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path, help="folder of papers.py duoserve: a trace, and a network")
     parser.add_argument("papers", nargs="*", default=("firm", "duoserve", "dymoe"))
-    parser.add_argument("--steps", type=int, default=96)
+    parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--host-us", type=float, nargs="+", default=(0, 300), help="of the host, for each layer")
     plan = parser.parse_args()
     torch.set_num_threads(1)

@@ -43,6 +43,12 @@ def compile_variant(variant: Variant) -> Report:
     return Report(registers, spills, compiled.metadata.shared, tensor_cores.split(".")[0], barriers, len(loop))
 
 
+def compiled_ptx(variant: Variant) -> str:
+    """What the machine code is made of."""
+    source, target, options = _prepared(variant)
+    return str(triton.compile(source, target=target, options=options).asm["ptx"])
+
+
 def fused_instructions(variant: Variant) -> list[str]:
     """Lines of the PTX and of the machine code that multiply and add floats with one rounding.
 

@@ -1,0 +1,296 @@
+"""Is every output of decode computed by the same expressions, however it is launched? Runs PTX on trees of floats.
+
+    python benchmarks/gpu/flow.py [ARCHITECTURE] [TIERS ...]
+
+One program of a compiled kernel runs here, all threads in step, on random bytes. Integers are computed. A float operation
+gives, beside its value, a hash of its name with its rounding and of its operands' hashes: two outputs have one hash if
+the same operations were applied in the same order to the same bits. A kernel that fetches is compared with one that does
+not, and a token beside another one with it alone. For another Triton put it first on PYTHONPATH.
+"""
+
+import re
+import sys
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from checkout import find_package
+
+find_package()
+
+import triton  # noqa: E402
+from machine_code import compiled_ptx  # noqa: E402
+from variants import Variant, variants  # noqa: E402
+
+Lanes = NDArray[np.uint64]
+_SIZES = {"pred": 1, "8": 8, "16": 16, "32": 32, "64": 64}
+_REST = np.uint64(1)  # in memory and registers, in place of the second half's tree: it is the first one's
+
+
+class Value(NamedTuple):
+    """Of each thread; two floats of 16 bits may be in one register."""
+
+    bits: Lanes
+    tree: Lanes  # what it, or its lower half, was computed by; 0 for an integer, whose bits say everything
+    upper: Lanes
+
+
+def _mix(name: str, *parts: Lanes) -> Lanes:
+    result = np.full(parts[0].shape, zlib.crc32(name.encode()) + (1 << 40), np.uint64)
+    for part in parts:
+        result = (result ^ part) * np.uint64(0x9E3779B97F4A7C15)
+        result ^= result >> np.uint64(29)
+    return result | np.uint64(2)
+
+
+def _tree(value: Value) -> Lanes:
+    known = np.where(value.upper > _REST, _mix("both", value.tree, value.upper), value.tree)
+    return np.where(known != 0, known, _mix("leaf", value.bits))
+
+
+class Program:
+    """The first program of a launch, which takes integer arguments; `trees` are those of each 16 bits of memory."""
+
+    def __init__(self, ptx: str, memory: NDArray[np.uint8], arguments: Sequence[int], threads: int) -> None:
+        lines = [line.split("//")[0].strip() for line in ptx[ptx.index(".entry") : ptx.index("// -- End")].splitlines()]
+        self._code = [line for line in lines if line.endswith((";", ":")) and not line.startswith(".")]
+        self._labels = {line[:-1]: number for number, line in enumerate(self._code) if line.endswith(":")}
+        self._arguments, self._lane, self.trees = arguments, np.arange(threads), np.zeros(len(memory) // 2, np.uint64)
+        self._spaces = {
+            "global": (memory, self.trees),
+            "shared": (np.zeros(1 << 18, np.uint8), np.zeros(1 << 17, "u8")),
+        }
+        zero = np.zeros(threads, np.uint64)
+        self._registers = {
+            name: Value(zero, zero, zero) for name in ("global_smem", "%ctaid.x", "%ctaid.y", "%ctaid.z")
+        }
+        self._registers["%tid.x"] = Value(self._lane.astype(np.uint64), zero, zero)
+
+    def run(self) -> None:
+        """To its end.
+
+        Raises:
+            ValueError: threads part ways, or an instruction is not known here.
+        """
+        at = 0
+        while at < len(self._code):
+            line, at = self._code[at], at + 1
+            if line.endswith(":"):
+                continue
+            guard, name, rest = re.match(r"(?:@(!?%p\d+)\s+)?([\w.:]+)\s*(.*);", line).groups()
+            active = self._lane >= 0
+            if guard:
+                active = (self._registers[guard.lstrip("!")].bits != 0) ^ guard.startswith("!")
+            if name.startswith(("bra", "ret")):
+                if active.any() != active.all():
+                    raise ValueError(f"threads part ways: {line}")
+                if active.all():
+                    at = len(self._code) if name == "ret" else self._labels[rest.strip()]
+            elif not name.startswith(("bar", "membar", "fence")):
+                operands = re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,\s]+", rest)
+                self._execute(
+                    name.replace("::cta", "").split("."), [text.strip("{} ") if "," not in text else text for text in operands], active
+                )
+
+    def _value(self, text: str) -> Value:
+        if text[0] == "{":
+            low, high = (self._value(part.strip()) for part in text[1:-1].split(","))
+            any_float = (low.tree | high.tree) != 0
+            trees = (np.where(any_float, _tree(part), 0).astype(np.uint64) for part in (low, high))
+            return Value(low.bits | high.bits << np.uint64(16 if "%rs" in text else 32), *trees)
+        if text[0] in "%g":
+            return self._registers[text]
+        number = int(text[2:], 16) if text[:2] == "0f" else int(text, 0)
+        return Value(
+            np.full(len(self._lane), number & (1 << 64) - 1, np.uint64), *2 * (np.zeros(len(self._lane), "u8"),)
+        )
+
+    def _set(self, text: str, value: Value, active: NDArray[np.bool_]) -> None:
+        if text[0] == "{":
+            size, whole = np.uint64(16 if "%rs" in text else 32), (value.tree != 0) & (value.upper <= _REST)
+            halves = value.bits & np.uint64((1 << int(size)) - 1), value.bits >> size
+            for part, bits, tree, name in zip(text[1:-1].split(","), halves, value[1:], ("low", "high"), strict=True):
+                self._set(part.strip(), Value(bits, np.where(whole, _mix(name, value.tree), tree), 0 * bits), active)
+        elif active.all():
+            self._registers[text] = value
+        else:
+            before = self._registers.get(text, Value(*3 * (np.zeros(len(active), np.uint64),)))
+            self._registers[text] = Value(*(np.where(active, *both) for both in zip(value, before, strict=True)))
+
+    def _execute(self, words: list[str], operands: list[str], active: NDArray[np.bool_]) -> None:
+        name, size, lane = words[0], _SIZES.get(words[-1].lstrip("bsuf"), 32), self._lane
+        if name == "ld" and "param" in words:
+            number = int(re.search(r"_param_(\d+)", operands[1])[1])
+            self._set(operands[0], self._value(str([*self._arguments, 0, 0, 0][number])), active)
+        elif name in ("ld", "st", "ldmatrix", "atom"):
+            space, place = self._spaces["shared" if "shared" in words else "global"], operands[name != "st"]
+            base, offset = re.match(r"\[\s*(\S+?)\s*(?:\+\s*(-?\d+))?\s*\]", place).groups()
+            address = np.where(active, self._value(base).bits.astype(np.int64) + int(offset or 0), 0)
+            for number, part in enumerate(operands[name == "st"].strip("{} ").split(",")):
+                where = address + number * size // 8
+                if name == "ldmatrix":  # threads 8 n to 8 n + 7 have the rows of matrix n
+                    where, size = address[lane - lane % 32 + lane % 32 // 4 + 8 * number] + 4 * (lane % 4), 32
+                if name == "st":
+                    self._store(*space, where[active], size, [of[active] for of in self._value(part.strip())])
+                else:
+                    self._set(part.strip(), self._load(*space, where, size), active)
+        elif name == "shfl":
+            other = (
+                lane ^ int(operands[2])
+                if "bfly" in words
+                else lane - lane % 32 + self._value(operands[2]).bits.astype(int)
+            )
+            self._set(operands[0].split("|")[0], Value(*(part[other] for part in self._value(operands[1]))), active)
+        else:
+            self._set(operands[0], _compute(words, [self._value(text) for text in operands[1:]], size), active)
+
+    def _load(self, memory: NDArray[np.uint8], trees: Lanes, at: NDArray[np.int64], size: int) -> Value:
+        bits = sum(memory[at + byte].astype(np.uint64) << np.uint64(8 * byte) for byte in range(size // 8))
+        return Value(bits, trees[at // 2], trees[at // 2 + 1] if size == 32 else 0 * bits)
+
+    def _store(self, memory: NDArray[np.uint8], trees: Lanes, at: NDArray[np.int64], size: int, value: Any) -> None:
+        bits, tree, upper = value
+        for byte in range(size // 8):
+            memory[at + byte] = (bits >> np.uint64(8 * byte) & np.uint64(255)).astype(np.uint8)
+        for half in range(size // 16):
+            trees[at // 2 + half] = (tree, np.where((tree != 0) & (upper == 0), _REST, upper), 0, 0)[half]
+
+
+_COMPARED = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater}
+_COMPARED |= {"ge": np.greater_equal, "num": lambda a, b: (a == a) & (b == b), "nan": lambda a, b: (a != a) | (b != b)}
+_RESULT: dict[str, Callable[..., Any]] = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "fma": lambda a, b, c: a * b + c, "neg": np.negative,
+    "mad": lambda a, b, c: a * b + c, "abs": np.abs, "ex2": np.exp2, "rcp": np.reciprocal, "div": np.divide,
+    "lg2": np.log2, "tanh": np.tanh, "min": np.fmin, "max": np.fmax, "and": np.bitwise_and, "or": np.bitwise_or,
+    "xor": np.bitwise_xor, "not": np.invert, "bfe": lambda a, at, length: (a >> at) & ((1 << int(length[0])) - 1),
+    "shl": lambda a, by: np.where(by > 63, 0, a << np.minimum(by, 63)),
+    "shr": lambda a, by: a >> np.minimum(by, 63).astype(a.dtype),
+    "prmt": lambda a, b, by: sum(((a | b << np.uint64(32)) >> (8 * (by >> np.uint64(4 * n) & np.uint64(7)))
+                                  & np.uint64(255)) << np.uint64(8 * n) for n in range(4)),
+}  # fmt: skip
+
+
+def _compute(words: list[str], values: list[Value], size: int) -> Value:
+    name, kind, bits, none = words[0], words[-1], [value.bits for value in values], 0 * values[0].bits
+    if name in ("mov", "cvta"):
+        return values[0]
+    if name == "selp":
+        return Value(*(np.where(bits[2] != 0, *both) for both in zip(*values[:2], strict=True)))
+    any_float, trees = np.logical_or.reduce([value.tree != 0 for value in values]), [_tree(value) for value in values]
+    if name in ("add", "mul", "fma", "mad", "min", "max", "and", "or", "xor"):
+        trees[:2] = np.minimum(*trees[:2]), np.maximum(*trees[:2])
+    tree = _mix(".".join(words), *trees)
+    with np.errstate(all="ignore"):
+        if name == "cvt" and words[-2] in ("bf16x2", "f16x2"):
+            parts = [_compute([*words[:-2], words[-2][:-2], kind], [value], size) for value in values]
+            return Value(parts[1].bits | parts[0].bits << np.uint64(16), parts[1].tree, parts[0].tree)
+        if name == "cvt" and (words[-2] in ("bf16", "f16", "f32") or "f" in kind):
+            numbers = _numbers(kind, bits[0], size)
+            exact = kind in ("bf16", "f16") or "f" not in kind  # as an integer has said
+            return Value(_bits(words[-2], numbers), np.where(any_float | (not exact), tree, 0).astype(np.uint64), none)
+        if kind in ("f32", "bf16", "f16") and name != "setp":
+            return Value(_bits(kind, _RESULT[name](*(_numbers(kind, part, size) for part in bits))), tree, none)
+        numbers = [_numbers(kind, part, size) for part in bits]
+        if name == "setp":
+            comparison = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}.get(words[1], words[1])
+            result = _COMPARED[comparison if comparison in _COMPARED else comparison[:2]](*numbers[:2])
+            return Value(result.astype(np.uint64), none, none)
+        if name not in (*_RESULT, "cvt"):
+            raise ValueError(f"{'.'.join(words)} is not known here")
+        result = np.asarray(numbers[0] if name == "cvt" else _RESULT[name](*numbers)).astype(np.uint64)
+    size = _SIZES.get(words[-2][1:], size) if name == "cvt" else 2 * size if "wide" in words else size
+    return Value(
+        result & np.uint64((1 << size) - 1), np.where(any_float, values[0].tree if name == "cvt" else tree, 0), none
+    )
+
+
+def _numbers(kind: str, bits: Lanes, size: int) -> Any:
+    if kind in ("f32", "bf16"):
+        return (bits << np.uint64(16 * (kind == "bf16"))).astype(np.uint32).view(np.float32).astype(np.float64)
+    if kind == "f16":
+        return bits.astype(np.uint16).view(np.float16).astype(np.float64)
+    cut = bits & np.uint64((1 << size) - 1)
+    return cut.astype(np.int64) << (64 - size) >> (64 - size) if kind[0] == "s" else cut
+
+
+def _bits(kind: str, numbers: Any) -> Lanes:
+    if kind == "f16":
+        return numbers.astype(np.float16).view(np.uint16).astype(np.uint64)
+    bits = numbers.astype(np.float32).view(np.uint32).astype(np.uint64)
+    if kind == "bf16":
+        bits = (bits + np.uint64(0x7FFF) + (bits >> np.uint64(16) & np.uint64(1))) >> np.uint64(16)
+    return bits
+
+
+def differences(variant: Variant, ptx: Callable[[Variant], str]) -> list[str]:
+    """What a decode kernel that fetches computes otherwise than one that does not, and for a token alone otherwise than
+    beside another one. At 16 bits a thread has half as many columns with two tokens, and adds them in another order."""
+    found, outputs, codes = (
+        [],
+        [],
+        [ptx(variant), ptx(replace(variant, constants=variant.constants | {"FETCH": False}))],
+    )
+    for first, last in ((0, 1), (1, 2), (0, 2)):
+        fetching, plain = (_outputs(variant, code, first, last) for code in codes)
+        outputs.append(plain)
+        if not np.array_equal(fetching, plain):
+            found.append(f"{variant.key} computes positions {first} to {last} otherwise where it fetches")
+    alone, second, both = outputs
+    if not variant.constants["TIERS"] & 16 and not (
+        np.array_equal(alone[0], both[0]) and np.array_equal(second[1], both[1])
+    ):
+        found.append(f"{variant.key} computes a token otherwise beside another one")
+    return found
+
+
+def _outputs(variant: Variant, ptx: str, first: int, last: int) -> Lanes:
+    """Hashes [2, 64] of the first program's outputs for two positions, of which some are computed."""
+    constants, memory, sections = variant.constants, _random_bytes().copy(), np.arange(1, 4) << 24
+    names = [name for name in variant.code.arg_names if name in variant.types]
+    place, top_k = {name: (number + 1) << 20 for number, name in enumerate(names)}, constants.get("TOP_K", 1)
+    given = {
+        "addresses": sections, "destinations": sections + (1 << 23), "fine": sections + (1 << 22),
+        "fine_destinations": sections + (3 << 22), "bits": [1 << constants["TIERS"].bit_length() - 1] * 3,
+        "items": [0, first, last], "rows": [0, 1], "pairs": [0, top_k], "computed": np.arange(2 * top_k) % top_k == 0,
+        "semaphores": [constants["SPLIT"] - 1] * 4096, "weights": np.linspace(0.1, 0.9, 2 * top_k),
+    }  # fmt: skip
+    for name in given.keys() & place.keys():
+        values = np.asarray(given[name]).astype({"*i64": "i8", "*i32": "i4", "*fp32": "f4"}[variant.types[name]])
+        memory[place[name] : place[name] + values.nbytes] = values.view(np.uint8)
+    program = Program(ptx, memory, list(place.values()), 32 * constants["WARPS"])
+    program.run()
+    each = constants["ROWS"] * (1 if "rows" in place or constants["WEIGHTED"] else top_k)
+    out = place["hidden" if "rows" in place else "out"] // 2
+    found = program.trees[out + each * np.arange(2)[:, None] + np.arange(64)]
+    if not found[first:last].all():
+        raise ValueError(f"{variant.key} has stored no floats")
+    return found
+
+
+@cache
+def _random_bytes() -> NDArray[np.uint8]:
+    """None of which are a number too large in any format."""
+    return np.random.default_rng(0).integers(0, 256, 1 << 26, dtype=np.uint8) & np.array(
+        [0x6F, 0xBF] * (1 << 25), np.uint8
+    )
+
+
+def main() -> int:
+    """Every kernel of the device's own decode steps."""
+    architecture, *tiers = sys.argv[1:] or ["90"]
+    wrong = []
+    for variant in variants(int(architecture)):
+        if variant.note.startswith("device") and (not tiers or variant.tiers in tiers):
+            wrong += differences(variant, compiled_ptx)
+            print(f"Triton {triton.__version__}", *variant.key, "differs" if wrong else "same", flush=True)
+    print(*wrong, sep="\n", file=sys.stderr)
+    return len(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,9 +2,9 @@
 
     python benchmarks/gpu/flow.py [ARCHITECTURE] [TIERS ...]
 
-One program of a compiled kernel runs here, all threads in step, on random bytes. Integers are computed. A float operation
-gives, beside its value, a hash of its name with its rounding and of its operands' hashes: two outputs have one hash if
-the same operations were applied in the same order to the same bits. A kernel that fetches is compared with one that does
+One program of a compiled kernel runs here, all threads in step, on random bytes. Integers are computed. A float
+operation gives, beside its value, a hash of its name and rounding and of its operands' hashes: two outputs have one
+hash if the same operations were applied in the same order to the same bits. A kernel that fetches is compared with one that does
 not, and a token beside another one with it alone. For another Triton put it first on PYTHONPATH.
 """
 
@@ -17,9 +17,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
-
 from checkout import find_package
+from numpy.typing import NDArray
 
 find_package()
 
@@ -93,9 +92,8 @@ class Program:
                     at = len(self._code) if name == "ret" else self._labels[rest.strip()]
             elif not name.startswith(("bar", "membar", "fence")):
                 operands = re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,\s]+", rest)
-                self._execute(
-                    name.replace("::cta", "").split("."), [text.strip("{} ") if "," not in text else text for text in operands], active
-                )
+                operands = [text.strip("{} ") if "," not in text else text for text in operands]
+                self._execute(name.replace("::cta", "").split("."), operands, active)
 
     def _value(self, text: str) -> Value:
         if text[0] == "{":

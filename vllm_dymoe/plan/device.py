@@ -129,7 +129,8 @@ def emulated_rate(gpu: str, shape: ModelShape, bits: int, layer_seconds: float) 
 
 
 def _key(name: str) -> str:
-    return re.sub(r"nvidia|geforce|[^a-z0-9]", "", name.lower())
+    """Of a GPU's name as its driver gives it, such as "NVIDIA A100-SXM4-80GB", or as it is spoken of."""
+    return re.sub(r"nvidia|geforce|rtx\s*(?=a\d)|sxm\d?|pcie|nvl|hbm\de?|\d+\s*gb|[^a-z0-9]", "", name.lower())
 
 
 def parse_rate(text: str) -> float:

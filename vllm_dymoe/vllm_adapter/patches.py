@@ -70,10 +70,15 @@ def apply_patches() -> None:
 )  # fmt: skip
 def _create_engine_config(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Options must be refused in the user's process before any weight is loaded, decisions taken on the host must not
-    be captured in a CUDA graph, and the worker methods must be there without another flag.
+    be captured in a CUDA graph, and the worker methods must be there without another flag. Where the user has not set
+    how many tokens a step may have, what the link costs decides; vLLM then derives everything anew.
     """
+    given = self.max_num_batched_tokens
     config = original(self, *args, **kwargs)
     ours = config.model_config is not None and config.model_config.quantization == "dymoe"
+    if ours and given is None and (tokens := prepare.tokens_of_step(config)):
+        self.max_num_batched_tokens = tokens
+        config = original(self, *args, **kwargs)
     (prepare.prepare if ours else prepare.refuse_idle_options)(config)
     return config
 

@@ -20,6 +20,7 @@ from vllm_dymoe.runtime.sizing import limit_in_bytes, plan_slots, workspace_byte
 from vllm_dymoe.store import HostRoom, StoreError, choose_host_place
 from vllm_dymoe.systems import make_system
 from vllm_dymoe.vllm_adapter.announcements import logger
+from vllm_dymoe.vllm_adapter.chunks import larger_chunk
 from vllm_dymoe.vllm_adapter.graphs import settle_graphs
 from vllm_dymoe.vllm_adapter.model_files import (
     check_checkpoint,
@@ -71,6 +72,12 @@ def prepare(config: VllmConfig) -> None:
         recorded = options.trace is not None
         settle_graphs(config, device_decides=decides, recorded=recorded, complete=there and not recorded)
     _add_worker_methods(config)
+
+
+def tokens_of_step(config: VllmConfig) -> int | None:
+    """See :func:`~.chunks.larger_chunk`; ConfigError where the options are wrong."""
+    options = read_options(config, *_quantized(config))
+    return larger_chunk(config, experts_of(config, options) if config.model_config.get_num_experts() else None, options)
 
 
 def refuse_idle_options(config: VllmConfig) -> None:

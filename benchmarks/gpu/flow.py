@@ -4,8 +4,8 @@
 
 One program of a compiled kernel runs here, all threads in step, on random bytes. Integers are computed. A float
 operation gives, beside its value, a hash of its name and rounding and of its operands' hashes: two outputs have one
-hash if the same operations were applied in the same order to the same bits. A kernel that fetches is compared with one that does
-not, and a token beside another one with it alone. For another Triton put it first on PYTHONPATH.
+hash if the same operations were applied in the same order to the same bits. A kernel that fetches is compared with one
+that does not, and a token beside another one with it alone. For another Triton put it first on PYTHONPATH.
 """
 
 import re

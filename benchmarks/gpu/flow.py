@@ -284,8 +284,9 @@ def main() -> int:
     wrong = []
     for variant in variants(int(architecture)):
         if variant.note.startswith("device") and (not tiers or variant.tiers in tiers):
-            wrong += differences(variant, compiled_ptx)
-            print(f"Triton {triton.__version__}", *variant.key, "differs" if wrong else "same", flush=True)
+            found = differences(variant, compiled_ptx)
+            wrong += found
+            print(f"Triton {triton.__version__}", *variant.key, "differs" if found else "same", flush=True)
     print(*wrong, sep="\n", file=sys.stderr)
     return len(wrong)
 

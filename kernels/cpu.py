@@ -33,17 +33,19 @@ class CpuKernel:
         isa: the largest instruction set of ``native.ISAS`` that may be used, or "torch" for no native library; None for
             the best of this machine.
         activations: bits of those that codes are multiplied with, 16 or 8; FP8 and 16 bits have floats.
+        threads: that compute; None for as many as torch uses.
     """
 
     asynchronous = False
     _step: tuple[Tensor, Decision, Tensor, Activation]
 
     def __init__(
-        self, workspace_bytes: int = DEFAULT_WORKSPACE_BYTES, isa: str | None = None, activations: int = 16
-    ) -> None:
+        self, workspace_bytes: int = DEFAULT_WORKSPACE_BYTES, isa: str | None = None, activations: int = 16,
+        threads: int | None = None,
+    ) -> None:  # fmt: skip
         if workspace_bytes < MINIMUM_WORKSPACE_BYTES:
             raise ValueError(f"workspace has {workspace_bytes} bytes, expected at least {MINIMUM_WORKSPACE_BYTES}")
-        self.workspace_bytes = workspace_bytes
+        self.workspace_bytes, self._threads = workspace_bytes, threads
         self._workspace = torch.empty(workspace_bytes, dtype=torch.uint8)
         self._address = self._workspace.data_ptr()
         self._library = None if isa == "torch" else native.load(isa)
@@ -57,7 +59,7 @@ class CpuKernel:
             )
         self._layer = native.Layer(digits=activations // 8)
         self._inputs: Tensor | None = None  # holds what a step's tokens are read as; None before its first experts
-        self._forms = _Forms()
+        self._forms = Forms()
 
     def begin(self, x: Tensor, decision: Decision, out: Tensor, activation: Activation) -> None:
         """As in :class:`ExpertKernel`."""
@@ -84,7 +86,7 @@ class CpuKernel:
             phase = self._prepare(floats)
         first, last = bounds[min(items)], bounds[max(items) + 1]
         products = 3 * (last - first) * layer.hidden * layer.inter
-        layer.threads = min(torch.get_num_threads(), 1 + products // _PRODUCTS_OF_A_THREAD)
+        layer.threads = min(self._threads or torch.get_num_threads(), 1 + products // _PRODUCTS_OF_A_THREAD)
         layer.matrices = forms.address
         most, behind = max(_MOST_ACTIVATION_BYTES // (4 * floats), 1), floats * layer.tokens
         pieces = [(fields, first, last)] if last - first <= most else _parts(fields, most)
@@ -140,7 +142,7 @@ class CpuKernel:
         return native.READ
 
 
-class _Forms:
+class Forms:
     """The formats of experts that were computed, as the library wants them."""
 
     width = 0  # columns of the widest matrix, as a multiple of what a row's padding may be

@@ -5,6 +5,7 @@ threads are those of the OpenMP that torch has loaded: no second pool competes w
 """
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import Structure, c_double, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -75,6 +76,16 @@ class Rounding(Structure):
     )
 
 
+class Bell(Structure):
+    """What both sides of a doorbell write: ``Bell`` of doorbell.h. Words have a cache line each."""
+
+    _fields_ = (
+        *((f"{word}{n or ''}", c_int64) for word in ("posted", "answered", "stop") for n in range(16)),
+        *_integers("depth entry_bytes items ids x out top_k hidden busy_ns rows"),
+        ("padding", c_int64 * 6),
+    )
+
+
 ITEM_FIELDS = 9
 """int64 fields of ``Item``: three sections, three sections of lower halves, form, first position, number of them."""
 
@@ -87,7 +98,7 @@ class Library:
         library = ctypes.CDLL(str(path))
         library.dymoe_row_floats.restype = library.dymoe_sizes.restype = c_int64
         library.dymoe_row_floats.argtypes = [c_int64]
-        sizes = [ctypes.sizeof(Matrix), 8 * ITEM_FIELDS, *map(ctypes.sizeof, (Layer, Sum, Rounding))]
+        sizes = [ctypes.sizeof(Matrix), 8 * ITEM_FIELDS, *map(ctypes.sizeof, (Layer, Sum, Rounding, Bell))]
         built = [library.dymoe_sizes(which) for which in range(len(sizes))]
         if sizes != built:
             raise OSError(
@@ -95,6 +106,10 @@ class Library:
             )
         library.dymoe_experts.argtypes = library.dymoe_weighted_sum.argtypes = [c_void_p, ctypes.c_int, c_void_p]
         library.dymoe_round_block.argtypes = [c_void_p, ctypes.c_int]
+        library.dymoe_give_up.argtypes, library.dymoe_give_up.restype = [c_void_p], c_int64
+        library.dymoe_await.argtypes = library.dymoe_post.argtypes = [c_void_p, c_int64]
+        library.dymoe_answer.argtypes = [c_void_p, c_void_p, c_void_p, c_int64, c_int64, ctypes.c_int, c_void_p]
+        library.dymoe_answer.restype = None
         self._library = library
         known = list(ISAS)
         usable = known[known.index(isa if isa in ISAS else "DEFAULT") :]
@@ -107,6 +122,38 @@ class Library:
         layer.phase, layer.last = first, last
         if self._library.dymoe_experts(ctypes.addressof(layer), self.isa, self.parallel):
             raise IndexError(f"work names a row beyond the {layer.tokens} of x or the {layer.out_rows} of out")
+
+    def answer(self, bell: int, layer: Layer, forms: Sequence[tuple[int, int]], tokens: int) -> None:
+        """Compute what is posted at a doorbell until it is stopped; holds no lock of the interpreter.
+
+        Args:
+            bell: address of a Bell and its entries.
+            layer: what all layers have in common, with scratch for `tokens` rows and their positions.
+            forms: tag of a code, and where its matrices begin among those of the layer.
+            tokens: of an entry at most.
+        """
+        listed = (c_int64 * (2 * len(forms)))(*(number for form in forms for number in form))
+        self._library.dymoe_answer(
+            bell,
+            ctypes.addressof(layer),
+            listed,
+            len(forms),
+            tokens,
+            self.isa,
+            self.parallel if layer.threads > 1 else None,
+        )
+
+    def post(self, bell: int, number: int) -> None:
+        """Write a number behind everything that was written before."""
+        self._library.dymoe_post(bell, number)
+
+    def wait(self, bell: int, number: int) -> bool:
+        """Wait until an entry is answered; false if it was given up."""
+        return not self._library.dymoe_await(bell, number)
+
+    def give_up(self, bell: int) -> int:
+        """Give up the entry that is waited for; its number, or 0 if none is."""
+        return int(self._library.dymoe_give_up(bell))
 
     def weighted_sum(self, rows: torch.Tensor, weights: torch.Tensor, into: torch.Tensor) -> None:
         """into [tokens, hidden] = the sum over k of weights [tokens, top_k] times rows [tokens * top_k, hidden]."""

@@ -102,8 +102,11 @@ class Options(BaseModel):
     """Host memory for experts, on each rank: "auto", bytes ("16GiB"), or a share of all."""
     checksums: Literal["first", "always"] = "first"
     """When an expert's bytes are checked: as they are first read from the disk, or each time."""
-    misses: Literal["fetch", "compute"] = "fetch"
-    """Experts without a slot are fetched, or, free slots filled, computed where they lie in a CPU's memory."""
+    misses: Literal["fetch", "compute", "share"] = "fetch"
+    """Experts without a slot are fetched, or, free slots filled, computed by the host where they lie in its memory, or
+    shared between both as their measured rates say."""
+    misses_rows: int = Field(default=16, ge=1)
+    """Rows of an expert that the host computes beside a device at most; with more it is fetched."""
     decisions: Literal["auto", "host", "device"] = "auto"
     """What decides in decode which experts are kept and fetched: [CUDA graphs](#cuda-graphs)."""
     store_dir: Path | None = None
@@ -179,9 +182,8 @@ class Options(BaseModel):
         if self.host_store == "file" and not self.host_memory.is_auto:
             raise ValueError('host_memory is how much of the experts is held, which host_store = "file" leaves to the '
                              "page cache; leave one of them out")  # fmt: skip
-        if self.misses == "compute" and (self.host_store == "file" or self.link_gbps is not None):
-            what = "files" if self.host_store == "file" else "an emulated link"
-            raise ValueError(f'misses is "compute", which needs experts in memory, and not behind {what}')
+        if self.misses != "fetch" and self.host_store == "file":
+            raise ValueError(f'misses is "{self.misses}", which needs experts in memory, and not in files')
         return self
 
     @property

@@ -17,7 +17,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from vllm_dymoe.kernels.triton import (
     decide,
     decode_down,
     decode_gate_up,
+    doorbell,
     grouped_down,
     grouped_gate_up,
     launch,
@@ -78,6 +79,9 @@ _MODULES = {
     "name_ahead": ("ahead", "decide"),
     "fetch_ahead": ("ahead",),
     **dict.fromkeys(_WIDE, ("decide", "wide")),
+    "post": ("doorbell",),
+    "wait": ("doorbell",),
+    "collect": ("doorbell",),
 }
 """Where a kernel's code comes from."""
 
@@ -87,7 +91,7 @@ class Variant:
     """One kernel to compile."""
 
     architecture: int  # such as 90
-    kernel: str  # gate_up, down, grouped_gate_up, grouped_down, combine, place, decide, name_ahead or fetch_ahead
+    kernel: str  # gate_up, down, grouped_gate_up, grouped_down, combine, place, decide, ..._ahead, post, wait, collect
     shape: str  # hidden x intermediate; of combine, hidden; of what decides, experts
     tiers: str  # bit-widths of a launch, if it reads experts
     note: str  # what is special about it
@@ -100,6 +104,7 @@ class Variant:
         """The kernel itself; by name, because Triton's functions cannot travel to another process."""
         others = {"combine": combine, "place": place, "decide": decide, "name_ahead": ahead, "fetch_ahead": ahead}
         others |= dict.fromkeys(_WIDE, wide)
+        others |= dict.fromkeys(("post", "wait", "collect"), doorbell)
         module = others.get(self.kernel, launch)
         return getattr(module, f"{self.kernel}_kernel")
 
@@ -273,12 +278,17 @@ def _others(architecture: int) -> Iterator[Variant]:
             decision = Decision.allocate(1, top_k, experts, "cpu", slices=1 + nested).tensors
             described = *key[:4], key[4] + ", nested" * nested
             yield _noted(described, decide.decide, vars(columns), 0, ids, scores, rows, decision)
+            if not nested and top_k == _ROUTERS[0][1]:
+                described = *key[:4], f"{key[4]}, shared with the host"
+                shared = partial(decide.decide, there=True)
+                yield _noted(described, shared, vars(columns), 0, ids, scores, rows, decision)
         key, copies = (architecture, "name_ahead", *key[2:]), Copies.allocate(1, top_k, experts, "cpu")
         yield _noted(key, ahead.name_ahead, vars(tables[0]), 0, ids.long(), scores, rows, vars(copies))
     key = architecture, "fetch_ahead", "", "", ""
     yield _noted(key, ahead.fetch_ahead, vars(Copies.allocate(1, 1, 1, "cpu")))
     for nested in (False, True):
         yield from _wide(architecture, *_ROUTERS[1], nested)
+    yield from _doorbell(architecture)
 
 
 def _wide(architecture: int, experts: int, top_k: int, nested: bool) -> Iterator[Variant]:
@@ -299,6 +309,18 @@ def _wide(architecture: int, experts: int, top_k: int, nested: bool) -> Iterator
         if name in ("decide", "list") or not nested:
             key = architecture, name, f"{experts} experts", "", f"wide, top {top_k}" + ", nested" * nested
             yield _noted(key, lambda start, launch=(kernel, *others): start(*launch))
+
+
+def _doorbell(architecture: int) -> Iterator[Variant]:
+    """What a step launches around its products where the host computes misses."""
+    shape, decision = doorbell.RingShape(2, 16, 8, 128, SMALL[0], torch.bfloat16), Decision.allocate(16, 8, 128, "cpu")
+    x, ids, turn = torch.empty(16, SMALL[0]).bfloat16(), torch.zeros(16, 8).int(), torch.zeros(3).long()
+    posted = shape, turn, 0, x, ids, ids[0, :1], dict(decision.tensors)
+    yield _noted((architecture, "post", str(SMALL[0]), "", ""), doorbell.post, *posted)
+    yield _noted((architecture, "wait", "", "", ""), doorbell.wait, turn)
+    rows = x.new_empty(128, SMALL[0])
+    taken = shape, turn, rows, ids, ids.flatten()
+    yield _noted((architecture, "collect", str(SMALL[0]), "", ""), doorbell.take, *taken)
 
 
 def _noted(key: tuple[int, str, str, str, str], launch: Callable[..., None], *arguments: Any) -> Variant:

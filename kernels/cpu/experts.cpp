@@ -163,7 +163,9 @@ API void dymoe_round_block(Rounding* block, int isa) {
     portable::round_block(block);
 }
 
+#include "doorbell.h"
+
 API i64 dymoe_sizes(int which) {
-    const i64 sizes[] = {sizeof(Matrix), sizeof(Item), sizeof(Layer), sizeof(Sum), sizeof(Rounding)};
+    const i64 sizes[] = {sizeof(Matrix), sizeof(Item), sizeof(Layer), sizeof(Sum), sizeof(Rounding), sizeof(Bell)};
     return sizes[which];
 }

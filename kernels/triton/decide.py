@@ -35,8 +35,8 @@ _USE = tl.constexpr(USE)
 
 _OF_TABLE = (
     "tier", "slot", "heat", "used_at", "step", "shares", "first_slot", "staging", "staged", "staged_for", "critical",
-    "threshold", "prompt_threshold", "bits", "offsets", "pool", "slot_bytes", "source", "reuse_high", "counters",
-    "recording", "ring_ids", "ring_weights", "ring_rows",
+    "threshold", "prompt_threshold", "there", "bits", "offsets", "pool", "slot_bytes", "source", "reuse_high",
+    "counters", "recording", "ring_ids", "ring_weights", "ring_rows",
 )  # fmt: skip
 _OF_DECISION = (
     "count", "experts", "tiers", "slots", "fate", "bits", "addresses", "destinations", "work", "rows", "pairs",
@@ -54,6 +54,7 @@ def decide(
     *,
     chunks: int = 0,
     marked: bool = False,
+    there: bool = False,
     start: Start = run_kernel,
 ) -> None:
     """What ``decide_plain`` does, in one launch.
@@ -67,6 +68,7 @@ def decide(
         decision: the tensors of a Decision for so many tokens, by name.
         chunks: of a wide step, whose pairs ``wide`` has counted and will place.
         marked: those of prompts and of heavy hitters have been counted, too.
+        there: whether the host may compute some experts; without, the table's costs are not looked at.
         start: launch, or only compile.
 
     Raises:
@@ -107,6 +109,7 @@ def decide(
             "NESTED": len(table["slot"]) > 1,
             "WIDE": chunks > 0,
             "MARKED": marked,
+            "THERE": there,
             "WIDTH": width,
             "CHUNK": min(width, ELEMENTS_AT_ONCE // width),
         },
@@ -138,6 +141,7 @@ def decide_kernel(
     critical,
     threshold,
     prompt_threshold,
+    there,
     bits,
     offsets,
     pool,
@@ -175,6 +179,7 @@ def decide_kernel(
     NESTED: tl.constexpr,
     WIDE: tl.constexpr,
     MARKED: tl.constexpr,
+    THERE: tl.constexpr,
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -194,6 +199,7 @@ def decide_kernel(
         NESTED: whether the low version lies inside the high one.
         WIDE: pairs are counted already, and placed later; nothing is recorded.
         MARKED: prompts and other tokens have measures of their own, of which an expert needs to meet one.
+        THERE: whether the host computes some of the experts.
         WIDTH: a power of two, at least EXPERTS.
         CHUNK: pairs at a time, a power of two.
     """
@@ -253,11 +259,19 @@ def decide_kernel(
         hit = uses & (held >= wanted)
         computed_tier = tl.where(hit & reuse, held, wanted)
         low_misses = uses & (held == 0)
+        high_misses = wants_high & (held != 2)
+        far = expert < 0  # none
+        if THERE:
+            far = _computed_there(
+                there, low_misses, high_misses, number_of(held > 0), number_of(held == 2), low_share, high_share,
+                wanted, sizes, warmth, expert, WIDTH,
+            )  # fmt: skip
+            low_misses = low_misses & (far == 0)
+            high_misses = high_misses & (far == 0)
         low_kept, low_gone, now_slot = _find_places(
             low_share, low_first, scratch, uses, low_misses, held > 0, uses, warmth, key, own_slot, expert, WIDTH
         )
         whole = (held == 2) & (low_gone == 0)
-        high_misses = wants_high & (held != 2)
         fine_key = (fine_warmth << _STEP_BITS) + fine_use
         high_kept, high_gone, now_fine = _find_places(
             high_share, high_first, scratch, wants_high, high_misses & ((held > 0) | low_kept), whole, uses,
@@ -270,6 +284,14 @@ def decide_kernel(
         computed_tier = tl.where(hit, held, wanted)
         high_misses = wants_high & (hit == 0)
         low_misses = uses & (wanted == 1) & (hit == 0)
+        far = expert < 0  # none
+        if THERE:
+            far = _computed_there(
+                there, low_misses, high_misses, number_of(held == 1), number_of(held == 2), low_share, high_share,
+                wanted, sizes, warmth, expert, WIDTH,
+            )  # fmt: skip
+            low_misses = low_misses & (far == 0)
+            high_misses = high_misses & (far == 0)
         high_kept, high_gone, now_slot = _find_places(
             high_share, high_first, scratch, wants_high, high_misses, held == 2, uses, warmth, key, own_slot, expert,
             WIDTH,
@@ -305,8 +327,9 @@ def decide_kernel(
         add_to(counts, 6, number_of(high_misses))
         add_to(counts, 7, number_of(low_misses))
         add_to(counts, 8, number_of(high_misses & (high_kept == 0)) + number_of(low_misses & (low_kept == 0)))
-        add_to(counts, 9, number_of(wants_high & (hit == 0) & (held == 1)))
+        add_to(counts, 9, number_of((wants_high & (hit == 0)) & ((held == 1) & (far == 0))))
         add_to(counts, 10, number_of(high_gone) + number_of(low_gone))
+        add_to(counts, 15, number_of(far))
 
     # The items.
     positions = tl.where(uses, sizes, 0)
@@ -314,8 +337,8 @@ def decide_kernel(
     item = tl.cumsum(uses.to(tl.int32), 0) - 1
     items = number_of(uses)
     most = tl.minimum(EXPERTS, tokens * TOP_K)
-    low_fate = tl.where(low_misses, tl.where(low_kept, 1, 2), 0)
-    high_fate = tl.where(high_misses, tl.where(high_kept, 1, 2), 0)
+    low_fate = tl.where(far, 3, tl.where(low_misses, tl.where(low_kept, 1, 2), 0))
+    high_fate = tl.where(far, 3, tl.where(high_misses, tl.where(high_kept, 1, 2), 0))
     if NESTED:
         ahead = tl.zeros([WIDTH], tl.int32)
     else:
@@ -323,7 +346,9 @@ def decide_kernel(
         ahead_slot = tl.load(staged + half + expert, mask=known, other=-1)
         of_tier = tl.load(staged + half + EXPERTS + expert, mask=known, other=0) == wanted
         ahead = tl.load(staged + half + 2 * EXPERTS + expert, mask=known, other=0)
-        ahead = tl.where((uses & (hit == 0)) & (of_tier & (tl.load(staged_for + layer % 2) == layer)), ahead, 0)
+        ahead = tl.where(
+            (uses & (hit == 0) & (far == 0)) & (of_tier & (tl.load(staged_for + layer % 2) == layer)), ahead, 0
+        )
         if real > 0:
             used = tl.sum(tl.where(ahead > 0, bytes_ahead(offsets, slot_bytes, wanted, ahead), 0), 0)
             add_to(counters + layer * COUNTERS, 13, number_of(ahead > 0))
@@ -335,12 +360,12 @@ def decide_kernel(
     empty = (expert >= items) & (expert < most)
     if NESTED:
         fate = low_fate
-        to = tl.where(fate == 2, low_staged, now_slot)
+        to = tl.where(fate == 3, -1, tl.where(fate == 2, low_staged, now_slot))
         _list_slices(
             item_slots, item_fate, item_addresses, item_destinations, item, to, to, ahead, fate, uses, uses,
             pool + 1, slot_bytes + 1, source + row.to(tl.int64) * 3 + 1, offsets + 3, empty, expert,
         )  # fmt: skip
-        to = tl.where(high_fate == 2, high_staged, now_fine)
+        to = tl.where(far, -1, tl.where(high_fate == 2, high_staged, now_fine))
         _list_slices(
             item_slots + apart, item_fate + apart, item_addresses + 3 * apart, item_destinations + 3 * apart,
             item, to, to, ahead, high_fate, uses, high, pool + 2, slot_bytes + 2, source + row.to(tl.int64) * 3 + 2,
@@ -348,7 +373,7 @@ def decide_kernel(
         )  # fmt: skip
     else:
         fate = tl.where(high, high_fate, low_fate)
-        to = tl.where(fate == 2, tl.where(high, high_staged, low_staged), now_slot)
+        to = tl.where(far, -1, tl.where(fate == 2, tl.where(high, high_staged, low_staged), now_slot))
         _list_slices(
             item_slots, item_fate, item_addresses, item_destinations, item, to, ahead_slot, ahead, fate, uses,
             uses, pool + computed_tier, slot_bytes + computed_tier,
@@ -360,7 +385,7 @@ def decide_kernel(
     tl.store(item_tiers + item, computed_tier, mask=uses)
     tl.store(item_work + 3 * item, item, mask=uses)
     tl.store(item_work + 3 * item + 1, begins, mask=uses)
-    tl.store(item_work + 3 * item + 2, begins + positions, mask=uses)
+    tl.store(item_work + 3 * item + 2, begins + tl.where(far, 0, positions), mask=uses)
     tl.store(item_experts + expert, -1, mask=empty)
     tl.store(item_tiers + expert, 0, mask=empty)
     for column in tl.static_range(3):
@@ -373,6 +398,8 @@ def decide_kernel(
 
     if not WIDE:  # the positions
         tl.store(item_scratch + expert, tl.where(uses, begins, -1))
+        if THERE:
+            tl.store(item_scratch + WIDTH + expert, tl.where(far, 2, 1))
         tl.debug_barrier()
         total = tl.sum(positions, 0)
         for first_pair in range(0, tokens * TOP_K, WIDTH):
@@ -386,7 +413,49 @@ def decide_kernel(
             beyond = (pair >= total) & (pair < tokens * TOP_K)
             tl.store(item_pairs + pair, 0, mask=beyond)
             tl.store(item_rows + pair, 0, mask=beyond)
-            tl.store(item_computed + pair, inside.to(tl.int32), mask=pair < tokens * TOP_K)
+            computed = inside.to(tl.int32)
+            if THERE:
+                computed = tl.load(item_scratch + WIDTH + one_id, mask=inside, other=0)
+            tl.store(item_computed + pair, computed, mask=pair < tokens * TOP_K)
+
+
+@triton.jit
+def _computed_there(
+    there, low_misses, high_misses, lows, highs, low_share, high_share, wanted, sizes, warmth, expert,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """bool [WIDTH]: which misses the host computes where they lie.
+
+    Args:
+        there: of the table.
+        low_misses: bool [WIDTH], which lack a low version, or base.
+        high_misses: which lack a high version, or fine slice.
+        lows: how many the layer has of the former.
+        highs: of the latter.
+        low_share: where it says how many it may have.
+        high_share: likewise.
+        wanted: int32 [WIDTH], like what follows.
+        sizes: rows.
+        warmth: int64.
+    """
+    link = tl.where(low_misses, tl.load(there + 4), 0) + tl.where(high_misses, tl.load(there + 8), 0)
+    first = tl.load(there + 4 * wanted + 1)
+    host = first + (sizes - 1) * tl.load(there + 4 * wanted + 2)
+    may = (first > 0) & (sizes <= tl.load(there + 4 * wanted + 3)) & (link > 0)
+    may = may & ((low_misses == 0) | (tl.cumsum(low_misses.to(tl.int32), 0) > tl.load(low_share) - lows))
+    may = may & ((high_misses == 0) | (tl.cumsum(high_misses.to(tl.int32), 0) > tl.load(high_share) - highs))
+    longer = tl.sum(link, 0)
+    busy = tl.load(there)
+    far = expert < 0  # none
+    turns = number_of(may)
+    for _ in range(turns):
+        coldest = tl.min(tl.where(may, warmth, _NONE), 0)
+        one = tl.min(tl.where(may & (warmth == coldest), expert, WIDTH), 0)
+        busy += tl.sum(tl.where(expert == one, host, 0), 0)
+        far = far | ((expert == one) & (busy < longer))
+        longer -= tl.sum(tl.where(expert == one, link, 0), 0)
+        may = may & (expert != one)
+    return far
 
 
 @triton.jit

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from vllm_dymoe.kernels.activation import Activation
+from vllm_dymoe.kernels.doorbell import RingShape
 from vllm_dymoe.kernels.triton.decide import decide
+from vllm_dymoe.kernels.triton.doorbell import collect, post
 from vllm_dymoe.kernels.triton.launch import (
     ExpertShape,
     ExpertTable,
@@ -22,6 +24,17 @@ from vllm_dymoe.kernels.triton.launch import (
 )
 from vllm_dymoe.kernels.triton.start import Start, compile_kernel, run_kernel
 from vllm_dymoe.kernels.triton.tiles import Tiles
+
+
+@dataclass(frozen=True, eq=False)
+class Door:
+    """Through which the host computes some misses: the ring's sizes, and what the device keeps of it."""
+
+    shape: RingShape
+    turn: Tensor
+    """int64 [3], see ``kernels.doorbell``."""
+    present: Tensor
+    """int32, scratch for as many pairs as a step has."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +78,7 @@ class DecodeStep:
         rows: Tensor,
         decision: Mapping[str, Tensor],
         out: Tensor,
+        door: Door | None = None,
         *,
         start: Start = run_kernel,
     ) -> None:
@@ -79,6 +93,7 @@ class DecodeStep:
             rows: int32 [1], how many tokens are real, the first ones.
             decision: the tensors of a Decision for so many tokens, by name.
             out: [tokens, hidden] like x, overwritten.
+            door: to the host, which is waited for before tokens are summed; None if all misses are fetched.
             start: launch, or only compile.
 
         Raises:
@@ -89,7 +104,9 @@ class DecodeStep:
         needed, held = self.nbytes(tokens, top_k), self.memory.numel()
         if held < needed:
             raise ValueError(f"{tokens} tokens of {top_k} experts need {needed} bytes, but {held} are held")
-        decide(table, layer, ids, weights, rows, decision, start=start)
+        decide(table, layer, ids, weights, rows, decision, there=door is not None, start=start)
+        if door is not None:
+            post(door.shape, door.turn, layer, x, ids, rows, dict(decision), start=start)
         positions, inner = tokens * top_k, self.shape.intermediate
         hidden = self.memory[: 2 * positions * inner].view(x.dtype).view(positions, inner)
         scratch = Scratch(self.memory[self._hidden_bytes(positions) : needed].view(torch.float32), self.semaphores)
@@ -100,13 +117,21 @@ class DecodeStep:
         decode_gate_up(
             x, hidden, experts, WorkList(work[:-1], *at), self.activation, self.tiles.gate_up, scratch, start=start
         )
+        if door is not None:
+            rows_out = x.new_empty(positions, self.shape.hidden)
+            decode_down(hidden, rows_out, experts, WorkList(work[:-1], *at), self.tiles.down, scratch, start=start)
+            collect(door.shape, door.turn, rows_out, decision["computed"], door.present, weights, out, start=start)
+            return
         weighting = Weighting(weights, decision["computed"])
         decode_down(hidden, out, experts, WorkList(work, *at), self.tiles.down, scratch, weighting, start=start)
 
-    def compile(self, table: Mapping[str, Tensor], x: Tensor, ids: Tensor, decision: Mapping[str, Tensor]) -> None:
+    def compile(
+        self, table: Mapping[str, Tensor], x: Tensor, ids: Tensor, decision: Mapping[str, Tensor],
+        door: Door | None = None,
+    ) -> None:  # fmt: skip
         """Compile what any step of such tensors will launch."""
         weights, rows = ids.new_empty(ids.shape, dtype=torch.float32), ids.new_zeros(1, dtype=torch.int32)
-        self.run(table, 0, x, ids, weights, rows, decision, torch.empty_like(x), start=compile_kernel)
+        self.run(table, 0, x, ids, weights, rows, decision, torch.empty_like(x), door, start=compile_kernel)
 
     @property
     def _blocks(self) -> tuple[int, int]:

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from tests.kernels.sections import DEVICE, at_the_edge
 from tests.kernels.twins import Twins
 from tests.support import recorded_routing
-from tests.support.decode_steps import EXPERTS, LAYERS, TOKENS, make_table, random_step, rows
+from tests.support.decode_steps import COSTS, EXPERTS, LAYERS, TOKENS, make_table, random_step, rows
 from vllm_dymoe.kernels.triton.decide import decide
 from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.rule import HIGH, LOW
-from vllm_dymoe.residency.table import check_integrity, set_pools
+from vllm_dymoe.residency.table import Counter, check_integrity, set_pools
 from vllm_dymoe.systems.dymoe import Dymoe
 
 shares = st.lists(st.integers(0, EXPERTS), min_size=LAYERS, max_size=LAYERS)
@@ -34,10 +34,14 @@ shares = st.lists(st.integers(0, EXPERTS), min_size=LAYERS, max_size=LAYERS)
     st.sampled_from([0, 1, 2, 7, 20]),
     st.sampled_from([1, 4, 24]),
     st.booleans(),
+    st.sampled_from(sorted(COSTS)),
 )
-def test_any_guesses_and_steps(steps, low, high, retention, high_by, reuse_high, skip_low, staging, most_ahead, nested):
+def test_any_guesses_and_steps(
+    steps, low, high, retention, high_by, reuse_high, skip_low, staging, most_ahead, nested, costs
+):
     """Nothing is fetched ahead where the low version lies inside the high one."""
     options = {"skip_low": skip_low, "staging": staging, "nested": nested, "most_ahead": most_ahead}
+    options["costs"] = COSTS[costs]
     system = Dymoe(retention=retention, high_by=high_by, reuse_high=reuse_high)
     twins = Twins({LOW: low, HIGH: high}, system=system, **options)
     for foreseen, layer, tokens, seed in steps:
@@ -49,13 +53,17 @@ def test_any_guesses_and_steps(steps, low, high, retention, high_by, reuse_high,
 
 
 @pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("share", [0, 2, 3, 5, EXPERTS])
-def test_a_long_run_of_single_tokens(share, nested):
+@pytest.mark.parametrize(
+    ("share", "costs"), [(0, "share"), (2, "fetch"), (3, "share"), (5, "share"), (EXPERTS, "fetch")]
+)
+def test_a_long_run_of_single_tokens(share, nested, costs):
     """Shares of none, k - 1, k, more, and all."""
-    twins = Twins({LOW: [share] * LAYERS, HIGH: [share] * LAYERS}, system=Dymoe(retention=0.6), nested=nested)
+    shares = {LOW: [share] * LAYERS, HIGH: [share] * LAYERS}
+    twins = Twins(shares, system=Dymoe(retention=0.6), nested=nested, costs=COSTS[costs])
     for seed in range(20):
         twins.step(seed % LAYERS, *random_step(seed, 1))
     check_integrity(twins.plain.on_host(), ranges=True)
+    assert bool(twins.plain.counters[:, Counter.THERE].any()) == (costs == "share")
 
 
 @pytest.mark.parametrize(("experts", "top_k", "tokens"), [(512, 22, 5), (128, 8, 32), (33, 4, 70), (32, 4, 256)])
@@ -63,6 +71,7 @@ def test_sizes_of_models(experts, top_k, tokens):
     """The last one is a batch of 32 with drafts of 8 tokens."""
     shares = {LOW: [experts // 8] * LAYERS, HIGH: [experts // 4] * LAYERS}
     options = {"experts": experts, "top_k": top_k, "tokens": tokens, "nested": experts == 128}
+    options["costs"] = COSTS["share"]
     twins = Twins(shares, system=Dymoe(retention=0.5), staging=3, **options)
     for seed in range(3):
         ids, weights = random_step(seed, tokens if seed else 1, top_k, experts)
@@ -97,7 +106,8 @@ def test_routing_that_repeats_an_expert_or_names_none():
 def test_recorded_routing(nested):
     """What routers of a trained model chose: popular experts, and steps that resemble their neighbours."""
     sizes = {"experts": recorded_routing.EXPERTS, "top_k": recorded_routing.TOP_K}
-    twins = Twins({LOW: [4, 3], HIGH: [5, 6]}, system=Dymoe(retention=0.75), nested=nested, **sizes)
+    twins = Twins({LOW: [4, 3], HIGH: [5, 6]}, system=Dymoe(retention=0.75), nested=nested,
+                  costs=COSTS["share"], **sizes)  # fmt: skip
     for step, (layer, ids, weights) in enumerate(recorded_routing.recorded_steps(3)):
         twins.step(layer, ids, weights, real=min(3, step))
     assert twins.plain.counters[:, 4].sum() > 0
@@ -107,7 +117,9 @@ def test_recorded_routing(nested):
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("real", [0, 1, TOKENS])
 def test_nothing_beside_the_tensors_is_touched(real, nested):
-    twins = Twins({LOW: [3, 0], HIGH: [0, 5]}, place=at_the_edge, staging=4, most_ahead=5, nested=nested)
+    twins = Twins(
+        {LOW: [3, 0], HIGH: [0, 5]}, place=at_the_edge, staging=4, most_ahead=5, nested=nested, costs=COSTS["share"]
+    )
     for layer in range(LAYERS):
         twins.table.recording.fill_(1), twins.plain.recording.fill_(1)
         if not nested:

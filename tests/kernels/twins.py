@@ -46,7 +46,15 @@ class Twins:
         found = moved(expected, self._soiled)
         decide_plain(self.plain, layer, ids, weights, count, expected)
         place = self.place
-        decide(vars(self.table), layer, place(ids), place(weights), place(count), found.tensors)
+        decide(
+            vars(self.table),
+            layer,
+            place(ids),
+            place(weights),
+            place(count),
+            found.tensors,
+            there=bool(self.plain.there.any()),
+        )
         for name, values in expected.tensors.items():
             if name != "scratch":
                 assert torch.equal(values, getattr(found, name).cpu()), name

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.decode_steps import (
+    COSTS,
     EXPERTS,
     FORMATS,
     LAYERS,
@@ -21,7 +22,7 @@ from tests.support.decode_steps import (
 )
 from vllm_dymoe.residency.constants import Fate
 from vllm_dymoe.residency.routing import Phase, Routing, group_by_expert
-from vllm_dymoe.residency.rule import HIGH, HIT, LOW, NOWHERE, PASS
+from vllm_dymoe.residency.rule import HIGH, HIT, LOW, NOWHERE, PASS, THERE
 from vllm_dymoe.residency.table import CODES, Counter, check_integrity, set_pools
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.systems.dymoe import Dymoe
@@ -30,8 +31,9 @@ from vllm_dymoe.systems.dymoe import Dymoe
 class Host:
     """The rule as the host applies it: ``System.select``, and its own table."""
 
-    def __init__(self, shares, system, skip_low, nested, experts=EXPERTS):
-        self.table = host_table(shares, experts, reuse_high=system.precision.reuses_high, nested=nested)
+    def __init__(self, shares, system, skip_low, nested, experts=EXPERTS, costs=None):
+        reuse_high = system.precision.reuses_high
+        self.table = host_table(shares, experts, reuse_high=reuse_high, nested=nested, costs=costs)
         self.system, self.skip_low = system, skip_low
         self.counts = np.zeros((LAYERS, len(Counter)), np.int64)
 
@@ -48,26 +50,31 @@ class Host:
         counts[Counter.SKIPPED] += len(plan) - len(wanted)
         active, tiers = np.array([*wanted], np.int64), np.array([CODES[t] for t in wanted.values()], np.int8)
         before = self.table.tier[layer].copy()
-        places = self.table.begin_step(layer, active, tiers)
-        hit = (places == HIT).all(0)
+        rows = np.array([int((ids == expert).sum()) for expert in wanted], np.int64)
+        places = self.table.begin_step(layer, active, tiers, rows)
+        hit, there = (places == HIT).all(0), (places == THERE).any(0)
+        counts[Counter.THERE] += np.count_nonzero(there)
         reused = hit & (before[active] != tiers) & bool(self.table.reuse_high[0])
         counts[Counter.HITS] += np.count_nonzero(hit)
         counts[Counter.REUSES] += np.count_nonzero(reused)
-        counts[Counter.PROMOTIONS] += np.count_nonzero(~hit & (tiers == HIGH) & (before[active] != NOWHERE))
+        counts[Counter.PROMOTIONS] += np.count_nonzero(~hit & ~there & (tiers == HIGH) & (before[active] != NOWHERE))
         parts = [np.full(len(active), LOW), np.full(len(active), HIGH)] if nested else [tiers]
         for part, kinds in zip(places, parts, strict=True):
             for code, counter in ((HIGH, Counter.FETCHED_HIGH), (LOW, Counter.FETCHED_LOW)):
-                counts[counter] += np.count_nonzero((part != HIT) & (kinds == code))
+                counts[counter] += np.count_nonzero((part != HIT) & ~there & (kinds == code))
             counts[Counter.PASSED] += np.count_nonzero(part == PASS)
             counts[Counter.EVICTIONS] += np.count_nonzero(part >= 0)
         self.table.keep(layer, active, tiers, places)
         check_integrity(self.table)
         computed = np.where(reused, before[active], tiers)
-        return active.tolist(), computed.tolist(), [[_fate(place) for place in part] for part in places]
+        fates = np.array([[_fate(place) for place in part] for part in places]).reshape(places.shape)
+        if nested:  # a slice that is not computed counts as a hit
+            fates[1, computed != HIGH] = Fate.HIT
+        return active.tolist(), computed.tolist(), fates.tolist()
 
 
 def _fate(place):
-    return Fate.HIT if place == HIT else Fate.PASS if place == PASS else Fate.KEEP
+    return {HIT: Fate.HIT, PASS: Fate.PASS, THERE: Fate.THERE}.get(place, Fate.KEEP)
 
 
 def check_items(decision, ids, active, computed, fate):
@@ -84,6 +91,11 @@ def check_items(decision, ids, active, computed, fate):
         assert number == item
         at = grouped.experts.index(expert)
         part = slice(grouped.bounds[at], grouped.bounds[at + 1])
+        there = fate[0][item] == Fate.THERE
+        assert (decision.computed.flatten()[grouped.pairs[part]] == 1 + there).all()
+        if there:
+            assert last == first
+            last += part.stop - part.start
         assert decision.pairs[first:last].tolist() == grouped.pairs[part].tolist()
         assert decision.rows[first:last].tolist() == grouped.rows[part].tolist()
     named = torch.isin(ids, torch.tensor(active))
@@ -103,13 +115,14 @@ share = st.integers(0, EXPERTS)
     st.booleans(),
     st.booleans(),
     st.booleans(),
+    st.sampled_from(sorted(COSTS)),
 )
 def test_any_steps_give_the_rows_that_the_host_keeps(
-    steps, low, high, retention, high_by, reuse_high, skip_low, nested
+    steps, low, high, retention, high_by, reuse_high, skip_low, nested, costs
 ):
     shares, system = {LOW: low, HIGH: high}, Dymoe(retention=retention, high_by=high_by, reuse_high=reuse_high)
-    table = make_table(shares, system=system, skip_low=skip_low, nested=nested)
-    host = Host(shares, system, skip_low, nested)
+    table = make_table(shares, system=system, skip_low=skip_low, nested=nested, costs=COSTS[costs])
+    host = Host(shares, system, skip_low, nested, costs=COSTS[costs])
     for layer, tokens, seed in steps:
         ids, weights = random_step(seed, tokens)
         decision = decide(table, layer, ids, weights)
@@ -144,6 +157,7 @@ def check_addresses(table, layer, decision, held):
                 assert tier[layer, expert] >= code if table.nested else tier[layer, expert] == code
                 read.append((code, place))
             elif to[item] >= 0:
+                assert fate != Fate.THERE
                 destination = int(to[item])
                 written.append((code, destination))
             assert (addresses[item] - source).tolist() == offsets
@@ -158,9 +172,11 @@ def check_addresses(table, layer, decision, held):
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(0, 1 << 30), min_size=1, max_size=12), st.integers(0, 4), st.integers(0, 3), st.booleans())
-def test_addresses_are_those_of_the_rows(seeds, share, staging, nested):
-    table = make_table({LOW: [share] * LAYERS, HIGH: [share] * LAYERS}, staging=staging, nested=nested)
+@given(st.lists(st.integers(0, 1 << 30), min_size=1, max_size=12), st.integers(0, 4), st.integers(0, 3), st.booleans(),
+       st.sampled_from(sorted(COSTS)))  # fmt: skip
+def test_addresses_are_those_of_the_rows(seeds, share, staging, nested, costs):
+    shares = {LOW: [share] * LAYERS, HIGH: [share] * LAYERS}
+    table = make_table(shares, staging=staging, nested=nested, costs=COSTS[costs])
     for seed in seeds:
         layer = seed % LAYERS
         held = table.tier.clone(), {LOW: table.slot[0].clone(), HIGH: table.slot[-1].clone()}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.support.decode_steps import host_table
 from tests.support.recorded_routing import EXPERTS as RECORDED_EXPERTS
 from tests.support.recorded_routing import recorded_streams
-from vllm_dymoe.residency.rule import AGING, FREE, HIGH, HIT, LOW, NOWHERE, PASS, USE, record_uses
+from vllm_dymoe.residency.rule import AGING, FREE, HIGH, HIT, LOW, NOWHERE, PASS, THERE, USE, record_uses
 from vllm_dymoe.residency.table import check_integrity
 
 EXPERTS = 8
@@ -125,3 +125,45 @@ def test_large_batches_hit_almost_as_often_as_with_the_best_fixed_experts(batch,
             needed, best = needed + uses.sum(), best + np.sort(uses)[-8:].sum()
     assert hits / needed >= least
     assert batch == 1 or hits / needed > best / needed - 0.012
+
+
+# -- computed there -------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 1 << 30), st.integers(0, 6), st.integers(1, 300), st.integers(0, 40), st.integers(1, 4))
+def test_the_coldest_are_computed_there_while_that_ends_sooner(seed, share, link, round_trip, most):
+    """Of all ways to leave the coldest there the one whose longer side is shortest; free places are filled."""
+    rng = np.random.default_rng(seed)
+    costs = np.array([[round_trip, 0, 0, 0], [0, 0, 0, 0], [link, 40, 7, most]])
+    table = host_table({HIGH: [share, share], LOW: [0, 0]}, 16, costs=costs)
+    for _ in range(6):
+        active = np.sort(rng.choice(16, rng.integers(1, 10), replace=False))
+        rows, held = rng.integers(1, 6, len(active)), table.tier[0].copy()
+        wanted = np.full(len(active), HIGH, np.int8)
+        places = table.begin_step(0, active, wanted, rows)[0]
+        table.keep(0, active, wanted, places[None])
+        check_integrity(table, ranges=True)
+        missing = (held[active] == NOWHERE).nonzero()[0]
+        assert (places[held[active] != NOWHERE] == HIT).all()
+        free = max(0, share - np.count_nonzero(held))
+        assert (places[missing[:free]] == FREE).all()
+        may = [n for n in missing[free:] if rows[n] <= most]
+        may.sort(key=lambda n: (table.heat[0, 0, active[n]], n))
+        host = np.cumsum([round_trip] + [40 + 7 * (rows[n] - 1) for n in may])
+        ends = [max(link * (len(missing) - k), host[k] if k else 0) for k in range(len(may) + 1)]
+        there = set((places == THERE).nonzero()[0])
+        assert there == set(may[: len(there)])
+        assert ends[len(there)] == min(ends)
+
+
+def test_an_expert_that_lacks_its_fine_slice_alone_is_computed_there_whole_and_keeps_its_base():
+    costs = np.array([[0] * 4, [50, 20, 0, 9], [50, 20, 0, 9]])
+    table = host_table({LOW: [4, 4], HIGH: [0, 0]}, 16, nested=True, costs=costs)
+    active, ones, found = np.array([0]), np.array([1]), []
+    for code in (LOW, HIGH):
+        wanted = np.array([code], np.int8)
+        found.append(table.begin_step(0, active, wanted, ones))
+        table.keep(0, active, wanted, found[-1])
+    assert [places.tolist() for places in found] == [[[FREE], [HIT]], [[THERE], [THERE]]]
+    assert table.tier[0].nonzero()[0].tolist() == [0]
+    assert table.tier[0, 0] == LOW

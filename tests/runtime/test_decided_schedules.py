@@ -98,7 +98,7 @@ class DecidedParts(RecordedParts):
         super().__init__(history, COMPUTATION)
         self._branch = RecordedBranch(history)
 
-    def decode_kernel(self, kernel, experts):
+    def decode_kernel(self, kernel, experts, link_gbps=None):
         return RecordedDecode(self._history, self._branch, kernel, experts.formats)
 
     def branch(self):

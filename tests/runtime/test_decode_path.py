@@ -146,7 +146,6 @@ def test_what_decides_is_checked(memory_store, tmp_path):
         ("firm", {}, "needs the host"),
         ("dymoe", {"system_options": {"skipped_weights": "renormalize"}, "lo": 0}, "needs the host"),
         ("exact", {"trace": {"folder": tmp_path, "inputs": True}}, "inputs of routers"),
-        ("exact", {"link_gbps": 1}, "emulated link"),
     ):
         with pytest.raises(ConfigError, match=problem):
             decided_runtime(memory_store, "50%", system, **options)
@@ -170,7 +169,7 @@ def test_what_decides_is_checked(memory_store, tmp_path):
 
 def test_the_host_decides_where_the_kernels_cannot_and_says_why(memory_store, monkeypatch):
     class Unfit(Parts):
-        def decode_kernel(self, kernel, experts):
+        def decode_kernel(self, kernel, experts, link_gbps=None):
             raise ValueError("a step needs more scratch")
 
     options = {"group_size": 32, "expert_budget": "50%", "lo": 2}

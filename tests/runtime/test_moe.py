@@ -50,10 +50,9 @@ def test_what_is_computed_in_memory_moves_nothing_once_slots_are_full(nested, bu
     runtime.check_integrity()
 
 
-def test_misses_are_computed_beside_no_other_device_and_not_from_files(memory_store, tmp_path):
-    for wrong in ({"host_store": "file"}, {"link_gbps": 1.0}):
-        with pytest.raises(ConfigError, match="experts in memory"):
-            resolve_options({"misses": "compute", **wrong}, environment={})
+def test_misses_are_not_computed_from_files(memory_store):
+    with pytest.raises(ConfigError, match="experts in memory"):
+        resolve_options({"misses": "compute", "host_store": "file"}, environment={})
     assert resolve_options({"misses": "compute"}, environment={}).host_store == "pinned"
     names = ("experts", "description", "depth", "occupies_cores", "read_into")
     hidden = SimpleNamespace(**{name: getattr(memory_store, name) for name in names})

@@ -183,8 +183,8 @@ def a_guess_is_given_up_without_asking(monkeypatch):
 def what_a_step_reads_is_evicted(monkeypatch):
     begin_step = Table.begin_step
 
-    def greedy(self, layer, active, wanted, **settings):
-        places = begin_step(self, layer, active, wanted, **settings)
+    def greedy(self, layer, active, wanted, rows=None, **rest):
+        places = begin_step(self, layer, active, wanted, rows, **rest)
         read, streamed = active[places[0] == HIT].tolist(), (places[0] == PASS).nonzero()[0].tolist()
         for number, expert in zip(streamed, read, strict=False):
             places[0, number] = expert

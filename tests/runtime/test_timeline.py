@@ -43,7 +43,7 @@ def spans(events, kind):
 def test_rows_have_names_and_every_event_a_place(recording):
     _, _, events = recording
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert sorted(names.values()) == ["compute", "disk", "host", "link"]
+    assert sorted(names.values()) == ["compute", "disk", "host", "host's cores", "link"]
     assert {event["pid"] for event in events} == {3}
     assert {names[event["tid"]] for event in spans(events, "demand")} == {"link"}
     assert {names[event["tid"]] for event in spans(events, "wait")} == {"host"}

@@ -15,6 +15,13 @@ LAYERS, EXPERTS, TOP_K, TOKENS = 2, 12, 3, 6
 FORMATS = {HIGH: Format(64, 32, code_of(4), 32, torch.bfloat16), LOW: Format(64, 32, code_of(2), 32, torch.bfloat16)}
 _NESTED = stored_formats((4, 2), lambda bits: FORMATS[HIGH if bits == 4 else LOW])
 NESTED = {HIGH: _NESTED[4], LOW: _NESTED[2]}
+COSTS = {
+    "fetch": None,
+    "compute": [[0] * 4, [1 << 40, 1, 0, 64], [1 << 40, 1, 0, 64]],
+    "share": [[10, 0, 0, 0], [60, 20, 5, 64], [100, 33, 8, 64]],
+    "few rows of high": [[0] * 4, [60, 0, 0, 64], [100, 10, 8, 2]],
+}
+"""What fetching and computing there cost, see Table.there."""
 POOL, SOURCE = {LOW: 1 << 20, HIGH: 1 << 24}, {LOW: 1 << 30, HIGH: 1 << 34}
 
 
@@ -30,9 +37,12 @@ def make_table(
     tokens=TOKENS,
     nested=False,
     most_ahead=0,
+    costs=None,
 ):
     """A table whose addresses say which slot or which expert they belong to."""
     table = Table.allocate(LAYERS, experts, rows=tokens, top_k=top_k, depth=depth, device="cpu", nested=nested)
+    if costs is not None:
+        table.there.copy_(torch.tensor(costs))
     formats = (NESTED if nested else FORMATS) | ({LOW: None} if skip_low else {})
     system = system or Dymoe(retention=0.5)
     precision = system.precision
@@ -46,8 +56,10 @@ def make_table(
     return table
 
 
-def host_table(shares, experts=EXPERTS, *, reuse_high=True, nested=False):
+def host_table(shares, experts=EXPERTS, *, reuse_high=True, nested=False, costs=None):
     table = Table.allocate(len(shares[HIGH]), experts, nested=nested)
+    if costs is not None:
+        table.there[:] = costs
     table.reuse_high[:] = reuse_high
     set_pools(table, {code: (0, 0, sum(shares[code])) for code in (LOW, HIGH)}, shares)
     return table

@@ -91,6 +91,30 @@ def test_an_asynchronous_output_is_checked_when_it_is_there(ranks):
     assert here.finish(Later()).get_output().failure == "on the other rank"
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_late_poller_fails_the_steps_on_their_way_and_no_other(ranks, late):
+    """A wait of the second step is given up on a device when the host has begun the third; the first one has ended."""
+
+    class Running(AsyncModelRunnerOutput):
+        def get_output(self):
+            return output()
+
+    here, heard, answers = ranks[0], [], []
+    here.failures.late, here.failures.on_failure = True, heard.append
+    for number in range(1, 5):
+        for rank in ranks:
+            rank.begin()
+        if number == 3:
+            ranks[late].failures.record_late("the host has not computed")
+        ranks[1].finish(output())
+        answers.append(here.finish(Running()))
+        if number in (1, 3, 4):
+            answers = [answer if hasattr(answer, "req_ids") else answer.get_output() for answer in answers]
+    failures = [getattr(answer, "failure", None) for answer in answers]
+    assert failures == [None, *["vllm-dymoe: the host has not computed"] * 2, None]
+    assert heard == [2, 3]
+
+
 def test_a_ranks_failure_fails_its_step_and_no_other(ranks):
     here, there = ranks
     heard = []

@@ -77,7 +77,7 @@ def test_rows_behind_a_steps_tokens_are_padding():
 class Runtime:
     """As much of a runtime, and of what serves its steps, as a rank looks at; its layers return their input."""
 
-    experts = SimpleNamespace(layers=(0,))
+    experts, host_side = SimpleNamespace(layers=(0,)), SimpleNamespace(doorbell=None)
     system = SimpleNamespace(precision=Precision(), foresight=None)
     decode = None
 

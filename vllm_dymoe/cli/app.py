@@ -131,22 +131,33 @@ def quantize(
 @app.command()
 @one_sentence_errors
 def calibrate(
-    model: Annotated[Path, typer.Argument(help="Folder of a Hugging Face checkpoint with 16-bit weights.")],
+    model: Annotated[Path, typer.Argument(help="Folder of a checkpoint with 16-bit weights, or of a store.")],
     texts: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Option("--texts", help='File of plain text, or .jsonl with {"text": ...} in each line; several times.'),
-    ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write; the same one to go on after a break.")],
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder to write; the same one to go on after a break.")
+    ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to read.")] = 131072,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a text that are read together.")] = 2048,
     hi: Annotated[Literal["16", "8", "4"], typer.Option(help="Bits per weight while the model reads.")] = "16",
     expert_budget: Annotated[
         str, typer.Option(help='Device memory for experts, as the option: "auto", "4GiB" or "25%".')
     ] = "auto",
+    link: Annotated[str | None, typer.Option(help="Without texts, of an emulated link on a CPU: 25GB/s.")] = None,
 ) -> None:
-    """Let a model read texts in vLLM and record what its experts see, for `quantize --calibration`."""
-    from vllm_dymoe.cli.calibrate import run
+    """Let a model read texts in vLLM and record what its experts see, for `quantize --calibration`; without texts,
+    measure the link and the host with a store's experts, for `misses`."""
+    from vllm_dymoe.cli.calibrate import measure, run
 
+    if not texts:
+        measure(model, link)
+        return
+    if out is None:
+        from vllm_dymoe.config import ConfigError
+
+        raise ConfigError("what experts see in the texts has to be written somewhere: --out.")
     run(model, texts, out, tokens=tokens, length=length, hi=int(hi), expert_budget=expert_budget)
 
 
@@ -265,6 +276,9 @@ def bench(
     budget: Annotated[list[str] | None, typer.Option(help="As the option expert_budget; several times.")] = None,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Requests at once; several times.")] = None,
     link: Link = None,
+    misses: Annotated[
+        list[str] | None, typer.Option(help="As the option misses: fetch, compute or share; several times.")
+    ] = None,
     prompts: Prompts = "shipped",
     requests: Annotated[int, typer.Option(min=1, help="Requests that are measured for each row.")] = 16,
     warm_up: Annotated[int, typer.Option(min=1, help="Requests before them that are not.")] = 4,
@@ -299,7 +313,7 @@ def bench(
         Paper(run, link[0] if link else None, asked_of, limit, include).show(paper)
     else:
         systems = system or ["on-demand", "exact"]
-        run.compare(systems, peer or [], budget or ["25%", "50%"], batch or [1], link or [])
+        run.compare(systems, peer or [], budget or ["25%", "50%"], batch or [1], link or [], misses or [])
 
 
 @app.command()
@@ -317,6 +331,9 @@ def plan(
     system: Annotated[list[str] | None, typer.Option(help="Show this system at every budget; repeatable.")] = None,
     disk: Disk = None,
     host_memory: HostMemory = None,
+    misses: Annotated[
+        str, typer.Option(help="fetch, or the rate at which the host computes those that it does not: 60GB/s.")
+    ] = "fetch",
 ) -> None:
     """Say what fits on a device, how fast each system will be, and which options to take; nothing is loaded."""
     from vllm_dymoe.cli import plan as planning
@@ -326,7 +343,7 @@ def plan(
     if gpu is None:
         raise ConfigError("say for which device: --gpu rtx4090, or a folder of measured rows.")
     serving = Serving(max_model_len, max_num_seqs, gpu_memory_utilization=gpu_memory_utilization)
-    planning.run(model, gpu, link, trace, batch, prompt, serving, system or (), disk, host_memory)
+    planning.run(model, gpu, link, trace, batch, prompt, serving, system or (), disk, host_memory, misses)
 
 
 @app.command()

@@ -23,7 +23,7 @@ from vllm_dymoe.units import size
 
 def run(
     model: str, gpu: str, link: str | None, trace: Path | None, batch: int, prompt: int, serving: Serving,
-    systems: Sequence[str], disk: str | None = None, host_memory: str | None = None,
+    systems: Sequence[str], disk: str | None = None, host_memory: str | None = None, misses: str = "fetch",
 ) -> None:  # fmt: skip
     if (disk is None) != (host_memory is None):
         raise ConfigError("experts are read from a disk where host memory has no room: say --disk and --host-memory.")
@@ -36,6 +36,8 @@ def run(
     if disk is not None:
         held = TypeAdapter(ByteSize).validate_python(host_memory)
         device = replace(device, disk=parse_rate(disk), host_memory=held)
+    if misses != "fetch":
+        device = replace(device, host=parse_rate(misses))
     rows = list(choices(shape, device, _routings(shape, model, trace, batch), serving, prompt))
     best = recommended(rows)
     table = Table(

@@ -21,6 +21,7 @@ class Lane(Enum):
     COMPUTE = "compute"
     LINK = "link"
     DISK = "disk"
+    BESIDE = "host's cores"
 
 
 class HostClock:

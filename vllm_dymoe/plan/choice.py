@@ -28,11 +28,13 @@ from vllm_dymoe.config import ConfigError, ExpertBudget, Options
 from vllm_dymoe.plan.device import Device
 from vllm_dymoe.plan.model import ITEM, ModelShape
 from vllm_dymoe.plan.replay import Routings, replay
-from vllm_dymoe.residency.format import EVERY_PROJECTION, ModelExperts
+from vllm_dymoe.residency.format import EVERY_PROJECTION, Format, ModelExperts
+from vllm_dymoe.residency.rule import HIGH, LOW, Ints
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.resolve import resolve_options
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS
 from vllm_dymoe.runtime.device_share import StepShape, automatic_share
+from vllm_dymoe.runtime.rates import Rates, costs
 from vllm_dymoe.runtime.sizing import (
     SlotPlan,
     limit_in_bytes,
@@ -56,6 +58,7 @@ CANDIDATES: tuple[Mapping[str, Any], ...] = (
     {"system": "on-demand", "hi": 4},
 )
 _PARTS = (0.25, 0.5, 0.75, 1.0)  # of the room for experts
+_NEXT_ROW, _ROUND_TRIP = 0.2, 20e-6  # of an expert's first row on a host; seconds there and back
 _NEXT_GATE = 0.75  # of the next layer's experts, where no trace says how right its gate is (papers: 0.6 to 0.9)
 
 
@@ -99,13 +102,13 @@ def predict(
     options = resolve_options(given, environment={})
     system, experts = make_system(options), shape.packed(tuple(options.stored_bits), options.group_size)
     formats, workspace, layers = experts.formats, workspace_bytes(experts, "cuda"), shape.moe_layers
-    slots = plan_slots(experts, options, system, limit, workspace)
-    precision = system.precision
+    slots, precision = plan_slots(experts, options, system, limit, workspace), system.precision
     slot_bytes = {tier: formats[bits].nbytes for tier, bits in slot_bits(experts, options, precision.tiers).items()}
     nested = Tier.HI in slots.slots and any(fmt.nested for fmt in formats.values())
     choose = precision.chooser(routings.header.num_layers) if isinstance(precision, CriticalHigh) else None
     kept = slots.quotas if system.residency.keeps else {}
-    demand = replay(routings, kept, choose, low=options.lo > 0, nested=nested)
+    shared = _shared(formats, options, device) if device.host else None
+    demand = replay(routings, kept, choose, low=options.lo > 0, nested=nested, costs=shared)
     layer_moved = sum(demand.missing[tier] * nbytes for tier, nbytes in slot_bytes.items())
     needed = sum(demand.active.values())
     beside, layer_read = _slots_in_host_memory(device, experts), 0.0
@@ -113,15 +116,15 @@ def predict(
         both = {tier: [min(shape.experts, own + beside) for own in shares] for tier, shares in slots.quotas.items()}
         far = replay(routings, both, choose, low=options.lo > 0, nested=nested)
         layer_read = sum(far.missing[tier] * nbytes for tier, nbytes in slot_bytes.items())
-    alone = system.residency.on_device and options.decisions != "host" and routings.batch <= DECODE_ROWS
-    alone &= beside is None
+    alone = system.residency.on_device and options.decisions != "host" and beside is None
+    alone &= routings.batch <= DECODE_ROWS
     deciding = device.in_a_graph() if alone else device
     step = device.step.get((options.hi, routings.batch))
     if step is None:
         bits = {tier: tier_bits(options, tier) for tier in demand.active}
         weights = sum(count * formats[bits[tier]].whole_nbytes for tier, count in demand.active.items() if bits[tier])
         step = (shape.token_weights * ITEM + layers * weights) / device.bandwidth + layers * deciding.layer_seconds
-    right, waiting = _foresight(system, routings), layer_moved / device.link
+    right, waiting = _foresight(system, routings), layer_moved / device.link if shared is None else demand.shared
     if alone and device.decides and system.foresight is not None:
         right *= system.foresight.projections_in_graph / len(EVERY_PROJECTION)
     hidden = min(right * waiting, right * step / shape.layers)
@@ -166,6 +169,13 @@ def _slots_in_host_memory(device: Device, experts: ModelExperts) -> int | None:
     return int(experts.num_experts * device.host_memory / experts.stored_nbytes)
 
 
+def _shared(formats: Mapping[int, Format], options: Options, device: Device) -> Ints:
+    """What fetching and computing a miss cost."""
+    first = {fmt.code.tag: fmt.whole_nbytes / device.host for fmt in formats.values()}
+    rates = Rates(device.link, first, {tag: s * _NEXT_ROW for tag, s in first.items()}, _ROUND_TRIP, 0, "planned")
+    return costs({HIGH: formats.get(options.hi), LOW: formats.get(options.lo)}, rates, options.misses_rows)
+
+
 def _agreement(tiers: str, options: Options) -> float | None:
     """As benchmarks/quality has measured it."""
     table = json.loads(resources.files("vllm_dymoe.plan").joinpath("quality.json").read_text())
@@ -207,7 +217,8 @@ def room_for_experts(shape: ModelShape, device: Device, serving: Serving, least:
 
 def choices(shape: ModelShape, device: Device, routings: Routings, serving: Serving, prompt: int) -> Iterator[Choice]:
     """Every candidate at a quarter, half, three quarters and all of the room for experts."""
-    for given in CANDIDATES:
+    for candidate in CANDIDATES:
+        given = {**candidate, "misses": "share"} if device.host else candidate
         options = resolve_options(given, environment={})
         experts = shape.packed(tuple(options.stored_bits), options.group_size)
         system, workspace = make_system(options), workspace_bytes(experts, "cuda")

@@ -60,6 +60,7 @@ class Device:
     decides: bool = False  # decode steps of few rows are graphs, in which the device decides
     host_memory: int | None = None  # bytes for experts; None for as many as there are
     disk: float = float("inf")  # bytes per second that it reads for experts that are not there
+    host: float = 0.0  # bytes per second of experts that the host computes where they lie; 0 if all misses are fetched
 
     def in_a_graph(self) -> "Device":
         """The same for steps that it decides by itself."""

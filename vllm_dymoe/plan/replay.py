@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 from vllm_dymoe.observe.statistics import next_gate_accuracy, popularity
 from vllm_dymoe.observe.synthetic import synthetic_trace
 from vllm_dymoe.observe.trace import Trace
+from vllm_dymoe.residency.constants import Cost
 from vllm_dymoe.residency.decode_rule import sum_weights
 from vllm_dymoe.residency.identity import ModelIdentity
-from vllm_dymoe.residency.rule import HIGH, HIT, LOW, NOWHERE, Ints
+from vllm_dymoe.residency.rule import HIGH, HIT, LOW, NOWHERE, THERE, Ints
 from vllm_dymoe.residency.table import CODES, Table, set_pools
 from vllm_dymoe.residency.tier import Tier
 
@@ -28,7 +29,8 @@ class LayerDemand:
     active: Mapping[Tier, float]  # experts in each tier
     missing: Mapping[Tier, float]
     """What has to be moved for them: versions, or fine slices and bases where one lies inside the other."""
-    misses: float = 0.0  # experts for which something has to be moved
+    misses: float = 0.0  # experts that are not there
+    shared: float = 0.0  # seconds until link and host have ended with what each of them has, where misses are shared
 
 
 class Routings:
@@ -57,7 +59,7 @@ class Routings:
     @property
     def active(self) -> float:
         """Experts that a step uses in a layer, on average."""
-        return float(np.mean([len(uses) for steps in self.steps.values() for uses, _ in steps]))
+        return float(np.mean([len(uses) for steps in self.steps.values() for uses, *_ in steps]))
 
     def distinct(self, tokens: int) -> float:
         """Experts of a layer that a prompt uses, if its tokens choose by popularity alone."""
@@ -75,10 +77,10 @@ def made_up(header: ModelIdentity, batch: int) -> Routings:
     return Routings(trace, batch)
 
 
-def _uses(experts: NDArray[np.int64], weights: NDArray[np.float32]) -> tuple[Ints, Ints]:
-    """Distinct experts of a step [tokens, top_k], ascending, and the sum of each one's weights in 1 / WEIGHT_UNIT."""
-    uses = np.unique(experts.astype(np.int64))
-    return uses, sum_weights(int(uses[-1]) + 1, experts.ravel().astype(np.int64), weights.ravel())[uses]
+def _uses(experts: NDArray[np.int64], weights: NDArray[np.float32]) -> tuple[Ints, Ints, Ints]:
+    """Distinct experts of a step [tokens, top_k], ascending, each one's sum of weights in 1 / WEIGHT_UNIT, and rows."""
+    uses, rows = np.unique(experts.astype(np.int64), return_counts=True)
+    return uses, sum_weights(int(uses[-1]) + 1, experts.ravel().astype(np.int64), weights.ravel())[uses], rows
 
 
 def replay(
@@ -87,9 +89,13 @@ def replay(
     choose: Callable[[int, Ints], NDArray[np.bool_]] | None,
     low: bool,  # whether the others have a version, or are skipped
     nested: bool = False,
+    costs: Ints | None = None,
+    real: Ints | None = None,
 ) -> LayerDemand:
     """Let layers keep what the rule says. ``choose`` makes of a layer and the sums of its active experts' weights which
-    of them are high; where versions are nested quotas are of fine slices and of bases."""
+    of them are high; where versions are nested quotas are of fine slices and of bases. Misses are shared by `costs`,
+    see ``Table.there``, and what is said of time goes by `real` ones, if the rule goes by others."""
+    seconds, real = 0.0, costs if real is None else real
     active, moved = {HIGH: 0, LOW: 0}, {HIGH: 0, LOW: 0}
     counted = misses = 0
     for layer, steps in routings.steps.items():
@@ -98,21 +104,36 @@ def replay(
         shares = {CODES[tier]: [of[round(depth * (len(of) - 1))] if of else 0]
                   for tier in (Tier.LO, Tier.HI) for of in [quotas.get(tier)]}  # fmt: skip
         set_pools(table, {code: (0, 0, share[0]) for code, share in shares.items()}, shares)
-        for step, (uses, sums) in enumerate(steps, start=1):
+        if costs is not None:
+            table.there[:] = costs
+        for step, (uses, sums, rows) in enumerate(steps, start=1):
             wanted = np.full(len(uses), HIGH, np.int8)
             if choose is not None:
                 wanted[~choose(layer, sums)] = LOW if low else NOWHERE
-            uses, codes = uses[wanted != NOWHERE], wanted[wanted != NOWHERE]
-            places = table.begin_step(0, uses, codes)
+            uses, rows, codes = (of[wanted != NOWHERE] for of in (uses, rows, wanted))
+            places = table.begin_step(0, uses, codes, rows)
             table.keep(0, uses, codes, places)
             missing = {code: (places[0] != HIT) & (codes == code) for code in (LOW, HIGH)}
             if nested:
                 missing = {LOW: places[0] != HIT, HIGH: places[1] != HIT}
+            there = (places == THERE).any(0)
+            missing = {code: those & ~there for code, those in missing.items()}
             if step > len(steps) // _COLD:
                 counted += 1
                 for code in (LOW, HIGH):
                     active[code] += int(np.count_nonzero(codes == code))
                     moved[code] += int(np.count_nonzero(missing[code]))
-                misses += int(np.count_nonzero(missing[HIGH] | missing[LOW]))
+                misses += int(np.count_nonzero(missing[HIGH] | missing[LOW] | there))
+                seconds += 0.0 if real is None else _longer(missing, there, rows, codes, real)
     means = ({Tier.HI: count[HIGH] / counted, Tier.LO: count[LOW] / counted} for count in (active, moved))
-    return LayerDemand(next(means), next(means), misses / counted)
+    return LayerDemand(next(means), next(means), misses / counted, seconds / counted)
+
+
+def _longer(
+    missing: Mapping[int, NDArray[np.bool_]], there: NDArray[np.bool_], rows: Ints, codes: NDArray[np.int8], costs: Ints
+) -> float:
+    """Seconds of the link for what is missing, or of the host for the experts that it computes there."""
+    link = sum(int(np.count_nonzero(those)) * int(costs[code, Cost.LINK]) for code, those in missing.items())
+    each = costs[codes, Cost.FIRST_ROW] + (rows - 1) * costs[codes, Cost.NEXT_ROW]
+    host = int(each[there].sum()) + int(costs[NOWHERE, Cost.LINK]) * bool(there.any())
+    return max(link, host) / 1e9

@@ -9,6 +9,20 @@ class Fate(IntEnum):
     HIT = 0  # they are on the device
     KEEP = 1  # they are fetched into a slot that keeps them
     PASS = 2  # they are fetched for this step alone
+    THERE = 3  # they stay in host memory, where the host computes with them
+
+
+class Cost(IntEnum):
+    """Columns of :attr:`Table.there`, for versions of a tier; nanoseconds unless said otherwise."""
+
+    LINK = 0
+    """To bring the version, or the slice; of NOWHERE: the way there and back of rows, whatever is computed."""
+    FIRST_ROW = 1  # of the host for the version and one row; 0 if it never computes one
+    NEXT_ROW = 2  # for each further row
+    MOST_ROWS = 3  # of an expert that the host computes
+
+
+NEVER_FETCHED = 1 << 40  # Cost.LINK of what is always computed there
 
 
 POSITIONS_AT_ONCE = 2  # positions of an expert that are multiplied with each weight that is read

@@ -34,8 +34,8 @@ class Decision:
 
     experts: Tensor  # int32 [items]
     work: Tensor
-    """int32 [items + 1, 3], the item's own number, first and last + 1 of its positions. The last row, (-1, 0, tokens),
-    asks for zeros where a token has no pair that is computed."""
+    """int32 [items + 1, 3], the item's own number, first and last + 1 of its positions; that of one computed THERE is
+    empty. The last row, (-1, 0, tokens), asks for zeros where a token has no pair that is computed."""
     rows: Tensor  # int32 [positions], row of the input of each (token, expert) pair, by item
     pairs: Tensor  # int32 [positions], row of the output, token * top_k + k; ascending within an item
     count: Tensor = _NONE  # int32 [1], number of items
@@ -47,7 +47,7 @@ class Decision:
     bits: Tensor = _NONE  # int32 [items, 3], tags of the codes of gate, up and down
     addresses: Tensor = _NONE  # int64 [slices, items, 3], where their bytes are read; 0 where a slice is not computed
     destinations: Tensor = _NONE  # int64 [slices, items, 3], where they are stored as well; 0 for nowhere
-    computed: Tensor = _NONE  # int32 [tokens, top_k], 1 for the pairs that some item has
+    computed: Tensor = _NONE  # int32 [tokens, top_k], 1 for pairs of an item, 2 for those computed THERE
     scratch: Tensor = _NONE  # int32, for the program
     views: list[Expert | None] = field(default_factory=list)  # each item's bytes, None until they have a place
     bounds: list[int] = field(default_factory=list)  # as in Grouped, by item

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vllm_dymoe.residency.constants import POSITIONS_AT_ONCE, WEIGHT_UNIT, Fate
 from vllm_dymoe.residency.decision import Decision
-from vllm_dymoe.residency.rule import HIGH, HIT, LOW, PASS, Ints
+from vllm_dymoe.residency.rule import HIGH, HIT, LOW, PASS, THERE, Ints
 from vllm_dymoe.residency.table import Counter, Table
 from vllm_dymoe.residency.threshold import above, follow
 
@@ -28,7 +28,7 @@ def decide_plain(
         weights: float32 [tokens, top_k].
         rows: int32 [1], how many tokens are real, the first ones.
         decision: for so many tokens, overwritten.
-        wide: nothing is recorded.
+        wide: nothing is recorded, and nothing computed there: the ring holds the rows of narrow steps.
         marks: int8 [tokens], 1 for tokens of prompts, 2 for heavy hitters among these, 0 for others; None for all 0.
     """
     _empty(decision)
@@ -42,23 +42,21 @@ def decide_plain(
     chosen = ids[:real].numpy().astype(np.int64).reshape(-1)
     sizes = np.bincount(chosen[chosen >= 0], minlength=host.experts)
     active = sizes.nonzero()[0]
-    values, of_pairs = (
-        weights[:real].numpy().reshape(-1),
-        None if marks is None else marks[:real].repeat_interleave(top_k),
-    )
+    values = weights[:real].numpy().reshape(-1)
+    of_pairs = None if marks is None else marks[:real].repeat_interleave(top_k)
     wanted = _choose(host, layer, active, chosen, values, of_pairs)
     skipped = host.bits[wanted] == 0
     counted = {Counter.STEPS: 1, Counter.WANTED_HIGH: wanted == HIGH, Counter.WANTED_LOW: wanted == LOW}
     active, wanted = active[~skipped], wanted[~skipped]
     before = host.tier[layer, active]
-    places = host.begin_step(layer, active, wanted)
-    hit = (places == HIT).all(0)
+    places = host.begin_step(layer, active, wanted, None if wide else sizes[active])
+    hit, there = (places == HIT).all(0), (places == THERE).any(0)
     serves = hit if not host.nested else hit & bool(host.reuse_high[0])
     computed = np.where(serves, before, wanted)
     host.keep(layer, active, wanted, places)
-    fetched = {code: (part != HIT) for code, part in zip((LOW, HIGH), places, strict=False)}
+    fetched = {code: (part != HIT) & ~there for code, part in zip((LOW, HIGH), places, strict=False)}
     if not host.nested:
-        fetched = {code: ~hit & (wanted == code) for code in (LOW, HIGH)}
+        fetched = {code: ~hit & ~there & (wanted == code) for code in (LOW, HIGH)}
     counted |= {
         Counter.SKIPPED: skipped,
         Counter.HITS: hit,
@@ -66,13 +64,15 @@ def decide_plain(
         Counter.FETCHED_HIGH: fetched[HIGH],
         Counter.FETCHED_LOW: fetched[LOW],
         Counter.PASSED: places == PASS,
-        Counter.PROMOTIONS: ~hit & (wanted == HIGH) & (before == LOW),
+        Counter.THERE: there,
+        Counter.PROMOTIONS: ~hit & ~there & (wanted == HIGH) & (before == LOW),
         Counter.EVICTIONS: places >= 0,
     }
     for counter, those in counted.items():
         host.counters[layer, counter] += np.count_nonzero(those)
     _list_items(host, layer, active, computed, places, sizes, decision)
     list_positions(np.where(np.isin(chosen, active), chosen, -1), top_k, decision)
+    decision.computed.numpy().reshape(-1)[np.isin(chosen, active[there]).nonzero()] = 2
 
 
 def _empty(decision: Decision) -> None:
@@ -175,14 +175,19 @@ def _list_items(
         decision.experts[item], decision.tiers[item], decision.bits[item] = expert, code, int(table.bits[code])
         for number, part in enumerate((LOW, HIGH)[:code] if table.nested else (code,)):
             place, at = int(places[number, item]), (number, item)
-            fate = Fate.HIT if place == HIT else Fate.PASS if place == PASS else Fate.KEEP
-            ahead, projections = (-1, 0) if fate is Fate.HIT else found_ahead(table, layer, expert, code)
+            fate = {HIT: Fate.HIT, PASS: Fate.PASS, THERE: Fate.THERE}.get(place, Fate.KEEP)
+            ahead, projections = (-1, 0) if fate in (Fate.HIT, Fate.THERE) else found_ahead(table, layer, expert, code)
             if projections:
                 counts[[Counter.AHEAD_USED, Counter.AHEAD_USED_BYTES]] += 1, bytes_ahead(table, code, projections)
             slot = -1
-            if fate is not Fate.PASS:
+            if fate in (Fate.HIT, Fate.KEEP):
                 slot = int(table.slot[number, layer, expert])
-            elif projections < PROJECTIONS and sizes[expert] > POSITIONS_AT_ONCE and staged[part][1]:
+            elif (
+                fate is Fate.PASS
+                and projections < PROJECTIONS
+                and sizes[expert] > POSITIONS_AT_ONCE
+                and staged[part][1]
+            ):
                 slot, staged[part] = staged[part][0], [staged[part][0] + 1, staged[part][1] - 1]
             offsets, there = torch.from_numpy(table.offsets[part]), slot_address(table, part, slot)
             decision.slots[at], decision.fate[at] = slot, fate
@@ -190,7 +195,8 @@ def _list_items(
             decision.addresses[number, item, :projections] = offsets[:projections] + slot_address(table, part, ahead)
             if fate is not Fate.HIT and slot >= 0:
                 decision.destinations[at] = offsets + there
-        decision.work[item] = torch.tensor((item, position, position + int(sizes[expert])))
+        here = 0 if places[0, item] == THERE else int(sizes[expert])
+        decision.work[item] = torch.tensor((item, position, position + here))
         position += int(sizes[expert])
 
 

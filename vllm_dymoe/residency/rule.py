@@ -4,6 +4,8 @@
 the experts it uses. The *victim* is the coldest expert that the step does not use, of equals the one used longest ago.
 *Admission* means that an expert which is colder than every victim is used without being kept. In a step that needs more
 experts than its layer may keep the hottest come first, so that a prompt, or a large batch, does not empty the cache.
+*There* an expert is computed that is neither held nor fetched: the coldest misses, one after the other, as long as the
+host ends with them before the link with the others. What finds a free place is always fetched.
 
 What is held, and nothing else, decides: not what was fetched ahead, nor when anything arrives. Everything is integer
 arithmetic, so that the second writing, ``kernels/triton/decide.py``, gives the same rows bit for bit. Constants of both
@@ -15,13 +17,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_dymoe.residency.constants import AGING, USE
+from vllm_dymoe.residency.constants import AGING, USE, Cost
 
 NOWHERE, LOW, HIGH = 0, 1, 2  # in which version an expert is held, or wanted
 
 THERE, HIT, PASS, FREE = -4, -3, -2, -1
-"""An expert is computed where it lies in host memory (`Serving` says so, not the rule); a slice has a slot; comes for
-this step alone; takes a slot that its layer has left. From 0 on: takes that expert's."""
+"""An expert is computed where it lies in host memory; a slice has a slot; comes for this step alone; takes a slot that
+its layer has left. From 0 on: takes that expert's."""
 
 Ints = NDArray[np.int64]
 
@@ -54,9 +56,13 @@ def decide(
     shares: Sequence[int],  # versions, or slices, that the layer may keep, by LOW and HIGH
     *,
     reuse_high: bool = True,
+    rows: Ints | None = None,
+    costs: Ints | None = None,
 ) -> Ints:
-    """What becomes of each expert that a step uses (DyMoE 4.4.2: no duplication, promotion, conservative reuse): int64
-    [slices, n], HIT, PASS, FREE, or the expert whose place is taken. A slice that is not wanted counts as HIT.
+    """What becomes of each expert that a step uses (DyMoE 4.4.2: no duplication, promotion, conservative reuse).
+
+    It is int64 [slices, n]: THERE for all slices, or HIT, PASS, FREE, or the expert whose place is taken. A slice that
+    is not wanted counts as HIT.
 
     Versions that exclude each other are one slice, and an expert that is to be kept in another version than it has
     takes the place of that one as well. Where the low version lies inside the high one there are two slices: a fine
@@ -64,28 +70,69 @@ def decide(
 
     Args:
         reuse_high: whether a high version serves where a low one is wanted; it always does where there are two slices.
+        rows: int64 [n], of each expert; None where nothing is computed there.
+        costs: int64 [3, 4], by tier and Cost.
     """
     has = held[active]
     if len(heat) == 1:
-        there = (has >= wanted if reuse_high else has == wanted)[None]
+        hit = (has >= wanted if reuse_high else has == wanted)[None]
     else:
-        there = np.stack((has != NOWHERE, (has == HIGH) | (wanted == LOW)))
-    places = np.where(there, HIT, PASS)
-    if there.all():
+        hit = np.stack((has != NOWHERE, (has == HIGH) | (wanted == LOW)))
+    places = np.where(hit, HIT, PASS)
+    if hit.all():
         return places
-    high = wanted == HIGH
+    high, fetched = wanted == HIGH, ~hit
+    if rows is not None and costs is not None and costs[:, Cost.FIRST_ROW].any():
+        there = _computed_there(hit, heat[0][active], wanted, held, rows, shares, costs)
+        fetched, places[:, there] = fetched & ~there, THERE
     if len(heat) == 1:
         for tier, wanting in ((HIGH, high), (LOW, ~high)):
             kept = held == tier
-            kept[active[~there[0] & (places[0] != PASS)]] = False  # superseded by their other version
-            _find_places(places[0], active, wanting, wanting & ~there[0], kept, heat[0], used_at[0], shares[tier])
+            kept[active[fetched[0] & (places[0] != PASS)]] = False  # superseded by their other version
+            _find_places(places[0], active, wanting, wanting & fetched[0], kept, heat[0], used_at[0], shares[tier])
         return places
     base, fine = places
-    _find_places(base, active, wanted != NOWHERE, ~there[0], held != NOWHERE, heat[0], used_at[0], shares[LOW])
+    _find_places(base, active, wanted != NOWHERE, fetched[0], held != NOWHERE, heat[0], used_at[0], shares[LOW])
     whole = held == HIGH
     whole[base[base >= 0]] = False
-    _find_places(fine, active, high, ~there[1] & (base != PASS), whole, heat[1], used_at[1], shares[HIGH])
+    _find_places(fine, active, high, fetched[1] & (base != PASS), whole, heat[1], used_at[1], shares[HIGH])
     return places
+
+
+def _computed_there(
+    hit: NDArray[np.bool_], heat: Ints, wanted: NDArray[np.int8], held: NDArray[np.int8], rows: Ints,
+    shares: Sequence[int], costs: Ints,
+) -> NDArray[np.bool_]:  # fmt: skip
+    """Which experts the host computes where they lie.
+
+    With each one more the link has less to bring and the host more to do; the longer of the two is shortest where they
+    meet, which is at B_link / (B_link + B_cpu) of the bytes. The hottest are fetched, because they will be kept.
+
+    Args:
+        hit: bool [slices, n], which of the step's experts have what they need.
+        heat: int64 [n], of those.
+        wanted: LOW or HIGH for each of them.
+        held: int8 [experts].
+        rows: of each of the step's experts.
+        shares: as for :func:`decide`.
+        costs: int64 [3, 4].
+    """
+    link, may = np.zeros(len(heat), np.int64), costs[wanted, Cost.FIRST_ROW] > 0
+    may &= rows <= costs[wanted, Cost.MOST_ROWS]
+    low, kept = ~hit[0], held != NOWHERE
+    if len(hit) == 1:
+        low, kept = low & (wanted == LOW), held == LOW
+    for tier, lacks, has in ((LOW, low, kept), (HIGH, ~hit[-1] & (wanted == HIGH), held == HIGH)):
+        link[lacks] += costs[tier, Cost.LINK]
+        may[lacks.nonzero()[0][: max(0, shares[tier] - int(np.count_nonzero(has)))]] = False
+    host = costs[wanted, Cost.FIRST_ROW] + (rows - 1) * costs[wanted, Cost.NEXT_ROW]
+    candidates = (may & (link > 0)).nonzero()[0]
+    candidates = candidates[np.argsort(heat[candidates], kind="stable")]
+    longer = link.sum() - np.cumsum(link[candidates]) + link[candidates]
+    fits = costs[NOWHERE, Cost.LINK] + np.cumsum(host[candidates]) < longer
+    there = np.zeros(len(heat), np.bool_)
+    there[candidates[: len(fits) if fits.all() else int(fits.argmin())]] = True
+    return there
 
 
 def _find_places(

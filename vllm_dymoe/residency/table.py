@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_dymoe.residency.constants import Cost
 from vllm_dymoe.residency.format import Format
 from vllm_dymoe.residency.rule import FREE, HIGH, LOW, NOWHERE, Ints, coldest, decide, record_uses
 from vllm_dymoe.residency.threshold import NO_THRESHOLD
@@ -45,6 +46,8 @@ class Counter(IntEnum):
     AHEAD_BYTES = auto()
     AHEAD_USED = auto()  # those among the fetched that were found there, whole or in part
     AHEAD_USED_BYTES = auto()
+    THERE = auto()
+    """Computed where they lie in host memory."""
 
 
 def _column(*shape: str | int, dtype: str = "int64", fill: int = 0) -> Any:
@@ -82,6 +85,8 @@ class Table:
     """How many of a step's active experts are high, by their number, 0 to that of a layer's experts."""
     threshold: Any = _column(2)  # above which an expert is high, see :mod:`~.threshold`; then ``critical`` is not asked
     prompt_threshold: Any = _column(2)  # the same for tokens of prompts in a step that says which these are
+    there: Any = _column(3, len(Cost))
+    """What fetching a version costs, and computing it where it lies; zeros where nothing ever is."""
     bits: Any = _column(3, dtype="int32")  # tags of the tiers' codes; 0 for one that is skipped
     offsets: Any = _column(3, 3)  # bytes from a blob's beginning to gate, up and down
     pool: Any = _column(3)  # address of slot 0
@@ -155,7 +160,9 @@ class Table:
 
     # -- rows, on the host ------------------------------------------------------------------------
 
-    def begin_step(self, layer: int, active: Ints, wanted: NDArray[np.int8], *, ages: bool = True) -> Ints:
+    def begin_step(
+        self, layer: int, active: Ints, wanted: NDArray[np.int8], rows: Ints | None = None, *, ages: bool = True
+    ) -> Ints:
         """Count what a layer's step uses, and decide what it keeps: int64 [slices, n], see :func:`~.rule.decide`.
 
         Without ageing what came first goes first: heat is the step in which an expert came.
@@ -167,7 +174,8 @@ class Table:
         else:
             heat[:, active[self.tier[layer, active] == NOWHERE]] = self.step[layer]
         shares, reuse = self.shares[layer].tolist(), bool(self.reuse_high[0])
-        return decide(active, wanted, self.tier[layer], heat, used_at, shares, reuse_high=reuse)
+        where = {"reuse_high": reuse, "rows": rows, "costs": self.there}
+        return decide(active, wanted, self.tier[layer], heat, used_at, shares, **where)
 
     def keep(self, layer: int, active: Ints, wanted: NDArray[np.int8], places: Ints) -> None:
         """Write the rows of what is kept at once, in slots of the layer's own range, free ones in ascending order."""

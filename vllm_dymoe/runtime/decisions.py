@@ -1,6 +1,7 @@
 """What decides about experts in decode: the host for every layer, or the device in a step without a host."""
 
 from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.kernels import native
 from vllm_dymoe.systems import System
 
 DRAFTED = "a draft with experts proposes the model's tokens"
@@ -30,13 +31,11 @@ def device_decides(
 def _obstacle(options: Options, system: System, readable: bool) -> str:
     if not system.residency.on_device:
         return f'what the system "{system.name}" chooses with its options needs the host'
-    if options.misses == "compute":
-        return "the host computes misses"
+    if options.misses != "fetch" and native.load() is None:
+        return "the host answers a device with the native library only, which was not built here"
     if not readable:
         return 'not all experts are in host memory, as with host_store "pinned", and a device cannot wait for a disk'
-    if options.trace is not None and options.trace.inputs:
-        return "the inputs of routers are recorded"
-    return "an emulated link is the host's" if options.link_gbps is not None else ""
+    return "the inputs of routers are recorded" if options.trace is not None and options.trace.inputs else ""
 
 
 def without_device(options: Options) -> Options:

@@ -15,6 +15,7 @@ from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.format import ModelExperts
 from vllm_dymoe.residency.table import Table
 from vllm_dymoe.runtime.ahead import Ahead, AheadKernel, Branch
+from vllm_dymoe.runtime.there import Doorbell
 from vllm_dymoe.runtime.wide_path import WideKernel, WidePath
 
 DECODE_ROWS = 16  # most rows of a step that take this path; with more of them tensor cores are worth a wide one
@@ -24,6 +25,7 @@ class DecodeKernel(AheadKernel, WideKernel, Protocol):
     """Decides and computes one layer's step, and fetches ahead for the next layer."""
 
     name: str  # which implementation, for logs and reports
+    doorbell: Doorbell | None  # through which the host computes some misses; None if all are fetched
 
     def forward(
         self,
@@ -65,12 +67,16 @@ class DecodePath:
     @property
     def nbytes(self) -> int:
         """Device memory of the table and of what is decided; slots and scratch are counted elsewhere."""
+        doorbell = self.kernel.doorbell
         tensors = *vars(self.table).values(), *self._decisions[-1].tensors.values(), self._rows
-        return sum(tensor.nbytes for tensor in tensors) + (0 if self.ahead is None else self.ahead.nbytes)
+        others = (part.nbytes for part in (self.ahead, doorbell) if part is not None)
+        return sum(tensor.nbytes for tensor in tensors) + sum(others)
 
     def warm_up(self, activation: Activation) -> None:
         """Compile and load what layers will launch, by a step without tokens: neither requests nor captures wait."""
         fmt, top_k = next(iter(self._experts.formats.values())), self._experts.top_k
+        if self.kernel.doorbell is not None:
+            self.kernel.doorbell.serve(activation)
         x = torch.zeros(DECODE_ROWS + 1, fmt.hidden, dtype=fmt.dtype, device=self._device)
         weights, ids = (
             torch.zeros(len(x), top_k, dtype=dtype, device=self._device) for dtype in (torch.float32, torch.int32)
@@ -100,3 +106,5 @@ class DecodePath:
         self.wide.settle()
         if self.ahead is not None:
             self.ahead.join()
+        if (doorbell := self.kernel.doorbell) is not None and doorbell.failed:
+            self.table.there.zero_()  # from now on everything is fetched

@@ -1,27 +1,35 @@
 """The decode path as a CPU plays it: the plain rule decides, and kernels read and fill the addresses that it wrote."""
 
 import ctypes
+import time
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from vllm_dymoe.kernels import Activation, ExpertKernel, combine
+from vllm_dymoe.kernels.doorbell import collect_plain, post_plain
+from vllm_dymoe.residency.constants import Fate
 from vllm_dymoe.residency.decision import Decision, Grouped
 from vllm_dymoe.residency.decode_ahead import Copies, name_ahead_plain
 from vllm_dymoe.residency.decode_rule import decide_plain
 from vllm_dymoe.residency.format import Expert, Format
 from vllm_dymoe.residency.matrix import MatrixFormat, PackedMatrix
 from vllm_dymoe.residency.table import Table
-from vllm_dymoe.residency.wide_rule import WideShape, WideWork, plan_wide_plain
+from vllm_dymoe.residency.wide_rule import THERE, WideShape, WideWork, plan_wide_plain
+from vllm_dymoe.runtime.there import Doorbell
+from vllm_dymoe.transfer.link import sleep_until
 
 
 class PlainDecode:
-    """A layer's decode step on a CPU, for tests of everything around it."""
+    """A layer's decode step on a CPU, for tests of everything around it; behind an emulated link of so many 1e9 bytes
+    per second, for which hits do not wait."""
 
     name = "decided and fetched as a device would, by the host"
+    doorbell: Doorbell | None = None
 
-    def __init__(self, kernel: ExpertKernel, formats: Mapping[int, Format]) -> None:
+    def __init__(self, kernel: ExpertKernel, formats: Mapping[int, Format], link_gbps: float | None = None) -> None:
+        self._seconds_per_byte, self._free = 1e-9 / link_gbps if link_gbps else 0.0, 0.0
         self.kernel, self._formats = kernel, {fmt.code.tag: fmt for fmt in formats.values()}
 
     def forward(
@@ -36,16 +44,24 @@ class PlainDecode:
         activation: Activation,
     ) -> Tensor:
         self.decide(table, layer, ids, weights, rows, decision)
+        begun, doorbell, real = time.perf_counter(), self.doorbell, int(rows)
+        if doorbell is not None:
+            doorbell.serve(activation)
+            post_plain(doorbell.ring, doorbell.turn, layer, x[:real], ids[:real], decision)
         out = x.new_empty((ids.numel(), x.shape[1]))
-        items = range(int(decision.count))
-        bounds = [0, *decision.work[: len(items), 2].tolist()]
-        host = Grouped(list(items), bounds, *(of[: bounds[-1]].long() for of in (decision.rows, decision.pairs)))
-        step = Decision.of_routing(host, items)
-        for item in items:
-            step.place(item, self.expert(decision, item))
+        items, positions = range(int(decision.count)), int((decision.computed > 0).sum())
+        bounds = [*decision.work[: len(items), 1].tolist(), positions]
+        host = Grouped(list(items), bounds, *(of[:positions].long() for of in (decision.rows, decision.pairs)))
+        step, fates = Decision.of_routing(host, items), decision.fate[:, : len(items)]
+        hits, there = (fates == Fate.HIT).all(0), (fates == Fate.THERE).any(0)
         self.kernel.begin(x, step, out, activation)
-        self.kernel.compute(items)
-        if int(decision.computed.sum()) == ids.numel():
+        for part in (hits, ~hits & ~there) if self._seconds_per_byte else (~there,):
+            some = part.nonzero().flatten().tolist()
+            sleep_until(self.arrival(sum(self.place(step, decision, item) for item in some), begun))
+            self.kernel.compute(some)
+        if doorbell is not None:
+            collect_plain(doorbell.ring, doorbell.turn, out, decision.computed)
+        if int((decision.computed > 0).sum()) == ids.numel():
             return combine(out, weights)
         return combine(out, weights, torch.where(decision.computed > 0, ids, -1))
 
@@ -65,10 +81,21 @@ class PlainDecode:
             if nbytes:
                 self.fetch(memory_at(source, nbytes), memory_at(destination, nbytes))
 
-    def expert(self, decision: Decision, item: int, *, through: bool = True) -> Expert:
-        """One item, once its bytes are where they are to be kept; or where it is read, if nothing is read through."""
+    def place(self, step: Decision, decision: Decision, item: int, *, through: bool = True) -> int:
+        """Say where an item is, once its bytes are where they are to be kept; or where it is read, if nothing is read
+        through. Returns how many bytes the kernel reads over the link."""
         gate, up, down = (self._matrix(decision, item, projection, through) for projection in range(3))
-        return Expert(gate, up, down)
+        step.place(item, Expert(gate, up, down))
+        widths = [self._formats[int(decision.bits[item, projection])].matrices[projection] for projection in range(3)]
+        slices = [[m.base.nbytes, m.nbytes] if m.nested else [m.nbytes] for m in widths]
+        fates = (Fate.KEEP, Fate.PASS) if through else (Fate.PASS,)
+        missed = [fate in fates for fate in decision.fate[:, item].tolist()]
+        return sum(nbytes for parts in slices for nbytes, far in zip(parts, missed, strict=False) if far)
+
+    def arrival(self, nbytes: int, asked: float = 0.0) -> float:
+        """When bytes asked for at a moment of ``time.perf_counter`` have come over the emulated link."""
+        self._free = max(self._free, asked) + nbytes * self._seconds_per_byte
+        return self._free if nbytes else 0.0
 
     def _matrix(self, decision: Decision, item: int, projection: int, through: bool) -> PackedMatrix:
         matrix = self._formats[int(decision.bits[item, projection])].matrices[projection]
@@ -98,6 +125,7 @@ class PlainWide:
         self._decision = Decision.allocate(shape.tokens, shape.top_k, shape.experts, "cpu", **slices)
         self._wide = WideWork.allocate(shape, self._steps, "cpu")
         self.ids = self._wide.ids
+        self._due: dict[int, float] = {}  # when a group is there, behind an emulated link
 
     def plan(
         self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, rows: Tensor, half: int, ahead: int,
@@ -116,13 +144,19 @@ class PlainWide:
         owner.kernel.begin(x, self._step, self._out, self._activation)
 
     def copy(self, group: int) -> None:
-        self._owner.copy_spans(self._wide.spans[self.shape.spans(group)])
+        spans = self._wide.spans[self.shape.spans(group)]
+        self._owner.copy_spans(spans)
+        found = not self.shape.passes or group == self.shape.groups  # what is copied ahead the next layer finds
+        self._due[THERE if found else group] = self._owner.arrival(int(spans[:, 2].sum()), time.perf_counter())
 
     def compute(self, group: int) -> None:
-        items = (self._groups == group).nonzero()[0].tolist()
+        items, owner, read = (self._groups == group).nonzero()[0].tolist(), self._owner, 0
         for item in items:
-            self._step.place(item, self._owner.expert(self._decision, item, through=False))
-        self._owner.kernel.compute(items)
+            read += owner.place(self._step, self._decision, item, through=False)
+        if self.shape.passes:
+            read = 0  # it was copied
+        sleep_until(max(self._due.pop(group, 0.0), owner.arrival(read, time.perf_counter())))
+        owner.kernel.compute(items)
 
     def finish(self) -> Tensor:
         return combine(self._out, self._weights, self.ids)

@@ -6,7 +6,7 @@ from torch import Tensor
 from vllm_dymoe.kernels import Activation, ExpertKernel
 from vllm_dymoe.kernels.triton import TritonKernel
 from vllm_dymoe.kernels.triton.ahead import fetch_ahead, name_ahead
-from vllm_dymoe.kernels.triton.step import DecodeStep
+from vllm_dymoe.kernels.triton.step import DecodeStep, Door
 from vllm_dymoe.kernels.triton.wide_step import TritonWide
 from vllm_dymoe.residency.constants import check_experts
 from vllm_dymoe.residency.decision import Decision
@@ -14,6 +14,7 @@ from vllm_dymoe.residency.decode_ahead import Copies
 from vllm_dymoe.residency.format import ModelExperts
 from vllm_dymoe.residency.table import Table
 from vllm_dymoe.residency.wide_rule import WideShape
+from vllm_dymoe.runtime.there import Doorbell
 
 
 class TritonDecode:
@@ -22,6 +23,7 @@ class TritonDecode:
     a layer more experts than a device decides for."""
 
     name = "triton"
+    doorbell: Doorbell | None = None
 
     def __init__(self, kernel: ExpertKernel, experts: ModelExperts, rows: int) -> None:
         assert isinstance(kernel, TritonKernel)
@@ -43,7 +45,11 @@ class TritonDecode:
     ) -> Tensor:
         out = torch.empty_like(x)
         step = self._step(activation)
-        step.run(vars(table), layer, x, ids, weights, rows, decision.tensors, out)
+        door = None
+        if (doorbell := self.doorbell) is not None:
+            doorbell.serve(activation)
+            door = Door(doorbell.ring.shape, doorbell.turn, doorbell.present)
+        step.run(vars(table), layer, x, ids, weights, rows, decision.tensors, out, door)
         return out
 
     def name_ahead(self, table: Table, layer: int, ids: Tensor, scores: Tensor, rows: Tensor, copies: Copies) -> None:

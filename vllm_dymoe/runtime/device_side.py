@@ -103,6 +103,7 @@ class DeviceSide:
         counts.planned.update({Tier.HI: values[Counter.WANTED_HIGH], Tier.LO: low, Tier.SKIP: values[Counter.SKIPPED]})
         counts.hits += values[Counter.HITS]
         counts.misses += values[Counter.WANTED_HIGH] + low - values[Counter.HITS]
+        counts.there += values[Counter.THERE]
         counts.reuses += values[Counter.REUSES]
         counts.promotions += values[Counter.PROMOTIONS]
         counts.evictions += values[Counter.EVICTIONS]

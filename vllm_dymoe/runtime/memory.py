@@ -44,7 +44,7 @@ class ExpertMemory:
     def __init__(
         self, store: HostStore, device: torch.device, device_memory: DeviceMemory, writer: Writer = Writer.HOST
     ) -> None:
-        self.experts, self.writer, self.in_store = store.experts, writer, _views(store)
+        self.store, self.experts, self.writer, self.in_store = store, store.experts, writer, views(store)
         self.pools = SlotPools(device, device_memory)
         self.bits: dict[Tier, int] = {}  # of what the slots of each tier hold
         self.device_side: DeviceSide | None = None  # what steps without the host go by
@@ -144,7 +144,7 @@ class ExpertMemory:
             self.table.copy_rows(self.device_side.table)
 
 
-def _views(store: HostStore) -> Callable[[int, int, tuple[int, ...]], Expert]:
+def views(store: HostStore) -> Callable[[int, int, tuple[int, ...]], Expert]:
     """Experts of a store in memory where they lie, by layer, number, and bits of the slices that they are made of."""
 
     @cache

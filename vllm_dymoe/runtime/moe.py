@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_dymoe.config import ConfigError, ExpertBudget, Options
-from vllm_dymoe.host_memory import available_host_memory
+from vllm_dymoe.host_memory import available_host_memory, whole_pages
 from vllm_dymoe.kernels import CpuKernel, ExpertKernel, make_kernel
 from vllm_dymoe.observe.timeline import CudaClock, HostClock, Timeline
 from vllm_dymoe.predict import Measured, Predictor
@@ -24,6 +24,7 @@ from vllm_dymoe.runtime.decode_path import DECODE_ROWS, DecodeKernel, DecodePath
 from vllm_dymoe.runtime.decode_plain import PlainDecode
 from vllm_dymoe.runtime.device_memory import make_device_memory
 from vllm_dymoe.runtime.device_side import DecodeCounts
+from vllm_dymoe.runtime.host_side import HostSide
 from vllm_dymoe.runtime.hot_set import HotSet
 from vllm_dymoe.runtime.memory import ExpertMemory, Writer, check_memory
 from vllm_dymoe.runtime.migration import Agree, Migration
@@ -42,6 +43,7 @@ from vllm_dymoe.runtime.sizing import (
 from vllm_dymoe.runtime.stats import RuntimeStats
 from vllm_dymoe.store import FileStore, HostStore, ReadableStore, StoreError
 from vllm_dymoe.store.memory import host_memory_bytes
+from vllm_dymoe.store.page_lock import CudaPageLock
 from vllm_dymoe.systems import System, make_system
 from vllm_dymoe.transfer import HostLevel, TransferEngine, make_engine
 
@@ -55,14 +57,23 @@ class Parts:
     def memory(self, store: HostStore, writer: Writer) -> ExpertMemory:
         return ExpertMemory(store, self.device, self.device_memory, writer)
 
-    def decode_kernel(self, kernel: ExpertKernel, experts: ModelExperts) -> DecodeKernel:
-        """What decides and computes a decode step without the host; ValueError if the kernel cannot."""
+    def decode_kernel(
+        self, kernel: ExpertKernel, experts: ModelExperts, link_gbps: float | None = None
+    ) -> DecodeKernel:
+        """What decides and computes a decode step without the host, behind an emulated link if there is one; ValueError
+        if the kernel cannot."""
         if isinstance(kernel, CpuKernel):
-            return PlainDecode(kernel, experts.formats)
+            return PlainDecode(kernel, experts.formats, link_gbps)
         # Importing triton takes a second, which only a GPU needs.
         from vllm_dymoe.runtime.decode_triton import TritonDecode
 
         return TritonDecode(kernel, experts, DECODE_ROWS)
+
+    def lock(self, memory: torch.Tensor) -> str | None:
+        """Lock memory for the device; what is in the way, if something is."""
+        if self.device.type == "cpu":
+            return None
+        return CudaPageLock(self.device).lock(memory.data_ptr(), whole_pages(memory.numel()))
 
     def branch(self) -> Branch:
         return make_branch(self.device)
@@ -91,6 +102,7 @@ class MoERuntime:
     Args:
         agree: with the ranks that have other parts of the same experts, for a system that moves versions.
         hotness: file that says from start to start which experts are hot, for a system that moves versions.
+        rates: file that keeps how fast link and host are; None to measure anew.
     """
 
     options: Options  # in force
@@ -111,6 +123,7 @@ class MoERuntime:
         agree: Agree = list,
         parts: Parts | None = None,  # in place of those of the device
         hotness: Path | None = None,
+        rates: Path | None = None,
     ) -> None:
         self.store, self.experts, self.device = store, store.experts, device
         self._parts = parts = parts or Parts(device)
@@ -127,15 +140,16 @@ class MoERuntime:
         readable = isinstance(store, ReadableStore)
         if readable and not obstacle and not parts.device_memory.shares_addresses():
             obstacle = "this device has other addresses for page-locked host memory than the host"
-        if options.misses == "compute" and not (readable and device.type == "cpu"):
+        if options.misses != "fetch" and not readable:
             raise ConfigError(
-                'vllm-dymoe: misses = "compute" is impossible here, because nothing computes in host memory beside a '
-                f"{device.type} device yet; leave the option out."
+                f'vllm-dymoe: misses = "{options.misses}" is impossible, because the experts are not in memory; use '
+                'host_store "pinned", or leave the option out.'
             )
         decides, why_not = device_decides(options, system, device.type, readable=readable, obstacle=obstacle)
         decoding = None
         if decides:
             decoding, why_not = _make_decode_kernel(parts, self.kernel, self.experts, options)
+        self.host_side = HostSide(options, self.experts, device, decoding, parts.lock)  # computes misses, if asked to
         self.host_decides_because = why_not  # if the device was to decide
         writer = Writer.DEVICE if system.residency.migrating is None else Writer.PLANNER
         self.memory = parts.memory(store, Writer.HOST if decoding is None else writer)
@@ -143,6 +157,7 @@ class MoERuntime:
         measured = None if predictor is None else Measured(predictor)
         self.level, foresees = store if isinstance(store, HostLevel) else None, self.decode is None
         self.serving = Serving(self.memory, self.kernel, self.engine, measured, self.level, foresees=foresees)
+        self.host_side.join(self.serving, rates)
         files = self.level.files if self.level else store
         if isinstance(files, FileStore):
             self.serving.disk = files.counts
@@ -251,11 +266,12 @@ class MoERuntime:
     def _serve_with(self, options: Options, system: System) -> None:
         self.options = options
         system.precision.begin(self.experts.curves)
-        self.serving.computes_there = options.misses == "compute"
         self.serving.system, self.serving.bits = system, {tier: tier_bits(options, tier) for tier in Tier}
-        side = self.memory.device_side
+        side, costs = self.memory.device_side, self.host_side.costs(self.serving)
+        self.memory.table.there[:], self.serving.computes_there = costs, bool(costs.any())
         if side is not None:
             side.serve(system, self.serving.bits, self.memory.bits)
+            side.table.there.copy_(torch.from_numpy(costs))
             self.memory.table.reuse_high[:] = system.precision.reuses_high
 
     # -- seeing inside ----------------------------------------------------------------------------
@@ -294,6 +310,7 @@ class MoERuntime:
     def close(self, *, keep_store: bool = False) -> None:
         """End the transfer threads, give the slots' memory back, and close the store or keep it for another runtime."""
         self.engine.close()
+        self.host_side.close()
         self.memory.pools.free()
         if not keep_store:
             self.store.close()
@@ -366,7 +383,7 @@ def _make_decode_kernel(
 ) -> tuple[DecodeKernel | None, str]:
     """None and the reason where the kernels cannot, so that the host decides; ConfigError if the device was to."""
     try:
-        return parts.decode_kernel(kernel, experts), ""
+        return parts.decode_kernel(kernel, experts, options.link_gbps), ""
     except ValueError as error:
         if options.decisions == "device":
             raise ConfigError(f'vllm-dymoe: decisions = "device" is impossible, because {error}.') from error

@@ -13,8 +13,9 @@ from vllm_dymoe.kernels import Activation, ExpertKernel, combine
 from vllm_dymoe.observe.timeline import Lane
 from vllm_dymoe.predict import Measured, PredictionStats
 from vllm_dymoe.residency.decision import Decision
+from vllm_dymoe.residency.format import Expert
 from vllm_dymoe.residency.routing import Phase, Routing
-from vllm_dymoe.residency.rule import FREE, HIT, PASS, THERE, Ints
+from vllm_dymoe.residency.rule import HIT, THERE, Ints
 from vllm_dymoe.residency.slots import Slot
 from vllm_dymoe.residency.table import CODES
 from vllm_dymoe.residency.tier import Tier
@@ -26,6 +27,7 @@ from vllm_dymoe.runtime.memory import ExpertMemory
 from vllm_dymoe.runtime.migration import Migration
 from vllm_dymoe.runtime.prefetch import Prefetcher
 from vllm_dymoe.runtime.stream import LayerStep
+from vllm_dymoe.runtime.there import Answer, Beside
 from vllm_dymoe.store.disk import DiskCounts
 from vllm_dymoe.systems import System
 from vllm_dymoe.transfer import HostLevel, TransferEngine, TransferStats
@@ -36,7 +38,8 @@ class Serving:
 
     system: System  # chooses tiers
     bits: Mapping[Tier, int]  # of each tier, 0 for one that is skipped
-    computes_there: bool  # experts without a slot are computed in host memory
+    computes_there: bool  # some experts without a slot are computed in host memory, as the table's costs say
+    beside: Beside | None = None  # cores that do it while a device computes; None where the device is the host
     fetcher: Fetcher  # gives slots to what is fetched
     prefetcher: Prefetcher | None = None  # fetches ahead; None without a predictor
     migration: Migration | None = None  # moves versions between steps; None where steps fetch what they need
@@ -114,34 +117,35 @@ class Serving:
             look_ahead = None
             if self.predictor is not None and routing.layer < routing.num_layers:  # a draft's layers are not foreseen
                 look_ahead = partial(self._look_ahead, routing)
-            there = (places == THERE).any()
-            if not there and (timeline is not None or not (places == HIT).all()):  # a timeline shows every piece
+            there = self._there(routing.layer, wanted, places)
+            here = {expert: tier for expert, tier in wanted.items() if expert not in there} if there else wanted
+            self.counts.there += len(there)
+            self.counts.misses += len(there)
+            answer = None
+            if there and self.beside is not None:
+                answer = self.beside.begin(routing, x, out, activation, there)
+            own = {} if answer else there
+            found = places[:, (places != THERE).all(0)]
+            if timeline is not None or not (found == HIT).all():  # a timeline shows every piece
                 in_turn = self.engine.occupies_cores or not self.system.residency.overlaps
                 kernel, counts = self.kernel, self.counts
                 grain: dict[str, bool] = {"in_turn": in_turn, "whole": self.system.residency.whole}
                 step = LayerStep(routing.layer, self.fetcher, self.prefetcher, kernel, counts, **grain)
-                step.acquire(wanted, places.T.tolist())
+                step.acquire(here, found.T.tolist())
                 step.run(partial(self._begin, routing, x, out, activation), look_ahead)
+                self._compute(routing, x, out, activation, {}, own)
             else:
-                missed = int((places == THERE).any(0).sum())
-                self.counts.hits += len(wanted) - missed
-                self.counts.misses += missed
-                self.counts.there += missed
+                self.counts.hits += len(here)
                 if self.prefetcher is not None:
                     self.prefetcher.claim(routing.layer, {})
                 if look_ahead is not None:
                     look_ahead()
-                decision = self._begin(routing, x, out, activation, list(wanted))
-                slots = self._place(routing.layer, wanted, places, decision)
-                if wanted:
-                    self.kernel.compute(range(len(wanted)))
-                if self.kernel.asynchronous:
-                    last_read = self.engine.fence()
-                    for slot in slots:
-                        slot.last_read = last_read
+                self._compute(routing, x, out, activation, here, own)
                 if self.prefetcher is not None:
                     self.prefetcher.answer()
                     self.prefetcher.fill()
+            if answer is not None:
+                self._take(answer, routing.layer, len(there))
             if not skipped and sum(map(routing.counts.__getitem__, wanted)) == len(out):
                 return combine(out, weights)
             return combine(out, weights, routing.ids, skipped, renormalize=self.system.precision.renormalizes)
@@ -165,14 +169,25 @@ class Serving:
         if self.migration is not None:
             uses = np.fromiter(map(routing.counts.__getitem__, wanted), np.int64, len(wanted))
             self.migration.count(routing, active, uses)
-        places = self.memory.table.begin_step(layer, active, codes, ages=self.system.residency.ages)
-        if self.computes_there:  # what has no slot costs no copy, but free slots are filled
-            lacks = (places != HIT) & (places != FREE)
-            lacks |= (places != HIT) & lacks[0]  # a fine slice is kept with its base only
-            places[lacks] = PASS if (places[~lacks] == FREE).any() else THERE
+        rows = None
+        if self.computes_there and (self.beside is None or not self.beside.failed):
+            rows = np.fromiter(map(routing.counts.__getitem__, wanted), np.int64, len(wanted))
+        places = self.memory.table.begin_step(layer, active, codes, rows, ages=self.system.residency.ages)
         if self.level is not None:
             expect(self.level, self.memory, layer, wanted, places)
         return wanted, tiers.keys() - wanted.keys(), places
+
+    def _there(self, layer: int, wanted: Mapping[int, Tier], places: Ints) -> dict[int, Expert]:
+        """What is computed where it lies. Where residency decides on precision it is the high version."""
+        memory, migrating = self.memory, self.system.residency.migrating is not None
+        there = {}
+        if self.computes_there:
+            far = (places == THERE).any(0).tolist()
+            there = {expert: tier for (expert, tier), lies in zip(wanted.items(), far, strict=True) if lies}
+        parts = {tier: tuple(memory.bits[part] for part in memory.parts[tier]) for tier in set(there.values())}
+        if migrating and there:
+            parts = dict.fromkeys(parts, tuple(memory.bits[part] for part in memory.parts[Tier.HI]))
+        return {expert: memory.in_store(layer, expert, parts[tier]) for expert, tier in there.items()}
 
     def _begin(
         self, routing: Routing, x: torch.Tensor, out: torch.Tensor, activation: Activation, order: Sequence[int]
@@ -181,20 +196,34 @@ class Serving:
         self.kernel.begin(x, decision, out, activation)
         return decision
 
-    def _place(self, layer: int, wanted: Mapping[int, Tier], places: Ints, decision: Decision) -> list[Slot]:
-        """Where no expert is fetched; returns the slots that are read."""
-        memory, counts = self.memory, self.counts
-        slots: list[Slot] = []
-        for item, (expert, tier) in enumerate(wanted.items()):
-            if (places[:, item] == THERE).any():
-                bits = tuple(memory.bits[part] for part in memory.parts[tier])
-                decision.place(item, memory.in_store(layer, expert, bits))
+    def _compute(
+        self, routing: Routing, x: torch.Tensor, out: torch.Tensor, activation: Activation,
+        here: Mapping[int, Tier], own: Mapping[int, Expert],
+    ) -> None:  # fmt: skip
+        """In one call, what needs no transfer: experts in slots, and of a CPU those in the store."""
+        if not here and not own:
+            return
+        memory, slots, order = self.memory, list[Slot](), sorted([*here, *own]) if own else list(here)
+        decision = self._begin(routing, x, out, activation, order)
+        for item, expert in enumerate(order):
+            if expert in own:
+                decision.place(item, own[expert])
                 continue
-            held, parts = memory.resident(layer, expert, tier)
-            counts.reuses += held is not tier
+            held, parts = memory.resident(routing.layer, expert, here[expert])
+            self.counts.reuses += held is not here[expert]
             slots += parts
             decision.place(item, memory.packed(parts))
-        return slots
+        self.kernel.compute(range(len(order)))
+        if self.kernel.asynchronous:
+            last_read = self.engine.fence()
+            for slot in slots:
+                slot.last_read = last_read
+
+    def _take(self, answer: Answer, layer: int, experts: int) -> None:
+        """Wait for what the host computed beside the device."""
+        began, ended = answer.wait()
+        if self.engine.timeline is not None:
+            self.engine.timeline.add(Lane.BESIDE, f"layer {layer}, {experts} experts", "there", began, ended)
 
     def _look_ahead(self, routing: Routing) -> None:
         """Tell the predictor what the router decided, and the prefetcher what the predictor makes of it."""

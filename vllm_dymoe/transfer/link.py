@@ -48,14 +48,14 @@ class EmulatedLink(Delivery):
             begin = max(self._free, ticket.ready)
             self._free = due = begin + destination.numel() / self._bytes_per_second
             self._last = begin, due
-        _sleep_until(due)
+        sleep_until(due)
 
     def moments(self, event: Any) -> tuple[Any, Any]:
         """When the link was busy with the last transfer, which one thread served."""
         return self._last
 
 
-def _sleep_until(due: float) -> None:
+def sleep_until(due: float) -> None:
     """Sleep until a moment of ``time.perf_counter``, exact to some microseconds."""
     left = due - time.perf_counter()
     if left > 0:

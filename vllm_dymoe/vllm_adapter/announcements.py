@@ -46,6 +46,7 @@ def describe(runtime: MoERuntime, rank: str = "", place: str = "") -> str:
         f"prefetch {_prefetch(runtime)}; {'; '.join(tiers)}; "
         f"budget {size(plan.limit)} of {size(experts.nbytes(options.hi))}{f' on {rank} alone' if rank else ''}; "
         f"decode is decided by {_decisions(runtime)}; "
+        f"{f'{how}; ' if (how := runtime.host_side.describe()) else ''}"
         f"kernel {runtime.kernel.name}; host store: {runtime.store.description}"
         f"{f' ({place})' if place else ''}."
     )
@@ -167,6 +168,8 @@ def _rows(stats: RuntimeStats) -> dict[str, str]:
         "exposed wait": f"{stats.exposed_wait_seconds:.2f} s",
         "evictions": str(stats.evictions),
     }
+    if stats.there:
+        rows["there"] = f"{stats.there} of {stats.misses} misses were computed in host memory"
     if named and wanted:
         rows["foreseen"] = f"{right / wanted:.1%} of {wanted} wanted, {right / named:.1%} of {named} named"
         rows["prefetched"] = listed(stats.prefetches)

@@ -31,6 +31,7 @@ class DecodeSteps:
         self._tokens, self._wide = 0, False  # of the running step
         self._recording = False
         self._began: object = None
+        self._shown = 0.0  # until when a timeline has what the host computed
 
     def enter_layer(self, rows: int, *, capturing: bool) -> bool:
         """Whether a layer of so many rows is a narrow step's.
@@ -84,6 +85,10 @@ class DecodeSteps:
         if timeline is not None and self._began is not None:
             name = f"{'wide' if self._wide else 'decode'} step {self._step.number}"
             timeline.add(Lane.COMPUTE, name, "step", self._began, timeline.clock.mark(), tokens=tokens)
+            if (doorbell := self.path.kernel.doorbell) is not None:
+                for layer, begun, ended in doorbell.spans(self._shown):
+                    timeline.add(Lane.BESIDE, f"layer {layer}", "there", begun, ended)
+                    self._shown = max(self._shown, ended)
         for observer in () if self._wide else self._listeners:
             for layer in range(self._table.layers):
                 ids, weights = self._table.ring_ids[0, layer, :tokens], self._table.ring_weights[0, layer, :tokens]

@@ -48,6 +48,8 @@ class StepFailures:
         self.sentence: str | None = None
         # Called with the number of a step that failed on any rank, when its output is complete.
         self.on_failure: Callable[[int], None] = lambda step: None
+        self.late = False  # whether a step that has run on the host may still fail on the device
+        self._failed_through = 0, ""
         self._step = step
         self._store = store
         self._collects = collects
@@ -65,17 +67,24 @@ class StepFailures:
                 self._store.set(_key(self._step.number), sentence)
                 self._store.check([_key(self._step.number)])  # writing alone does not wait for the server
 
+    def record_late(self, sentence: str) -> None:
+        """A step of the device fails while it runs: every step that has begun and whose output is not complete does."""
+        self._failed_through = self._step.number, f"vllm-dymoe: {sentence}"
+        for step in range(max(1, self._step.number - 1), self._step.number + 1):  # vLLM schedules one step ahead
+            if self._store is not None:
+                self._store.set(_key(step), f"vllm-dymoe: {sentence}")
+
     def finish(self, output: Any) -> Any:
         """The step ends: declare its output failed if the step is; this rank may have none."""
         step, mine = self._step.number, self.sentence
         self.sentence = None
         self._step.end()
-        if output is None or not self._collects or (mine is None and self._store is None):
+        if output is None or not self._collects or (mine is None and self._store is None and not self.late):
             return output
 
         def checked(complete: ModelRunnerOutput) -> ModelRunnerOutput:
-            theirs = self._taken(step)
-            failure = mine or theirs
+            through, sentence = self._failed_through
+            failure = mine or self._taken(step) or (sentence if step <= through else "")
             if failure:
                 self.on_failure(step)
             return FailedStep.of(complete, failure) if failure else complete

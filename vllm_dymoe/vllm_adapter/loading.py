@@ -188,6 +188,7 @@ class Loading:
         given: dict[str, Any] = {"predictor": predictor, "obstacle": obstacle, "agree": _agreement(config)}
         if not self._model.dummy and make_system(mine).residency.migrating is not None:
             given["hotness"] = self._model.hotness_file
+        given["rates"] = self._model.rates
         return MoERuntime(store, options, device, budget, **given)
 
     def _routed_model(self, predictor: Path | None) -> RoutedModel:

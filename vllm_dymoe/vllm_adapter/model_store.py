@@ -29,6 +29,7 @@ from vllm_dymoe.quantize.readers import Reader
 from vllm_dymoe.quantize.readers.base import format_fields, quantizer_name
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.residency.format import Format, ModelExperts, Projection, stored_formats
+from vllm_dymoe.runtime.rates import RATES
 from vllm_dymoe.store import (
     MANIFEST,
     FileStore,
@@ -134,6 +135,7 @@ class ModelStore:
     ) -> None:
         self.layers: list[LayerSpec] = []
         self.place: HostPlace | None = None  # before the first weight came
+        self.rates: Path | None = None  # where they are kept, likewise
         self.store: HostStore | None = None  # before the last layer is loaded
         self._vllm_config, self._options, self._reader = vllm_config, options, reader
         self._checkpoint = checkpoint
@@ -280,7 +282,7 @@ class ModelStore:
 
     def _placed(self, files: FileStore) -> HostStore:
         assert self.place is not None
-        device = torch.device(self._vllm_config.device_config.device)
+        device, self.rates = torch.device(self._vllm_config.device_config.device), files.folder / RATES
         if not self.place.pinned:
             files.reading = self._reading(files)
         options = self._options

@@ -58,6 +58,8 @@ class Running:
             self._decode = DecodeSteps(runtime, runtime.decode, step, observation, 1 + drafted, self.prompts)
         self._num_layers = len(runtime.experts.layers)  # without a draft's, which come later
         failures.on_failure = observation.forget
+        if (doorbell := runtime.host_side.doorbell) is not None:
+            failures.late, doorbell.on_failure = True, failures.record_late
         foresight.listen(observation, lambda: self.runtime.set_predictor(None))
 
     def _predictor_asks(self) -> bool:

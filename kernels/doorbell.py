@@ -1,0 +1,169 @@
+"""The ring of entries through which a device has the host compute experts: what lies where, and the device's part.
+
+Both sides map the memory. A device's step fills the entry of the next number, writes the number, and goes on; it waits
+for the answer only before it sums a token's experts. Everything that belongs to a step lies in its own entry, and an
+entry is written again only when as many others have been. ``cpu/doorbell.h`` is the host's part; ``triton/doorbell.py``
+is what a GPU runs, and the functions here are its plain twins.
+
+An entry has, each from a multiple of 128 bytes on:
+
+    header  int64 [6]                    number, layer, tokens, how many experts, and when it was computed
+    calls   int64 [experts, 8]           expert, tag of its code, addresses of its sections, and of lower halves
+    ids     int32 [tokens, top_k]        of the router
+    x       [tokens, hidden]             bfloat16 or float16
+    out     [tokens * top_k, hidden]     like x: unweighted rows of the pairs whose expert is called
+"""
+
+import ctypes
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_dymoe.kernels import native
+from vllm_dymoe.residency.constants import Fate
+from vllm_dymoe.residency.decision import Decision
+
+ALIGNMENT = 128
+HEADER, CALL = 6, 8
+"""int64 numbers of an entry's header, and of a call."""
+
+
+class Entry(NamedTuple):
+    """Views of one entry."""
+
+    header: Tensor
+    calls: Tensor
+    ids: Tensor
+    x: Tensor
+    out: Tensor
+
+
+@dataclass(frozen=True)
+class RingShape:
+    """Sizes of a ring."""
+
+    depth: int
+    """Entries; more than layers, so that a step's own are not written again in it."""
+    tokens: int
+    """Of a step at most."""
+    top_k: int
+    """Experts of a token."""
+    experts: int
+    hidden: int
+    dtype: torch.dtype
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Bytes from an entry's beginning to its calls, ids, x, out, and to the next entry."""
+        pairs = self.tokens * self.top_k
+        calls = 8 * CALL * min(self.experts, pairs)
+        at, places = 0, []
+        for nbytes in (8 * HEADER, calls, 4 * pairs, 2 * self.tokens * self.hidden, 2 * pairs * self.hidden):
+            at += -(-nbytes // ALIGNMENT) * ALIGNMENT
+            places.append(at)
+        return tuple(places)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole ring."""
+        return ctypes.sizeof(native.Bell) + self.depth * self.places[-1]
+
+
+class Ring:
+    """A ring in memory that both sides map.
+
+    Args:
+        shape: its sizes.
+        memory: uint8 [shape.nbytes], zeros before any side begins; aligned to 128 bytes.
+    """
+
+    def __init__(self, shape: RingShape, memory: Tensor) -> None:
+        self.shape, self.memory, self.address = shape, memory, memory.data_ptr()
+        if memory.numel() < shape.nbytes or self.address % ALIGNMENT:
+            raise ValueError(f"a ring needs {shape.nbytes} bytes at a multiple of {ALIGNMENT}, got {memory.numel()}")
+        self.bell = native.Bell.from_address(self.address)
+        bell, self._first = self.bell, ctypes.sizeof(native.Bell)
+        bell.items, bell.ids, bell.x, bell.out, bell.entry_bytes = shape.places
+        bell.depth, bell.top_k, bell.hidden = shape.depth, shape.top_k, shape.hidden
+        self._entries = [self._views(number) for number in range(shape.depth)]
+
+    def entry(self, number: int) -> Entry:
+        """The entry of a number."""
+        return self._entries[number % self.shape.depth]
+
+    def _views(self, number: int) -> Entry:
+        shape, (calls, ids, x, out, end) = self.shape, self.shape.places
+        entry = self.memory[self._first + number * end :][:end]
+        parts = zip((0, calls, ids, x, out), (HEADER, -1, -1, -1, -1), strict=True)
+        ends = (calls, ids, x, out, end)
+        header, listed, chosen, rows, answers = (
+            entry[begin:stop] for (begin, _), stop in zip(parts, ends, strict=True)
+        )
+        pairs, width = shape.tokens * shape.top_k, 2 * shape.hidden
+        return Entry(
+            header.view(torch.int64)[:HEADER],
+            listed.view(torch.int64)[: CALL * min(shape.experts, pairs)].view(-1, CALL),
+            chosen.view(torch.int32)[:pairs].view(-1, shape.top_k),
+            rows[: width * shape.tokens].view(shape.dtype).view(-1, shape.hidden),
+            answers[: width * pairs].view(shape.dtype).view(-1, shape.hidden),
+        )
+
+
+def post_plain(ring: Ring, turn: Tensor, layer: int, x: Tensor, ids: Tensor, decision: Decision) -> None:
+    """Post what a decision leaves to the host.
+
+    Args:
+        ring: through which.
+        turn: int64 [3]: the last number that was posted, that of this layer, 0 if it leaves nothing, and the ring's
+            address; changed.
+        layer: position among the MoE layers.
+        x: [tokens, hidden].
+        ids: int [tokens, top_k].
+        decision: of the layer.
+    """
+    there = (decision.fate[0, : int(decision.count)] == Fate.THERE).nonzero().flatten()
+    turn[1] = 0
+    if not len(there):
+        return
+    number = int(turn[0]) + 1
+    turn[:2] = number
+    entry = ring.entry(number)
+    entry.header[:4] = torch.tensor([number, layer, len(x), len(there)])
+    calls = entry.calls[: len(there)]
+    calls[:, 0], calls[:, 1] = decision.experts[there], decision.bits[there, 1]
+    calls[:, 2:5] = decision.addresses[0, there]
+    calls[:, 5:] = decision.addresses[-1, there] if len(decision.addresses) > 1 else 0
+    entry.ids[: len(ids)], entry.x[: len(x)] = ids, x
+    native_library().post(ring.address, number)
+
+
+def collect_plain(ring: Ring, turn: Tensor, out: Tensor, computed: Tensor) -> bool:
+    """Wait for the answer to what the layer has posted, and add its rows; false if it was given up.
+
+    Args:
+        ring: through which.
+        turn: of the layer, as ``post_plain`` left it.
+        out: [tokens * top_k, hidden], rows of pairs; those that the host computed are overwritten.
+        computed: int32 [tokens, top_k], 2 for these.
+    """
+    number = int(turn[1])
+    if not number:
+        return True
+    answered = native_library().wait(ring.address, number)
+    pairs = (computed.flatten() == 2).nonzero().flatten()
+    out[pairs] = ring.entry(number).out[pairs]
+    return answered
+
+
+def native_library() -> native.Library:
+    """The library that answers.
+
+    Raises:
+        ValueError: it was not built.
+    """
+    library = native.load()
+    if library is None:
+        raise ValueError("the host computes beside a device with the native library only, and it was not built here")
+    return library

@@ -1,0 +1,187 @@
+"""The device's part of a doorbell, in three small launches around those that compute; nothing of the driver between.
+
+Plain twins: ``post_plain`` and ``collect_plain`` of ``vllm_dymoe.kernels.doorbell``, which describes the memory. A
+graph's own memory operation (cuStreamWaitValue64) would occupy no multiprocessor, but compares with a constant of the
+capture; only a number that grows keeps a late answer from counting for the next step. So one warp waits.
+"""
+
+import ctypes
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_dymoe.kernels import native
+from vllm_dymoe.kernels.combine import Pairs
+from vllm_dymoe.kernels.doorbell import RingShape
+from vllm_dymoe.kernels.triton.combine import combine_on_gpu
+from vllm_dymoe.kernels.triton.start import Start, run_kernel
+from vllm_dymoe.residency.checks import check_tensor
+
+_BELL = ctypes.sizeof(native.Bell)
+_ANSWERED = tl.constexpr(native.Bell.answered.offset)
+_BLOCK = 1024
+
+
+def post(
+    shape: RingShape, turn: Tensor, layer: int, x: Tensor, ids: Tensor, rows: Tensor, decision: dict[str, Tensor],
+    *, start: Start = run_kernel,
+) -> None:  # fmt: skip
+    """What ``post_plain`` does.
+
+    Args:
+        shape: of the ring.
+        turn: int64 [3], the third number is the ring's address.
+        layer: position among the MoE layers.
+        x: [tokens, hidden].
+        ids: int [tokens, top_k].
+        rows: int32 [1], how many tokens are real.
+        decision: the tensors of the layer's Decision, by name.
+        start: launch, or only compile.
+    """
+    check_tensor("x", x, shape=(None, shape.hidden), dtype=shape.dtype)
+    check_tensor("turn", turn, shape=(3,), dtype=torch.int64)
+    if len(x) > shape.tokens:
+        raise ValueError(f"a step has {len(x)} tokens, but the doorbell was made for {shape.tokens}")
+    calls, chosen, inputs, _, entry = shape.places
+    items, addresses = len(decision["experts"]), decision["addresses"]
+    start(
+        post_kernel,
+        (1,),
+        (
+            turn, x, ids, rows, decision["count"], decision["fate"], decision["experts"], decision["bits"],
+            addresses[0], addresses[-1], layer,
+        ),
+        {
+            "BELL": _BELL, "DEPTH": shape.depth, "ENTRY": entry, "CALLS": calls, "IDS": chosen, "X": inputs,
+            "TOP_K": shape.top_k, "HIDDEN": shape.hidden, "NESTED": len(addresses) > 1,
+            "WIDTH": max(32, triton.next_power_of_2(items)), "ITEMS": items, "BLOCK": _BLOCK,
+        },
+        {"num_warps": 4},
+    )  # fmt: skip
+
+
+def wait(turn: Tensor, *, start: Start = run_kernel) -> None:
+    """Until what the layer has posted is answered; see ``wait_kernel``."""
+    start(wait_kernel, (1,), (turn,), {}, {"num_warps": 1})
+
+
+def take(
+    shape: RingShape, turn: Tensor, rows_out: Tensor, computed: Tensor, present: Tensor, *, start: Start = run_kernel
+) -> None:
+    """The host's rows to `rows_out`, and which pairs count to `present`; see ``collect_kernel``."""
+    out, entry = shape.places[3:]
+    constants = {"BELL": _BELL, "DEPTH": shape.depth, "ENTRY": entry, "OUT": out}
+    constants |= {"HIDDEN": shape.hidden, "BLOCK": _BLOCK}
+    start(collect_kernel, (computed.numel(),), (turn, rows_out, computed, present), constants, {"num_warps": 4})
+
+
+def collect(
+    shape: RingShape, turn: Tensor, rows_out: Tensor, computed: Tensor, present: Tensor, weights: Tensor, out: Tensor,
+    *, start: Start = run_kernel,
+) -> None:  # fmt: skip
+    """Wait for the answer, take its rows, and sum what each token's experts gave, in the router's order.
+
+    Args:
+        shape: of the ring.
+        turn: as :func:`post` left it.
+        rows_out: [tokens * top_k, hidden], unweighted; the host's rows are written to it.
+        computed: int32 [tokens, top_k], 0 for pairs without an expert here, 2 for the host's.
+        present: int32 [at least tokens * top_k], scratch.
+        weights: float32 [tokens, top_k].
+        out: [tokens, hidden], overwritten.
+        start: launch, or only compile.
+    """
+    tokens, top_k = computed.shape
+    wait(turn, start=start)
+    take(shape, turn, rows_out, computed, present, start=start)
+    combine_on_gpu(
+        Pairs(rows_out, weights, present[: tokens * top_k].view(tokens, top_k), None, False), out, start=start
+    )
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "turn", "x", "ids", "rows", "count", "fate", "experts", "bits", "addresses", "fine",
+    ],
+    do_not_specialize=["layer"],
+)  # fmt: skip
+def post_kernel(
+    turn, x, ids, rows, count, fate, experts, bits, addresses, fine,
+    layer: tl.int32,
+    BELL: tl.constexpr, DEPTH: tl.constexpr, ENTRY: tl.constexpr, CALLS: tl.constexpr, IDS: tl.constexpr,
+    X: tl.constexpr, TOP_K: tl.constexpr, HIDDEN: tl.constexpr, NESTED: tl.constexpr, WIDTH: tl.constexpr,
+    ITEMS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Fill the next entry and write its number; grid [1], so that one barrier is behind all of its stores."""
+    real = tl.load(rows)
+    item = tl.arange(0, WIDTH)
+    there = (tl.load(fate + item, mask=item < ITEMS, other=0) == 3) & (item < tl.load(count))
+    some = tl.sum(there.to(tl.int32), 0)
+    ring = tl.load(turn + 2)
+    number = tl.load(turn) + tl.where(some > 0, 1, 0).to(tl.int64)
+    tl.debug_barrier()
+    tl.store(turn, number)
+    tl.store(turn + 1, tl.where(some > 0, number, 0))
+    if some > 0:
+        entry = ring + BELL + number % DEPTH * ENTRY
+        header = entry.to(tl.pointer_type(tl.int64))
+        tl.store(header, number)
+        tl.store(header + 1, layer.to(tl.int64))
+        tl.store(header + 2, real.to(tl.int64))
+        tl.store(header + 3, some.to(tl.int64))
+        call = (entry + CALLS).to(tl.pointer_type(tl.int64)) + 8 * (tl.cumsum(there.to(tl.int32), 0) - 1)
+        tl.store(call, tl.load(experts + item, mask=there, other=0).to(tl.int64), mask=there)
+        tl.store(call + 1, tl.load(bits + 3 * item + 1, mask=there, other=0).to(tl.int64), mask=there)
+        for column in tl.static_range(3):
+            tl.store(call + 2 + column, tl.load(addresses + 3 * item + column, mask=there, other=0), mask=there)
+            lower = tl.zeros([WIDTH], tl.int64)
+            if NESTED:
+                lower = tl.load(fine + 3 * item + column, mask=there, other=0)
+            tl.store(call + 5 + column, lower, mask=there)
+        lane = tl.arange(0, BLOCK)
+        chosen = (entry + IDS).to(tl.pointer_type(tl.int32))
+        for first in range(0, real * TOP_K, BLOCK):
+            inside = first + lane < real * TOP_K
+            tl.store(chosen + first + lane, tl.load(ids + first + lane, mask=inside).to(tl.int32), mask=inside)
+        words: tl.constexpr = tl.int64 if HIDDEN % 4 == 0 else tl.int16  # of memory that the link writes
+        wide: tl.constexpr = HIDDEN // 4 if HIDDEN % 4 == 0 else HIDDEN
+        source = x.to(tl.pointer_type(words))
+        inputs = (entry + X).to(tl.pointer_type(words))
+        for first in range(0, real * wide, BLOCK):
+            inside = first + lane < real * wide
+            tl.store(inputs + first + lane, tl.load(source + first + lane, mask=inside), mask=inside)
+        tl.debug_barrier()
+        tl.atomic_xchg(ring.to(tl.pointer_type(tl.int64)), number, sem="release", scope="sys")
+
+
+@triton.jit(do_not_specialize_on_alignment=["turn"])
+def wait_kernel(turn):
+    """Until what the layer has posted is answered or given up; grid [1], one warp."""
+    number = tl.load(turn + 1)
+    answered = (tl.load(turn + 2) + _ANSWERED).to(tl.pointer_type(tl.int64))
+    seen = tl.load(answered, volatile=True)
+    while seen < 2 * number:
+        seen = tl.load(answered, volatile=True)
+
+
+@triton.jit(do_not_specialize_on_alignment=["turn", "rows", "computed", "present"])
+def collect_kernel(
+    turn, rows, computed, present, BELL: tl.constexpr, DEPTH: tl.constexpr, ENTRY: tl.constexpr, OUT: tl.constexpr,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The host's row of a pair, and whether the pair counts: present[pair] < 0 if not; grid [pairs]."""
+    pair = tl.program_id(0)
+    kind = tl.load(computed + pair)
+    tl.store(present + pair, kind - 1)
+    if kind == 2:
+        entry = tl.load(turn + 2) + BELL + tl.load(turn + 1) % DEPTH * ENTRY
+        words: tl.constexpr = tl.int64 if HIDDEN % 4 == 0 else tl.int16
+        wide: tl.constexpr = HIDDEN // 4 if HIDDEN % 4 == 0 else HIDDEN
+        answer = (entry + OUT).to(tl.pointer_type(words)) + pair.to(tl.int64) * wide
+        to = rows.to(tl.pointer_type(words)) + pair.to(tl.int64) * wide
+        for first in range(0, wide, BLOCK):
+            column = first + tl.arange(0, BLOCK)
+            values = tl.load(answer + column, mask=column < wide, cache_modifier=".cv")
+            tl.store(to + column, values, mask=column < wide)

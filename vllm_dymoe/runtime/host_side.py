@@ -1,0 +1,123 @@
+"""What of a rank's misses the host computes, with what, and at which costs: the counterpart of ``device_side``."""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.residency.constants import Cost
+from vllm_dymoe.residency.format import ModelExperts
+from vllm_dymoe.residency.rule import HIGH, LOW
+from vllm_dymoe.residency.tier import Tier
+from vllm_dymoe.runtime.decode_path import DECODE_ROWS, DecodeKernel
+from vllm_dymoe.runtime.rates import Rates, costs, measure
+from vllm_dymoe.runtime.serving import Serving
+from vllm_dymoe.runtime.there import Beside, Doorbell, threads_beside
+from vllm_dymoe.store import ReadableStore
+
+_ANY_ROWS = 1 << 30
+
+
+class HostSide:
+    """Of one rank.
+
+    Args:
+        options: validated.
+        experts: of the rank.
+        device: that computes what is in slots.
+        decoding: decides on the device; None if the host does.
+        lock: locks memory for the device.
+
+    Attributes:
+        worker: the doorbell where the device leaves misses, or the cores for what the host's steps leave; None where
+            nothing is computed beside a device.
+        rates: of link and host, where misses are shared between them.
+
+    Raises:
+        ConfigError: memory for the doorbell cannot be had.
+    """
+
+    def __init__(
+        self, options: Options, experts: ModelExperts, device: torch.device, decoding: DecodeKernel | None,
+        lock: Callable[[Tensor], str | None],
+    ) -> None:  # fmt: skip
+        self._options, self._experts, self._device = options, experts, device
+        self.worker: Doorbell | Beside | None = None
+        self.rates: Rates | None = None
+        if options.misses == "fetch":
+            return
+        how = threads_beside(device.type), options.transfer_timeout_s, options.activations
+        if decoding is not None:
+            try:
+                self.worker = decoding.doorbell = Doorbell(experts, DECODE_ROWS, *how, device, lock)
+            except OSError as error:
+                raise ConfigError(
+                    f'vllm-dymoe: misses = "{options.misses}" is impossible, because {error}; leave the option out.'
+                ) from error
+        elif device.type != "cpu" or options.link_gbps is not None:
+            self.worker = Beside(*how)
+
+    @property
+    def doorbell(self) -> Doorbell | None:
+        """Where the device leaves misses."""
+        return self.worker if isinstance(self.worker, Doorbell) else None
+
+    def join(self, serving: Serving, kept: Path | None) -> None:
+        """Compute beside a rank's steps, at rates that are measured if misses are shared.
+
+        Args:
+            serving: its steps.
+            kept: file of rates, read if it holds for this, else written.
+        """
+        worker, options = self.worker, self._options
+        serving.beside = worker if isinstance(worker, Beside) else None
+        if options.misses != "share" or worker is None:
+            return
+        place = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "this CPU"
+        nbytes = [fmt.whole_nbytes for fmt in self._experts.formats.values()]
+        measured_for = (
+            f"{place}, {worker.threads} threads, link {options.link_gbps or 'its own'}, experts of {nbytes} bytes, "
+            f"activations of {options.activations} bits"
+        )
+        self.rates = None if kept is None else Rates.load(kept, measured_for)
+        if self.rates is None:
+            store = serving.memory.store
+            assert isinstance(store, ReadableStore)
+            self.rates = measure(store, serving.engine, self._device, worker, measured_for)
+            if kept is not None:
+                with contextlib.suppress(OSError):  # a checkpoint that only others may write
+                    self.rates.save(kept)
+
+    def costs(self, serving: Serving) -> NDArray[np.int64]:
+        """What the rule goes by, for the tiers that are served now."""
+        if self._options.misses == "fetch":
+            return np.zeros((3, len(Cost)), np.int64)
+        by_tier = {HIGH: serving.bits[Tier.HI], LOW: serving.bits[Tier.LO]}
+        formats = {code: self._experts.formats.get(bits) for code, bits in by_tier.items()}
+        most = _ANY_ROWS if self.worker is None else self._options.misses_rows
+        table = costs(formats, self.rates, most)
+        if serving.system.residency.migrating is not None:  # what is not there is computed at the high version
+            table[LOW, Cost.FIRST_ROW :] = table[HIGH, Cost.FIRST_ROW :]
+        return table
+
+    def describe(self) -> str:
+        """What becomes of misses, in words; empty if all are fetched."""
+        if self._options.misses == "fetch":
+            return ""
+        if self.worker is None:
+            return "misses are computed where they lie"
+        how = f"misses are computed by {self.worker.threads} threads of the host beside the device"
+        if (rates := self.rates) is not None:
+            how = f"misses are shared, as measured, between {rates.describe(self._experts)}"
+        exact = "" if self._device.type == "cpu" else "; their last bits are the host's, so answers depend on residency"
+        return how + exact
+
+    def close(self) -> None:
+        """End the threads; no step may be running."""
+        if self.worker is not None:
+            self.worker.close()

@@ -1,0 +1,184 @@
+"""How fast the link brings experts and the host computes them, each measured while the other works.
+
+The two share the host's memory, so that neither number alone says what they reach together.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_dymoe.kernels import Activation, CpuKernel, Curve
+from vllm_dymoe.residency.constants import NEVER_FETCHED, Cost
+from vllm_dymoe.residency.decision import Decision, Grouped
+from vllm_dymoe.residency.format import BlobKey, Format, ModelExperts
+from vllm_dymoe.residency.rule import HIGH, LOW, NOWHERE
+from vllm_dymoe.runtime.memory import views
+from vllm_dymoe.store import ReadableStore
+from vllm_dymoe.transfer import Reason, TransferEngine
+
+RATES = "rates.json"
+"""Where they are kept, beside a store."""
+_ROWS = 8  # of an expert, whose time beside that of one row says what a row costs
+_SECONDS = 1.0
+_AT_ONCE = 8  # experts of a call, and transfers that the link has at a time
+
+
+class Worker(Protocol):
+    """Computes beside a device, with so many threads and activations of so many bits."""
+
+    threads: int
+    activations: int
+
+    def round_trip(self) -> float:
+        """Seconds until an answer to nothing is there."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What was measured."""
+
+    link: float
+    """Bytes per second that arrive while the host computes."""
+    first_row: Mapping[int, float]
+    """Seconds of the host for an expert and one row while the link works, by tag of its code."""
+    next_row: Mapping[int, float]
+    """For each further row."""
+    round_trip: float
+    """Seconds until rows have crossed and came back."""
+    threads: int
+    measured_for: str
+    """What this holds for; other numbers are measured anew."""
+
+    def host(self, fmt: Format) -> float:
+        """Bytes per second of the host, with one row."""
+        return fmt.whole_nbytes / self.first_row[fmt.code.tag]
+
+    def describe(self, experts: ModelExperts) -> str:
+        """In words."""
+        host = ", ".join(f"{self.host(f) / 1e9:.1f} at {f.code.bits} bits" for f in experts.formats.values())
+        return f"{self.link / 1e9:.1f} GB/s of the link and {host} of the host's {self.threads} threads"
+
+    def save(self, path: Path) -> None:
+        """Beside a store; a folder that cannot be written keeps nothing."""
+        path.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, path: Path, measured_for: str) -> "Rates | None":
+        """What was kept, if it holds for the same."""
+        try:
+            kept: dict[str, Any] = json.loads(path.read_text())
+            for name in ("first_row", "next_row"):
+                kept[name] = {int(tag): seconds for tag, seconds in kept[name].items()}
+            found = cls(**kept)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+        return found if found.measured_for == measured_for else None
+
+
+def measure(
+    store: ReadableStore, engine: TransferEngine, device: torch.device, worker: Worker, measured_for: str = "",
+    seconds: float = _SECONDS,
+) -> Rates:  # fmt: skip
+    """Let both work for about a second.
+
+    Args:
+        store: of the experts, in memory.
+        engine: brings them.
+        device: to where.
+        worker: computes beside it, and has not begun.
+        measured_for: kept with the numbers.
+        seconds: of everything.
+    """
+    trip, make = worker.round_trip(), partial(CpuKernel, threads=worker.threads, activations=worker.activations)
+    formats = list(store.experts.formats.values())
+    largest = max(formats, key=lambda fmt: fmt.nbytes)
+    keys = _keys(store.experts, largest.bits)
+    slots = [torch.empty(largest.nbytes, dtype=torch.uint8, device=device) for _ in range(_AT_ONCE)]
+    ended, moved = threading.Event(), [0, 0.0]
+
+    def bring() -> None:
+        begun = time.perf_counter()
+        while not ended.is_set():
+            tickets = [engine.submit(next(keys), slot, Reason.DEMAND) for slot in slots]
+            for ticket in tickets:
+                engine.wait(ticket)
+                engine.settle(ticket)
+            moved[0] += _AT_ONCE * largest.nbytes
+            moved[1] = time.perf_counter() - begun
+
+    before, engine.stats = engine.stats, type(engine.stats)()
+    link = threading.Thread(target=bring, name="dymoe measures", daemon=True)
+    link.start()
+    first: dict[int, float] = {}
+    following: dict[int, float] = {}
+    part = seconds / (2 * len(formats))
+    for fmt in formats:
+        one, several = (host_seconds(store, fmt, make(), rows, part) for rows in (1, _ROWS))
+        first[fmt.code.tag], following[fmt.code.tag] = one, max(0.0, several - one) / (_ROWS - 1)
+    ended.set()
+    link.join()
+    engine.stats = before
+    return Rates(moved[0] / moved[1], first, following, trip, worker.threads, measured_for)
+
+
+def _keys(experts: ModelExperts, bits: int) -> Iterator[BlobKey]:
+    """Every expert in turn, so that no cache holds them."""
+    everything = [BlobKey(layer, e, bits) for layer in range(len(experts.layers)) for e in range(experts.num_experts)]
+    return cycle(everything)
+
+
+def host_seconds(store: ReadableStore, fmt: Format, kernel: CpuKernel, rows: int, seconds: float) -> float:
+    """Of one expert, as the median call has it."""
+    keys, view = _keys(store.experts, fmt.bits), views(store)
+    activation = Activation.SILU if fmt.has_gate else Activation(Curve.RELU2, has_gate=False)
+    x = torch.randn(rows, fmt.hidden).to(fmt.dtype)
+    positions = torch.arange(_AT_ONCE * rows)
+    grouped = Grouped(list(range(_AT_ONCE)), [n * rows for n in range(_AT_ONCE + 1)], positions % rows, positions)
+    out, times = torch.empty(len(positions), fmt.hidden, dtype=fmt.dtype), list[float]()
+    until = time.perf_counter() + seconds
+    while len(times) < 3 or time.perf_counter() < until:
+        decision = Decision.of_routing(grouped, grouped.experts)
+        for item in range(_AT_ONCE):
+            key = next(keys)
+            decision.place(item, view(key.layer, key.expert, tuple(part.bits for part in fmt.slices)))
+        begun = time.perf_counter()
+        kernel.begin(x, decision, out, activation)
+        kernel.compute(range(_AT_ONCE))
+        times.append((time.perf_counter() - begun) / _AT_ONCE)
+    return float(np.median(times))
+
+
+def costs(formats: Mapping[int, Format | None], rates: Rates | None, most_rows: int) -> NDArray[np.int64]:
+    """What the rule goes by: int64 [3, 4], see ``Table.there``.
+
+    Args:
+        formats: by LOW and HIGH, those in use; None for one that is skipped.
+        rates: None where all misses are computed there.
+        most_rows: of an expert that is computed there.
+    """
+    table = np.zeros((3, len(Cost)), np.int64)
+    for code, fmt in formats.items():
+        if fmt is None:
+            continue
+        if rates is None:
+            table[code] = NEVER_FETCHED, 1, 0, most_rows
+            continue
+        link, one, more = fmt.nbytes / rates.link, rates.first_row[fmt.code.tag], rates.next_row[fmt.code.tag]
+        table[code] = max(1, round(1e9 * link)), max(1, round(1e9 * one)), round(1e9 * more), most_rows
+    high = formats.get(HIGH)
+    if high is not None and high.nested and rates is not None:  # a base is needed where no expert is low, too
+        table[LOW, Cost.LINK] = round(1e9 * high.base.nbytes / rates.link)
+    if rates is not None:
+        table[NOWHERE, Cost.LINK] = round(1e9 * rates.round_trip)
+    return table

@@ -1,0 +1,268 @@
+"""Misses that are computed where they lie: the host's cores beside a device.
+
+Steps that the device decides leave them at a doorbell (``kernels.doorbell``), where a thread without the interpreter
+lock answers; steps that the host decides hand them to a thread as they come, while the link brings the others.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as LateError
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from vllm_dymoe.host_memory import map_bytes
+from vllm_dymoe.kernels import Activation, CpuKernel
+from vllm_dymoe.kernels.cpu import Forms
+from vllm_dymoe.kernels.doorbell import Ring, RingShape, native_library
+from vllm_dymoe.kernels.native import Layer, set_activation
+from vllm_dymoe.residency.decision import Decision
+from vllm_dymoe.residency.format import Expert, ModelExperts
+from vllm_dymoe.residency.routing import Routing
+from vllm_dymoe.transfer import TransferError
+
+_LOOKS = 16  # of the watchdog within the time that it allows
+
+
+def threads_beside(device_type: str) -> int:
+    """Cores that may compute beside a device: all but the one that launches, or half of those of an emulated one.
+
+    Ranks of one machine have equal parts.
+    """
+    cores, ranks = len(os.sched_getaffinity(0)), 1
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        ranks = torch.distributed.get_world_size()
+    return max(1, cores // ranks // 2 if device_type == "cpu" else cores // ranks - 1)
+
+
+class Doorbell:
+    """What one rank's device leaves to the host in steps of its own, and the threads that answer and watch.
+
+    Args:
+        experts: of the rank.
+        tokens: of a step at most.
+        threads: that compute.
+        timeout: seconds that an answer may take; 0 for ever.
+        activations: bits of those that codes are multiplied with.
+        device: that decides.
+        lock: locks memory for the device; returns what is in the way.
+
+    Attributes:
+        ring: of entries.
+        turn: int64 [3] on the device: the last number that was posted, that of the running layer, or 0, and the
+            ring's address.
+        present: int32 on the device, scratch for pairs: what is to be summed.
+        on_failure: called with a sentence when an answer is given up, before the device goes on.
+        failed: an answer was given up: from the next step on everything is fetched.
+
+    Raises:
+        ValueError: there is no native library.
+        OSError: the memory cannot be had.
+    """
+
+    on_failure: Callable[[str], None]
+
+    def __init__(
+        self, experts: ModelExperts, tokens: int, threads: int, timeout: float, activations: int, device: torch.device,
+        lock: Callable[[Tensor], str | None] = lambda memory: None,
+    ) -> None:  # fmt: skip
+        fmt = next(iter(experts.formats.values()))
+        sizes = (tokens, experts.top_k, experts.num_experts, fmt.hidden, fmt.dtype)
+        shape = RingShape(2 * len(experts.layers) + 2, *sizes)
+        memory = map_bytes(shape.nbytes)
+        memory.zero_()
+        if (reason := lock(memory)) is not None:
+            raise OSError(f"a doorbell of {shape.nbytes} bytes cannot be locked for the device ({reason})")
+        self.ring, self.threads, self.activations, self._timeout = Ring(shape, memory), threads, activations, timeout
+        self.turn = torch.tensor([0, 0, self.ring.address], device=device)
+        self.present = torch.empty(tokens * experts.top_k, dtype=torch.int32, device=device)
+        self.on_failure, self.failed = lambda sentence: None, False
+        self._experts, self._library, self._activation = experts, native_library(), cast("Activation | None", None)
+        self._closing, self._threads = threading.Event(), list[threading.Thread]()
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory."""
+        return self.turn.nbytes + self.present.nbytes
+
+    def serve(self, activation: Activation) -> None:
+        """Begin to answer, before anything is posted; later calls only compare.
+
+        Raises:
+            ValueError: layers have different activations.
+        """
+        if self._activation is not None and activation != self._activation:
+            raise ValueError("layers with different activations are not computed beside a device")
+        if self._activation is None:
+            self._activation = activation
+            self._start(self._answer, "answers")
+            self._start(self._watch, "watches")
+
+    def _start(self, target: Callable[[], None], name: str) -> None:
+        self._threads.append(threading.Thread(target=target, name=f"dymoe {name}", daemon=True))
+        self._threads[-1].start()
+
+    def round_trip(self) -> float:
+        """Seconds until an answer to nothing is there; before ``serve``. A device's way to memory comes on top."""
+        ring, library, layer, times = self.ring, self._library, Layer(), list[float]()
+        poller = threading.Thread(target=library.answer, args=(ring.address, layer, (), ring.shape.tokens), daemon=True)
+        poller.start()
+        for number in range(1, _LOOKS * 16):
+            ring.entry(number).header[:4] = torch.tensor([number, 0, 0, 0])
+            begun = time.perf_counter()
+            library.post(ring.address, number)
+            library.wait(ring.address, number)
+            times.append(time.perf_counter() - begun)
+        ring.bell.stop = 1
+        poller.join()
+        ring.memory.zero_()
+        self.ring = Ring(ring.shape, ring.memory)
+        return sorted(times)[len(times) // 2]
+
+    def close(self) -> None:
+        """End both threads; no step may be running."""
+        self._closing.set()
+        self.ring.bell.stop = 1
+        for thread in self._threads:
+            thread.join()
+
+    def spans(self, since: float) -> list[tuple[int, float, float]]:
+        """Layer, begin and end of what was answered since a moment of ``time.perf_counter``, as far as it is kept."""
+        headers = torch.stack([self.ring.entry(number).header for number in range(self.ring.shape.depth)])
+        found = [(layer, begin / 1e9, end / 1e9) for _, layer, _, _, begin, end in headers.tolist()]
+        return [span for span in found if span[1] >= since]
+
+    def _answer(self) -> None:
+        assert self._activation is not None
+        ring, shape, forms, layer = self.ring, self.ring.shape, Forms(), Layer()
+        x, known = torch.empty(0, shape.hidden, dtype=shape.dtype), list[tuple[int, int]]()
+        for fmt in self._experts.formats.values():
+            known.append((fmt.code.tag, forms.learn(*fmt.matrices, x, self._activation)[0]))
+        set_activation(layer, self._activation)
+        floats = self._library.row_floats(forms.width)
+        inputs = torch.empty(shape.tokens * floats), torch.empty(shape.tokens * shape.top_k * floats)
+        layer.inter, layer.width, layer.matrices = fmt.matrices[1].rows, forms.width, forms.address
+        layer.inputs, layer.activations = (scratch.data_ptr() for scratch in inputs)
+        layer.floats, (layer.outer, layer.inner) = forms.floats, (fmt.matrices[n].rotation for n in (1, 2))
+        layer.dtype, layer.digits, layer.threads = shape.dtype is torch.float16, self.activations // 8, self.threads
+        self._library.answer(ring.address, layer, known, shape.tokens)
+
+    def _watch(self) -> None:
+        """Give up an answer that does not come, and all that follow it."""
+        bell, seen, since = self.ring.bell, -1, 0.0
+        pause = min(1.0, self._timeout / _LOOKS) if self._timeout else 1.0
+        while not self._closing.wait(0.001 if self.failed else pause):
+            answered, now = int(bell.answered), time.monotonic()
+            if bell.posted <= answered // 2 or not self._timeout:
+                seen = -1
+            elif answered != seen and not self.failed:
+                seen, since = answered, now
+            elif self.failed or now - since >= self._timeout:
+                header, self.failed = self.ring.entry(answered // 2 + 1).header, True
+                self.on_failure(
+                    f"the host has not computed {int(header[3])} experts of layer {int(header[1])} within "
+                    f"transfer_timeout_s, which is {self._timeout:g} seconds; see what else its cores do, or raise "
+                    "transfer_timeout_s. From now on all misses are fetched."
+                )
+                self._library.give_up(self.ring.address)
+
+
+class Beside:
+    """The host's cores while steps that the host decides run on a device.
+
+    Args:
+        threads: that compute.
+        timeout: seconds that a layer may take; 0 for ever.
+        activations: bits of those that codes are multiplied with.
+
+    Attributes:
+        failed: a layer took longer; everything is fetched from then on.
+    """
+
+    def __init__(self, threads: int, timeout: float, activations: int) -> None:
+        self.threads, self.activations, self._timeout = threads, activations, timeout or None
+        self._kernel = CpuKernel(threads=threads, activations=activations)
+        self._thread, self.failed = ThreadPoolExecutor(1, "dymoe computes"), False
+
+    def begin(
+        self, routing: Routing, x: Tensor, out: Tensor, activation: Activation, experts: Mapping[int, Expert]
+    ) -> "Answer":
+        """Begin to compute some experts' rows, given their bytes in host memory.
+
+        Args:
+            routing: of the step.
+            x: its input, on the device.
+            out: [tokens * top_k, hidden] on the device.
+            activation: between the projections.
+            experts: by number.
+        """
+        decision = Decision.of_routing(routing.grouped, list(experts), row_for_each_pair=routing.weights_on_input)
+        for item, expert in enumerate(experts.values()):
+            decision.place(item, expert)
+        pairs, rows, there = decision.pairs, out, x
+        if not x.is_cpu:  # only what is computed crosses, in either direction
+            used, decision.rows = decision.rows.unique(return_inverse=True)
+            there = x[used.to(x.device)].cpu()
+            rows = torch.empty(len(pairs), x.shape[1], dtype=x.dtype, device="cpu")
+            decision.pairs = torch.arange(len(pairs))
+        future = self._thread.submit(self._compute, there, decision, rows, activation)
+        return Answer(self, future, None if rows is out else (rows, pairs, out))
+
+    def result(self, future: "Future[tuple[float, float]]") -> tuple[float, float]:
+        """Wait for a layer.
+
+        Raises:
+            TransferError: it took longer than the host waits.
+        """
+        try:
+            return future.result(self._timeout)
+        except LateError:
+            self.failed = True
+            raise TransferError(
+                f"the host has not computed a layer's experts within transfer_timeout_s, which is {self._timeout:g} "
+                "seconds; see what else its cores do, or raise transfer_timeout_s. From now on all misses are fetched."
+            ) from None
+
+    def round_trip(self) -> float:
+        """Seconds until an answer to nothing is there."""
+        times = []
+        for _ in range(_LOOKS):
+            begun = time.perf_counter()
+            self._thread.submit(time.perf_counter).result()
+            times.append(time.perf_counter() - begun)
+        return sorted(times)[_LOOKS // 2]
+
+    def _compute(self, x: Tensor, decision: Decision, rows: Tensor, activation: Activation) -> tuple[float, float]:
+        begun = time.perf_counter()
+        self._kernel.begin(x, decision, rows, activation)
+        self._kernel.compute(range(len(decision.views)))
+        return begun, time.perf_counter()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown()
+
+
+class Answer:
+    """Rows that are being computed.
+
+    Args:
+        beside: computes them.
+        future: of begin and end, in seconds of ``time.perf_counter``.
+        home: rows, the pairs that they belong to, and the output on the device; None if they are there already.
+    """
+
+    def __init__(self, beside: Beside, future: "Future[Any]", home: tuple[Tensor, Tensor, Tensor] | None) -> None:
+        self._beside, self._future, self._home = beside, future, home
+
+    def wait(self) -> tuple[float, float]:
+        """Until all rows are in the output; returns when they were computed. TransferError as of ``Beside.result``."""
+        span = self._beside.result(self._future)
+        if self._home is not None:
+            rows, pairs, out = self._home
+            out[pairs.to(out.device)] = rows.to(out.device)
+        return span

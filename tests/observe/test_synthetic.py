@@ -59,7 +59,7 @@ def test_the_seed_decides_everything():
 
 @pytest.mark.parametrize(("locality", "correlation"), [(-0.1, 0), (0, -0.1), (0.6, 0.6)])
 def test_probabilities_that_are_none_are_refused(locality, correlation):
-    with pytest.raises(TraceError, match="probabilities"):
+    with pytest.raises(TraceError, match="no shares"):
         synthetic_trace(SMALL, locality=locality, correlation=correlation)
 
 

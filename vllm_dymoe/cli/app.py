@@ -176,22 +176,6 @@ def inspect(
 
 @app.command()
 @one_sentence_errors
-def timeline(
-    trace: Annotated[Path, typer.Argument(help="File that `vllm_dymoe.timeline(llm, FILE)` wrote.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Picture to write: .png, .svg or .pdf.")],
-    begin: Annotated[float | None, typer.Option(help="Milliseconds after the first event.")] = None,
-    end: Annotated[float | None, typer.Option(help="Milliseconds after the first event.")] = None,
-) -> None:
-    """Draw computation, transfers and waits of some steps; https://ui.perfetto.dev opens the same file."""
-    from vllm_dymoe.observe.pictures import draw_timeline, read_timeline
-
-    events = read_timeline(trace)
-    draw_timeline(events, trace.stem, out, begin, end)
-    typer.echo(f"{sum(event['ph'] == 'X' for event in events)} spans of {trace} drawn: {out}")
-
-
-@app.command()
-@one_sentence_errors
 def trace(
     model: Model,
     prompts: Annotated[str, typer.Option(help="File of prompts, as for `bench`: lines, or objects with a domain.")],

@@ -1,25 +1,15 @@
-"""Figures, and recorded timelines as pictures. Matplotlib is imported when something is drawn: serving needs none."""
+"""Figures. Matplotlib is imported when something is drawn: serving needs none."""
 
-import json
-from collections.abc import Sequence
-from pathlib import Path
+import io
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from vllm_dymoe.config import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-_KINDS = {
-    "layer": ("#d9dde3", "a MoE layer (between two: attention and the rest)"),
-    "predict": ("#8e6bbf", "predicting"),
-    "wait": ("#d64545", "waiting for bytes"),
-    "compute": ("#3f7fbf", "experts"),
-    "step": ("#3f7fbf", "a step"),
-    "demand": ("#e08a2e", "transfers in demand"),
-    "prefetch": ("#4aa564", "transfers ahead"),
-    "migration": ("#9a8f3c", "migration"),
-}
 
 
 def new_figure(width: float, height: float) -> "Figure":
@@ -31,47 +21,44 @@ def new_figure(width: float, height: float) -> "Figure":
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def read_timeline(path: Path) -> list[dict[str, Any]]:
-    """The events of a file that ``vllm_dymoe.timeline`` wrote; ConfigError if it is none."""
-    try:
-        events = json.loads(path.read_text())["traceEvents"]
-        spans = [event for event in events if event["ph"] == "X"]
-        if all({"ts", "dur", "pid", "tid", "cat"} <= event.keys() for event in spans) and spans:
-            return list(events)
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    raise ConfigError(
-        f"{path} is no timeline, or an empty one; record one with vllm_dymoe.timeline(llm, path) around llm.generate."
-    )
-
-
-def draw_timeline(
-    events: Sequence[dict[str, Any]], title: str, out: Path, begin: float | None, end: float | None
-) -> None:
-    """Draw each lane of each rank as a row, from ``begin`` to ``end`` in milliseconds after the first event."""
-    figure = new_figure(12, 2.6)
+def lines(
+    drawn: Mapping[str, torch.Tensor], x: str, y: str, *, first: int = 0, mark: tuple[int, str] = (-1, "")
+) -> str:
+    """Shares by name over whole numbers from ``first``, as SVG; what is by chance is dashed, a marked number dotted."""
+    figure = new_figure(8, 3.2)
     axes = figure.subplots()
-    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
-    rows = {lane: len(lanes) - 1 - place for place, lane in enumerate(sorted(lanes))}
-    spans = [event for event in events if event["ph"] == "X"]
-    origin = min(event["ts"] for event in spans)
-    seen: dict[str, Any] = {}
-    for event in spans:
-        left, width = (event["ts"] - origin) / 1e3, event["dur"] / 1e3
-        if (end is not None and left > end) or (begin is not None and left + width < begin):
-            continue
-        color, meaning = _KINDS.get(event["cat"], ("#555555", event["cat"]))
-        thick = 0.9 if event["cat"] == "layer" else 0.6
-        row = rows[event["pid"], event["tid"]]
-        seen[meaning] = axes.barh(row, width, thick, left, color=color, edgecolor="white", linewidth=0.3)
-    several = len({rank for rank, _ in lanes}) > 1
-    axes.set_yticks(
-        list(rows.values()), [f"rank {lane[0]}, {lanes[lane]}" if several else lanes[lane] for lane in rows]
-    )
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    axes.set_xlim(begin or 0, end)
-    axes.set_xlabel("ms")
-    figure.legend(seen.values(), seen.keys(), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    figure.savefig(out, dpi=110)
+    for name, values in drawn.items():
+        style: dict[str, Any] = {"marker": "."} if len(values) <= 64 else {}
+        style = {"linestyle": "--", "color": "#7a7f85"} if name.startswith("by chance") else style
+        axes.plot(range(first, first + len(values)), values.numpy(), label=name, **style)
+    if mark[1]:
+        axes.axvline(mark[0], color="#5d6970", linestyle=":", label=mark[1])
+    axes.set(xlabel=x, ylabel=y, ylim=(0, None))
+    axes.locator_params(axis="x", integer=True)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small", frameon=False)
+    return _svg(figure)
+
+
+def heat_map(values: torch.Tensor, x: str, y: str, names: Sequence[str] | None = None) -> str:
+    """Shares [rows, columns] from 0 as SVG, rows from top to bottom; rows may have names in place of numbers."""
+    figure = new_figure(8, min(6.0, max(1.6, 0.25 * len(values))))
+    axes = figure.subplots()
+    image = axes.imshow(values.numpy(), cmap="Blues", vmin=0, aspect="auto", interpolation="nearest")
+    axes.set(xlabel=x, ylabel=y)
+    if names is not None:  # dollars would be formulas
+        short = (name if len(name) <= 24 else f"{name[:23]}…" for name in names)
+        axes.set_yticks(range(len(names)), [name.replace("$", r"\$") for name in short])
+    axes.locator_params(axis="both" if names is None else "x", integer=True)
+    figure.colorbar(image, ax=axes, format=lambda value, _: f"{value:.1%}")
+    return _svg(figure)
+
+
+def _svg(figure: Any) -> str:
+    from matplotlib import rc_context
+
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "vllm-dymoe"}), io.StringIO() as stream:
+        figure.savefig(stream, format="svg", metadata={"Date": None}, transparent=True)
+        text = stream.getvalue()
+    return text[text.index("<svg") :]

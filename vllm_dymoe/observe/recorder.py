@@ -1,8 +1,7 @@
 """Recording what routers choose while a model serves.
 
-A step copies its choices into tensors of its own, on the device where they are made, and once more to the host when it
-ends: it waits neither for the device nor for a disk. A thread writes parts by size and by time; whatever happens to the
-process, the parts that are there are whole.
+A step copies its choices on the device, and to the host when it ends: it waits neither for the device nor for a disk. A
+thread writes parts by size and by time; whatever happens to the process, those that are there are whole.
 """
 
 import os
@@ -20,8 +19,6 @@ from vllm_dymoe.observe.trace import TraceError, columns, opened, write_file
 from vllm_dymoe.residency.identity import ModelIdentity
 from vllm_dymoe.units import size
 
-_PART_BYTES = 4 * 2**20
-_INTERVAL = 10.0
 _ROOM = 8192  # for what a part holds besides tokens and domains
 
 
@@ -51,14 +48,9 @@ class _Step:
 
 
 class Recorder:
-    """Writes the routing of every step into a folder, until that has the size it may have.
+    """Writes the routing of every step into a folder, until that has ``limit`` bytes, with what was in it before.
 
-    Args:
-        limit: bytes that the folder may have, with what is in it already.
-        inputs: whether the routers' inputs are recorded too, and what the next layers' gates make of them.
-        heavy: whether heavy hitters of prompts are.
-        say: takes one sentence for the log.
-        part_bytes: size of a part; smaller ones are written every ``interval`` seconds.
+    Smaller parts than ``part_bytes`` are written every ``interval`` seconds.
 
     Raises:
         TraceError: the folder cannot be written to, or has traces of another kind.
@@ -70,11 +62,11 @@ class Recorder:
         header: ModelIdentity,
         limit: int,
         *,
-        inputs: bool = False,
-        heavy: bool = False,
-        say: Callable[[str], None] = print,
-        part_bytes: int = _PART_BYTES,
-        interval: float = _INTERVAL,
+        inputs: bool = False,  # the routers' inputs are recorded too, and what the next layers' gates make of them
+        heavy: bool = False,  # heavy hitters of prompts are
+        say: Callable[[str], None] = print,  # takes one sentence for the log
+        part_bytes: int = 4 * 2**20,
+        interval: float = 10.0,
     ) -> None:
         self.folder, self.header = folder, header
         self.recording = True
@@ -105,22 +97,13 @@ class Recorder:
     def record(
         self,
         layer: int,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        ids: torch.Tensor,
-        next_gate: torch.Tensor | None = None,
-        heavy: torch.Tensor | None = None,
+        x: torch.Tensor,  # [tokens, hidden], the router's input
+        weights: torch.Tensor,  # [tokens, top_k] routing weights
+        ids: torch.Tensor,  # [tokens, top_k] int, experts counted over all ranks
+        next_gate: torch.Tensor | None = None,  # [tokens, top_k] int, what the next layer's gate makes of x
+        heavy: torch.Tensor | None = None,  # bool [tokens], heavy hitters of prompts; None for no token
     ) -> None:
-        """Copy what a layer's router chose.
-
-        Args:
-            x: [tokens, hidden], the router's input.
-            weights: [tokens, top_k] routing weights.
-            ids: [tokens, top_k] int, experts counted over all ranks.
-            next_gate: [tokens, top_k] int, what the next layer's gate makes of ``x``, in every layer but the last; the
-                run's first step decides whether it is recorded, until a step ends whose gates were wrong.
-            heavy: bool [tokens], heavy hitters of prompts; None for no token.
-        """
+        """Copy what a layer's router chose; the first step says whether gates are recorded, until they were wrong."""
         step = self._step
         if step is None:
             return
@@ -139,12 +122,10 @@ class Recorder:
         step.recorded += 1
 
     def end(self, spans: Sequence[Span], position: torch.Tensor, number: int = 0, *, next_gate: bool = True) -> None:
-        """The step ends; it counts if every layer was recorded once.
+        """The step of this number ends; it counts if every layer was recorded once.
 
-        Args:
-            position: int [tokens at least], on any device; it may be overwritten afterwards.
-            number: of the step, for :meth:`forget`.
-            next_gate: false if the gates turned out to be wrong: what they said is left out from now on.
+        ``position``, int [tokens at least], may be overwritten afterwards. Without ``next_gate`` the gates turned out
+        to be wrong: what they said is left out from now on.
         """
         step, self._step = self._step, None
         if not next_gate:
@@ -156,7 +137,9 @@ class Recorder:
             step.tensors.pop("next_gate", None)
         step.tensors["position"] = position[: step.tokens].to(torch.int32, copy=True)
         if step.tensors["experts"].is_cuda:
-            step.tensors = {name: _on_its_way_to_host(tensor) for name, tensor in step.tensors.items()}
+            for name, tensor in step.tensors.items():  # complete when the stream has come so far
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                step.tensors[name] = host.copy_(tensor, non_blocking=True)
             step.copied = torch.cuda.Event()
             step.copied.record()
         with self._changed:
@@ -256,9 +239,3 @@ class Recorder:
                     f"trace folder {self.folder} has a trace of another model or with other tensors ({path.name}, of "
                     f"{header.model}); name another folder."
                 )
-
-
-def _on_its_way_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A page-locked copy that is complete when the stream has come so far."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)

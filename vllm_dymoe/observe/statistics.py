@@ -1,5 +1,7 @@
 """What a trace shows: functions from a trace to numbers, one for each idea."""
 
+import itertools
+
 import numpy as np
 import torch
 
@@ -9,18 +11,22 @@ from vllm_dymoe.residency.hotness import squared_gates
 
 def load(trace: Trace, which: torch.Tensor | None = None) -> torch.Tensor:
     """How often each expert was chosen: float64 [layers, experts]; ``which`` bool [tokens, layers] selects tokens."""
-    layers, experts = trace.header.num_layers, trace.header.num_experts
-    index = trace.experts.long() + experts * torch.arange(layers)[:, None]
-    index = index if which is None else index[which]
-    return index.flatten().bincount(minlength=layers * experts).view(layers, experts).double()
+    return _summed(trace, torch.ones_like(trace.experts, dtype=torch.int64), which)
 
 
 def gate_load(trace: Trace) -> torch.Tensor:
     """The sum of each expert's squared gates: float64 [layers, experts]; see :func:`~.hotness.squared_gates`."""
+    return _summed(trace, squared_gates(trace.weights))
+
+
+def _summed(trace: Trace, values: torch.Tensor, which: torch.Tensor | None = None) -> torch.Tensor:
+    """Of int64 values [tokens, layers, top_k] for each expert: float64 [layers, experts]."""
     layers, experts = trace.header.num_layers, trace.header.num_experts
-    index = (trace.experts.long() + experts * torch.arange(layers)[:, None]).flatten()
-    sums = torch.zeros(layers * experts, dtype=torch.int64)
-    return sums.index_add_(0, index, squared_gates(trace.weights).flatten()).view(layers, experts).double()
+    index = trace.experts.long() + experts * torch.arange(layers)[:, None]
+    if which is not None:
+        index, values = index[which], values[which]
+    sums = torch.zeros(layers * experts, dtype=torch.int64).index_add_(0, index.flatten(), values.flatten())
+    return sums.view(layers, experts).double()
 
 
 def popularity(trace: Trace) -> torch.Tensor:
@@ -32,8 +38,7 @@ def popularity(trace: Trace) -> torch.Tensor:
 def affinity(trace: Trace) -> torch.Tensor:
     """How likely an expert of the next layer is, given one of this (DuoServe-MoE Eq. 3).
 
-    Returns:
-        float64 [layers - 1, experts, experts], rows sum to 1; those of experts that were never chosen are 0.
+    float64 [layers - 1, experts, experts], rows sum to 1; those of experts that were never chosen are 0.
     """
     layers, experts = trace.header.num_layers, trace.header.num_experts
     counts = torch.zeros(layers - 1, experts, experts, dtype=torch.float64)
@@ -114,13 +119,11 @@ def lru_hit_rates(trace: Trace) -> torch.Tensor:
 
 def activation_similarity(trace: Trace) -> torch.Tensor | None:
     """Cosine between the router inputs of neighbouring layers (DyMoE Figure 6): [layers - 1], None if not recorded."""
-    inputs = trace.router_inputs
-    if inputs is None:
+    if trace.router_inputs is None:
         return None
-    means = [  # layer by layer: all of them in float32 would be twice the trace
-        torch.cosine_similarity(inputs[:, layer].float(), inputs[:, layer + 1].float(), dim=-1).double().mean()
-        for layer in range(inputs.shape[1] - 1)
-    ]
+    layers = itertools.pairwise(trace.router_inputs.unbind(1))
+    # Layer by layer: all of them in float32 would be twice the trace.
+    means = [torch.cosine_similarity(one.float(), next_one.float(), dim=-1).double().mean() for one, next_one in layers]
     return torch.tensor(means, dtype=torch.float64)
 
 

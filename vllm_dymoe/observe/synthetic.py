@@ -25,32 +25,21 @@ def synthetic_trace(
     header: ModelIdentity,
     *,
     requests: int = 32,
-    prompt: int = 64,
-    decode: int = 192,
-    skew: float = 0.5,
-    locality: float = 0.3,
-    correlation: float = 0.4,
-    domains: int = 1,
+    prompt: int = 64,  # tokens of each prompt
+    decode: int = 192,  # tokens of each answer
+    skew: float = 0.5,  # exponent of the popularity; 0 makes all experts equally popular
+    locality: float = 0.3,  # probability that a choice is one of the token's before
+    correlation: float = 0.4,  # probability that it follows one of the layer's before; with locality at most 1
+    domains: int = 1,  # requests belong to them in turn
     seed: int = 0,
 ) -> Trace:
     """Requests of equal length that are served together: all prompts first, then a token of each in every step.
-
-    Args:
-        prompt: tokens of each prompt.
-        decode: tokens of each answer.
-        skew: exponent of the popularity; 0 makes all experts equally popular.
-        locality: probability that a choice is one of the token's before, 0 to 1.
-        correlation: probability that a choice follows one of the layer's before; with ``locality`` at most 1.
-        domains: how many; requests belong to them in turn.
 
     Raises:
         TraceError: probabilities that are none.
     """
     if min(locality, correlation) < 0 or locality + correlation > 1:
-        raise TraceError(
-            f"locality {locality} and correlation {correlation} are probabilities of different things: neither may be "
-            "below 0, nor both together above 1."
-        )
+        raise TraceError(f"locality {locality} and correlation {correlation} are no shares of the same choices.")
     random = torch.Generator().manual_seed(seed)
     domain, length = torch.arange(requests) % domains, prompt + decode
     chosen = _choices(header, domain, domains, length, skew, locality, correlation, random)

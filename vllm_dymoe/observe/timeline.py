@@ -74,8 +74,8 @@ class Timeline:
         lanes = list(Lane)
         full = len(self._spans) >= _MOST_SPANS
         title = f"rank {rank}, the first {_MOST_SPANS} spans" if full else f"rank {rank}"
-        head = [_name("process_name", rank, 0, title)]
-        head += [_name("thread_name", rank, place, lane.value) for place, lane in enumerate(lanes)]
+        names = [("process_name", 0, title), *(("thread_name", place, lane.value) for place, lane in enumerate(lanes))]
+        head = [{"ph": "M", "name": w, "pid": rank, "tid": place, "args": {"name": name}} for w, place, name in names]
         found: list[dict[str, Any]] = []
         for lane, name, kind, begin, end, about in self._spans:
             ts, until = 1e6 * self.clock.seconds(begin), 1e6 * self.clock.seconds(end)
@@ -84,7 +84,3 @@ class Timeline:
                 "pid": rank, "tid": lanes.index(lane), "args": about,
             })  # fmt: skip
         return head + sorted(found, key=lambda event: (event["ts"], -event["dur"]))
-
-
-def _name(what: str, rank: int, place: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": rank, "tid": place, "args": {"name": name}}

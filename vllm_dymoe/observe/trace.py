@@ -74,17 +74,15 @@ class Trace:
             tensor = tensors.get(name)
             if tensor is not None and (tuple(tensor.shape) != shape or tensor.dtype != dtype):
                 raise TraceError(
-                    f"{name} are {_kind(tensor.dtype)} {list(tensor.shape)} where the header and other tensors need "
-                    f"{_kind(dtype)} {list(shape)}."
+                    f"{name} are {tensor.dtype} {list(tensor.shape)} where the header and other tensors need {dtype} "
+                    f"{list(shape)}."
                 )
         if tokens == 0:
             return
         for named in (self.experts, self.next_gate):
-            if named is not None and named.numel():
-                lowest, highest = int(named.min()), int(named.max())
-                if lowest < 0 or highest >= header.num_experts:
-                    wrong = lowest if lowest < 0 else highest
-                    raise TraceError(f"an expert is {wrong} where a layer has {header.num_experts}.")
+            for expert in () if named is None or not named.numel() else map(int, named.aminmax()):
+                if not 0 <= expert < header.num_experts:
+                    raise TraceError(f"an expert is {expert} where a layer has {header.num_experts}.")
         if int(self.request.min()) < 0 or int(self.position.min()) < 0:
             raise TraceError("a request or position is negative.")
         if self.domain is not None and len(self.domain) < self.num_requests:
@@ -155,10 +153,8 @@ def write_file(
 ) -> None:
     """Write one file under another name, and rename it when it is complete; TraceError if it cannot be written.
 
-    Args:
-        tensors: named as in ``columns``.
-        domain: names by request, of those that have one.
-        run: files of the same run number their requests together.
+    Tensors are named as in ``columns``; ``domain`` has names by request, and files of one ``run`` number their requests
+    together.
     """
     metadata = {
         "kind": _KIND,
@@ -202,8 +198,7 @@ def _header(path: Path, metadata: Mapping[str, str]) -> ModelIdentity:
         )
     header = ModelIdentity(**described)
     for field in fields(header):
-        value = getattr(header, field.name)
-        if not isinstance(value, field.type if isinstance(field.type, type) else object):
+        if type(value := getattr(header, field.name)) is not field.type:
             raise TypeError(f"{field.name} is {value!r}")
     return header
 
@@ -230,10 +225,10 @@ def _joined(parts: Sequence[_Part]) -> Trace:
         parts = [part._replace(trace=replace(part.trace, next_gate=None)) for part in parts]
     first = parts[0]
     for part in parts[1:]:
-        if part.trace.header != first.trace.header:
+        if (header := part.trace.header) != first.trace.header:
             raise TraceError(
-                f"{part.path} is of {_described(part.trace.header)}, and {first.path.name} beside it of "
-                f"{_described(first.trace.header)}; put the traces of each model into a folder of their own."
+                f"{part.path} is of {header.model}, fingerprint {header.fingerprint}, and {first.path.name} beside it "
+                "of another model; put the traces of each into a folder of their own."
             )
         if part.trace.tensors().keys() != first.trace.tensors().keys():
             raise TraceError(
@@ -250,19 +245,7 @@ def _joined(parts: Sequence[_Part]) -> Trace:
             for number, name in enumerate(trace.domain or ()):
                 names[number] = name or names[number]
         domain += names
-    tensors: dict[str, Any] = {
-        name: torch.cat([part.trace.tensors()[name] for part in parts]) for name in first.trace.tensors()
-    }
+    named = [part.trace.tensors() for part in parts]
+    tensors: dict[str, Any] = {name: torch.cat([found[name] for found in named]) for name in named[0]}
     tensors["request"] = torch.cat(requests)
     return Trace(first.trace.header, **tensors, domain=tuple(domain) if any(domain) else None)
-
-
-def _described(header: ModelIdentity) -> str:
-    return (
-        f"{header.model} ({header.num_layers} layers, {header.num_experts} experts, top {header.top_k}, fingerprint "
-        f"{header.fingerprint})"
-    )
-
-
-def _kind(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -31,7 +31,7 @@ def summary(llm: Any) -> Summary:
 def timeline(llm: Any, path: str | os.PathLike[str]) -> Iterator[None]:
     """Record every rank's computation, transfers and waits inside a ``with`` block, also of one that raises.
 
-    https://ui.perfetto.dev opens the file, and ``vllm-dymoe timeline`` draws it.
+    https://ui.perfetto.dev opens the file.
 
     Raises:
         OSError: the file cannot be written; found out before anything is recorded.

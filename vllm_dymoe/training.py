@@ -6,7 +6,7 @@ foresees of a request that it has not seen.
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -35,31 +35,17 @@ class Recipe:
     seed: int = 0  # of the split, the first weights, and the order of tokens
 
 
-@dataclass(frozen=True)
-class HitRates:
-    """How right named experts are, over tokens and layers; with as many named as chosen."""
+def hit_rates(scores: torch.Tensor, experts: torch.Tensor) -> dict[str, float]:
+    """How right the best of scores [samples, num_experts] are for what was chosen [samples, top_k], as many of them.
 
-    all_k: float  # share where all of a token's experts were named (Table 3, "Top-2")
-    at_least_one: float  # share where one of them was (Table 3)
-    accuracy: float  # share of the chosen experts that were named (FIRM-MoE Eq. 7).
-
-    @classmethod
-    def of(cls, scores: torch.Tensor, experts: torch.Tensor) -> "HitRates":
-        """Of scores [samples, num_experts] for what was chosen [samples, top_k]."""
-        top_k = experts.shape[1]
-        named = chosen(scores.topk(top_k, dim=1).indices, scores.shape[1])
-        hits = named.gather(1, experts.long()).sum(1)
-        return cls((hits == top_k).float().mean().item(), (hits > 0).float().mean().item(), hits.mean().item() / top_k)
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """What one pass over the data has brought."""
-
-    number: int  # from 1
-    loss: float  # on what was trained on
-    held_out_loss: float  # on the held-out requests
-    best: bool  # whether the latter is the lowest so far
+    ``all_k`` is the share of samples where all were named (Table 3, "Top-2"), ``at_least_one`` where one was (Table 3),
+    ``accuracy`` the share of chosen experts that were (FIRM-MoE Eq. 7).
+    """
+    top_k = experts.shape[1]
+    named = chosen(scores.topk(top_k, dim=1).indices, scores.shape[1])
+    hits = named.gather(1, experts.long()).sum(1).float()
+    found = {"all_k": hits == top_k, "at_least_one": hits > 0, "accuracy": hits / top_k}
+    return {name: values.float().mean().item() for name, values in found.items()}
 
 
 @dataclass(frozen=True)
@@ -76,8 +62,7 @@ class Trained:
 
 
 def split_by_request(trace: Trace, share: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens to train on and tokens to hold out, as masks; no request has some of each. TrainingError for too few
-    requests."""
+    """Tokens to train on and to hold out, as masks; no request has some of each. TrainingError for too few requests."""
     requests = trace.request.unique()
     if len(requests) < FEWEST_REQUESTS:
         raise TrainingError(
@@ -93,7 +78,7 @@ def train(
     trace: Trace,
     architecture: Architecture,
     recipe: Recipe | None = None,
-    progress: Callable[[Epoch], None] = lambda epoch: None,
+    progress: Callable[[int, float, float], None] = lambda epoch, loss, held_out_loss: None,
     device: str = "cpu",
 ) -> Trained:
     """Train on most requests, and stop when the others are foreseen no better.
@@ -134,7 +119,7 @@ def train(
 
 
 def _descend(
-    model: ExpertMLP, seen: Trace, unseen: Trace, recipe: Recipe, progress: Callable[[Epoch], None]
+    model: ExpertMLP, seen: Trace, unseen: Trace, recipe: Recipe, progress: Callable[[int, float, float], None]
 ) -> tuple[ExpertMLP, int]:
     batches = max(1, seen.num_tokens // recipe.batch)
     optimizer = torch.optim.AdamW(model.parameters(), recipe.learning_rate)
@@ -154,14 +139,12 @@ def _descend(
         model.eval()
         with torch.no_grad():
             parts = torch.arange(unseen.num_tokens).split(4 * recipe.batch)
-            held_out_loss = (
-                sum(_loss(model, unseen.select(part)).item() * len(part) for part in parts) / unseen.num_tokens
-            )
-        better = held_out_loss < best_loss
-        stale = 0 if better else stale + 1
-        if better:
-            best, best_loss = copy.deepcopy(model), held_out_loss
-        progress(Epoch(number, total / batches, held_out_loss, better))
+            losses = (_loss(model, unseen.select(part)).item() * len(part) for part in parts)
+            held_out_loss = sum(losses) / unseen.num_tokens
+        stale += 1
+        if held_out_loss < best_loss:
+            best, best_loss, stale = copy.deepcopy(model), held_out_loss, 0
+        progress(number, total / batches, held_out_loss)
         if stale >= recipe.patience:
             break
     return best.eval(), number
@@ -195,5 +178,5 @@ def _logits(model: ExpertMLP, layer: int, batch: Trace) -> torch.Tensor:
 @torch.no_grad()
 def _hit_rates(trace: Trace, scores: Callable[[int], torch.Tensor]) -> dict[str, float]:
     """Mean over layers."""
-    rates = [asdict(HitRates.of(scores(layer), trace.experts[:, layer])) for layer in range(1, trace.header.num_layers)]
+    rates = [hit_rates(scores(layer), trace.experts[:, layer]) for layer in range(1, trace.header.num_layers)]
     return {name: sum(rate[name] for rate in rates) / len(rates) for name in rates[0]}

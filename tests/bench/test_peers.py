@@ -24,8 +24,9 @@ def test_a_missing_peer_is_left_out_and_an_unknown_one_refused(tmp_path, monkeyp
 
     monkeypatch.setattr("vllm_dymoe.cli.bench.measure", measure)
     asked = ["bench", "benchmarks/tiny_moe/model", "--out", tmp_path, "--budget", "25%", "--system", "exact"]
-    result = command(*asked, "--peer", "ktransformers", "--peer", "vllm")
-    assert "ktransformers is left out" in result.stdout
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    result = command(*asked, "--peer", "llama.cpp", "--peer", "vllm")
+    assert "llama.cpp is left out" in result.stdout
     assert measured == ["exact", "full load, 4 bits", "vllm"]
     assert "no peer" in refused(*asked, "--peer", "nothing")
 

@@ -398,7 +398,6 @@ def test_targets_and_options_that_cannot_be_used_are_refused(model, out, tmp_pat
     assert "write to another folder" in refused(*source, model.folder, "--overwrite")
     assert "/proc/nowhere" in refused(*source, "/proc/nowhere/out")  # read-only for root too
     assert "must be below hi" in refused(*source, out, "--hi", 2, "--lo", 4)
-    assert "not supported yet" in refused(*source, out, "--tensor-parallel-size", 2)
     assert command(*source, out, "--hi", 3).exit_code == 2
 
 

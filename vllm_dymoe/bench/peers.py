@@ -1,11 +1,10 @@
 """What else serves a model, beside this plugin in the same table; ``python -m`` this module answers a peer's job.
 
-A peer that is not there is left out with a sentence. One that has no Python of its own to call is measured through the
-server that it starts: ``--peer http://localhost:8080``.
+What has no Python of its own to call is measured through its server: ``--peer http://localhost:8080``.
 """
 
 import hashlib
-import importlib.util
+import itertools
 import json
 import shutil
 import subprocess
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,29 +44,24 @@ class Peer:
     takes_budgets: bool = False  # whether that share means anything to it
 
 
-def _needs_cuda(name: str) -> str | None:
-    return None if torch.cuda.is_available() else f"{name} is left out: it offloads from a GPU, and there is none."
+def _left_out(name: str, why: str, found: Callable[[], object]) -> Callable[[], str | None]:
+    return lambda: None if found() else f"{name} is left out: {why}."
 
 
-def _served(name: str) -> Peer:
-    return Peer(
-        missing=lambda: f"{name} is left out: start its server and name it, as in --peer http://localhost:8080."
-    )
-
-
+_NO_GPU = "it offloads from a GPU, and there is none"
 PEERS: dict[str, Peer] = {
     "vllm": Peer(ENGINE),
     # Zero-copy, of as many bytes as are not to be on the device.
     "vllm-offload": Peer(
         ENGINE,
-        lambda: _needs_cuda("vLLM's --cpu-offload-gb"),
+        _left_out("vLLM's --cpu-offload-gb", _NO_GPU, torch.cuda.is_available),
         lambda share, nbytes: {"cpu_offload_gb": (1 - share) * nbytes / 2**30, "cpu_offload_params": ["experts"]},
         takes_budgets=True,
     ),
     # Whole layers: of each group of ten so many are not on the device.
     "vllm-prefetch": Peer(
         ENGINE,
-        lambda: _needs_cuda("vLLM's prefetch offloader"),
+        _left_out("vLLM's prefetch offloader", _NO_GPU, torch.cuda.is_available),
         lambda share, _: {
             "offload_group_size": 10,
             "offload_num_in_group": max(1, min(9, round(10 * (1 - share)))),
@@ -75,20 +70,12 @@ PEERS: dict[str, Peer] = {
         takes_budgets=True,
     ),
     "accelerate": Peer(
-        missing=lambda: (
-            None
-            if importlib.util.find_spec("accelerate")
-            else "accelerate is left out: `pip install accelerate` brings it."
-        )
+        missing=_left_out("accelerate", "`pip install accelerate` brings it", lambda: find_spec("accelerate"))
     ),
     "llama.cpp": Peer(
-        missing=lambda: (
-            None if shutil.which("llama-bench") else "llama.cpp is left out: llama-bench is not on the PATH."
-        ),
+        missing=_left_out("llama.cpp", "llama-bench is not on the PATH", lambda: shutil.which("llama-bench")),
         takes_budgets=True,
     ),
-    "freetoken": _served("FreeToken"),
-    "ktransformers": _served("ktransformers"),
 }
 
 
@@ -160,11 +147,8 @@ def server(job: Job, case: Job) -> dict[str, Any]:
         for first in range(0, len(measured) - batch + 1, batch):
             answers = list(pool.map(ask, measured[first : first + batch]))
             together = Answers(seconds=max(one.seconds for one in answers))
-            for one in answers:
-                together.first += one.first
-                together.between += one.between
-                together.lengths += one.lengths
-                together.outputs += one.outputs
+            for one, name in itertools.product(answers, ("first", "between", "lengths", "outputs")):
+                getattr(together, name).extend(getattr(one, name))
             found.append(together)
     return summarise(found)
 

@@ -4,8 +4,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.table import Table
-
 from vllm_dymoe.bench.rows import Row, is_full_load
 from vllm_dymoe.bench.summary import QUANTILES
 from vllm_dymoe.config import ConfigError
@@ -73,18 +71,12 @@ def _cells(row: Row, bounds: Bounds, full_load: Row) -> dict[str, str]:
     return {name: "" if value is None else format(value, form) for name, (value, form) in said.items()}
 
 
-def rich_tables(body: Sequence[Mapping[str, str]], title: str) -> Iterator[Table]:
-    """For a terminal: times, then bytes; columns without a number are left out."""
+def for_terminals(body: Sequence[Mapping[str, str]]) -> Iterator[list[str]]:
+    """The columns of two tables, times and bytes; those without a number are left out."""
     names = list(body[0])
     first = names.index(_FIRST_OF_BYTES)
-    for heading, columns in ((title, names[:first]), ("Bytes", [*_NAMES, *names[first:]])):
-        shown = [name for name in columns if any(line[name] for line in body)]
-        table = Table(title=heading, title_justify="left")
-        for name in shown:
-            table.add_column(name, justify="right" if name else "left")
-        for line in body:
-            table.add_row(*(line[name] for name in shown))
-        yield table
+    for columns in (names[:first], [*_NAMES, *names[first:]]):
+        yield [name for name in columns if any(line[name] for line in body)]
 
 
 def markdown(head: Sequence[str], body: Iterable[Iterable[str]]) -> str:
@@ -93,11 +85,7 @@ def markdown(head: Sequence[str], body: Iterable[Iterable[str]]) -> str:
 
 
 def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Write the time of a token over the budget, and its distribution; nothing without matplotlib.
-
-    Returns:
-        The files.
-    """
+    """Write the time of a token over the budget, and its distribution, to these files; none without matplotlib."""
     rows = [row for row in rows if row["kind"] == "speed" and row["measured"]["tpot_ms"]]
     try:
         pictures = {"tpot": new_figure(7, 4.5), "cdf": new_figure(7, 4.5)}

@@ -106,26 +106,16 @@ def quantize(
         Literal["auto", "bfloat16", "float16"],
         typer.Option(help="Of scales, activations and 16-bit experts; auto takes the checkpoint's."),
     ] = "auto",
-    tensor_parallel_size: Annotated[
-        int, typer.Option(min=1, help="Number of GPUs that share the model; only 1 so far.")
-    ] = 1,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a dymoe checkpoint.")] = False,
 ) -> None:
     """Write a checkpoint with packed experts, which vLLM then opens in seconds."""
     from vllm_dymoe.cli.quantize import run
 
-    run(
-        model,
-        out,
-        hi=int(hi),
-        lo=int(lo),
-        group_size=None if group_size is None else int(group_size),
-        quantizer=quantizer,
-        calibration=calibration,
-        dtype=dtype,
-        tensor_parallel_size=tensor_parallel_size,
-        overwrite=overwrite,
-    )
+    asked = {
+        "hi": int(hi), "lo": int(lo), "group_size": None if group_size is None else int(group_size),
+        "quantizer": quantizer,
+    }  # fmt: skip
+    run(model, out, asked, calibration, dtype, overwrite=overwrite)
 
 
 @app.command()

@@ -1,13 +1,12 @@
 """``vllm-dymoe bench``: systems, budgets and batches on one model, measured and put side by side."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
 
 from vllm_dymoe.bench.cases import EVERYTHING, FULL, Case, Subject, Workload, full_load, grid, subject_of
 from vllm_dymoe.bench.peers import PEERS, find_peer
@@ -15,8 +14,8 @@ from vllm_dymoe.bench.prompts import PromptSet
 from vllm_dymoe.bench.rows import ROWS, Row, check_outputs, read_rows
 from vllm_dymoe.bench.run import measure
 from vllm_dymoe.bench.systems import make_known
-from vllm_dymoe.bench.table import Bounds, bits_of, draw, lines, markdown, rich_tables
-from vllm_dymoe.cli.display import count_progress
+from vllm_dymoe.bench.table import Bounds, bits_of, draw, for_terminals, lines, markdown
+from vllm_dymoe.cli.display import count_progress, print_table
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.plan.device import emulated_rate, parse_rate
 from vllm_dymoe.plan.model import ModelShape, read_shape
@@ -33,7 +32,6 @@ class Bench:
     options: Mapping[str, Any]  # of every system
     engine: Mapping[str, Any]  # arguments of vLLM's LLM
     out: Path  # folder of rows
-    console: Console = field(default_factory=lambda: Console(highlight=False))
 
     def __post_init__(self) -> None:
         make_known()
@@ -102,8 +100,8 @@ class Bench:
             + ("; random prompts, whose hit rates say nothing and are left out" if workload.random else "")
         )
         body = lines(rows, self._bounds(rows))
-        for table in rich_tables(body, title):
-            self.console.print(table)
+        for heading, columns in zip((title, "Bytes"), for_terminals(body), strict=True):
+            print_table(heading, columns, [[line[name] for name in columns] for line in body])
         if compared:
             typer.echo(f"{compared} answers of the same precision are the same, token by token.")
         page = self.out / "table.md"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from rich.console import Console
+import typer
 
 import vllm_dymoe
 from vllm_dymoe.cli.display import byte_progress, count_progress
@@ -35,14 +35,10 @@ def run(model: Path, texts: list[Path], out: Path, *, tokens: int, length: int, 
         if error.name != "vllm":
             raise
         raise ConfigError("a model is calibrated while vLLM runs it, and vLLM is not installed.") from error
-    console = Console()
-    console.print(
+    typer.echo(
         f"The inputs of {len(recording.layers)} layers for {sum(recording.parts)} tokens, {size(recording.nbytes)}, "
-        "are recorded. To use them:",
-        soft_wrap=True,
+        f"are recorded. To use them:\nvllm-dymoe quantize {model} -o OUT --calibration {out}"
     )
-    command = f"vllm-dymoe quantize {model} -o OUT --calibration {out}"
-    console.print(command, soft_wrap=True, markup=False)
 
 
 def measure(folder: Path, link: str | None) -> None:

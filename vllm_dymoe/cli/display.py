@@ -18,13 +18,13 @@ from rich.table import Table
 
 
 def print_table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str | None]]) -> None:
-    """What a row is called stands at the left, its numbers at the right; without heads everything at the left."""
+    """What a row is called is whole and at the left, its numbers at the right; without heads all is at the left."""
     table = Table(title=title, title_justify="left", show_header=bool(heads))
     for place, head in enumerate(heads):
-        table.add_column(head, justify="right" if place else "left")
+        table.add_column(head, justify="right" if place else "left", no_wrap=not place)
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    Console(highlight=False).print(table)
 
 
 def _bar(*columns: ProgressColumn) -> Progress:

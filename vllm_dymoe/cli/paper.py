@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 import typer
-from rich.table import Table
 from safetensors import safe_open
 
 from vllm_dymoe.bench.cases import Subject
@@ -24,6 +23,7 @@ from vllm_dymoe.bench.rows import Row, check_outputs
 from vllm_dymoe.bench.run import run_logged
 from vllm_dymoe.bench.table import draw
 from vllm_dymoe.cli.bench import Bench
+from vllm_dymoe.cli.display import print_table
 from vllm_dymoe.cli.train import write
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.observe.trace import Trace
@@ -34,15 +34,15 @@ _GATE = re.compile(r"layers\.(\d+)\..*\b(?:gate|router)\.weight$")
 
 
 class Paper:
-    """Where a paper's rows get their numbers.
-
-    Args:
-        link: that is emulated; None for the machine's.
-        tasks: of lm-eval, with ``limit`` questions each; ``include`` is a folder of those that it does not know.
-    """
+    """Where a paper's rows get their numbers."""
 
     def __init__(
-        self, bench: Bench, link: str | None, tasks: Sequence[str], limit: int | None, include: Path | None
+        self,
+        bench: Bench,
+        link: str | None,  # that is emulated; None for the machine's
+        tasks: Sequence[str],  # of lm-eval
+        limit: int | None,  # questions of each
+        include: Path | None,  # folder of tasks that lm-eval does not know
     ) -> None:
         self._bench, self._link = bench, link
         self._tasks, self._limit, self._include = tasks, limit, include
@@ -62,7 +62,10 @@ class Paper:
             for table in tables
         ]
         for table, body in filled:
-            self._print(f"{table.name}: {table.about}", *lines(table, body))
+            head, cells, notes = lines(table, body)
+            # A narrow column for each number, so that what the rows are called stays whole.
+            print_table(f"{table.name}: {table.about}", [name.replace(", ", "\n") for name in head], cells)
+            typer.echo("".join(f"{note}\n" for note in notes), nl=False)
         page = bench.out / f"{name}.md"
         rounded = bench.options.get("quantizer", "rtn")
         page.write_text(as_markdown(f"{name} on {bench.model}, experts quantized by {rounded}", filled))
@@ -122,16 +125,6 @@ class Paper:
             return train(self.recorded.trace, workload.warm_up + workload.requests, self._bench.out)
         except ValueError as error:
             raise ConfigError(f"The paper's network cannot be trained: {error}.") from error
-
-    def _print(self, title: str, head: list[str], body: list[list[str]], notes: list[str]) -> None:
-        table = Table(title=title, title_justify="left")
-        for name in head:  # a narrow column for each number, so that what the rows are called stays whole
-            table.add_column(name.replace(", ", "\n"), justify="right" if name else "left", no_wrap=not name)
-        for line in body:
-            table.add_row(*line)
-        self._bench.console.print(table)
-        for note in notes:
-            typer.echo(note)
 
 
 def train(trace: Trace, measured: int, out: Path) -> Path:

@@ -14,7 +14,7 @@ from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.predict.checkpoint import PredictorCard, save_predictor
 from vllm_dymoe.predict.expert_mlp import ARCHITECTURES
 from vllm_dymoe.predict.folded import FoldedMLP, fold
-from vllm_dymoe.training import Epoch, Recipe, Trained, TrainingError, train
+from vllm_dymoe.training import Recipe, Trained, TrainingError, train
 from vllm_dymoe.units import size
 
 
@@ -53,9 +53,8 @@ def write(
 ) -> tuple[Trained, FoldedMLP]:
     with count_progress(f"Training on {escape(path.name)}") as advance:
 
-        def show(epoch: Epoch) -> None:
-            said = f"epoch {epoch.number}: loss {epoch.loss:.4f}, held out {epoch.held_out_loss:.4f}"
-            advance(epoch.number, recipe.epochs, said)
+        def show(epoch: int, loss: float, held_out: float) -> None:
+            advance(epoch, recipe.epochs, f"epoch {epoch}: loss {loss:.4f}, held out {held_out:.4f}")
 
         trained = train(trace, ARCHITECTURES[architecture], recipe, show, device)
     network = fold(trained.model)

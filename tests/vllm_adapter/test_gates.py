@@ -1,18 +1,15 @@
 """Finding gates in blocks of many shapes, and seeing through one that is not the gate."""
 
-import gc
-import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
 
 from vllm_dymoe.config import Options
 from vllm_dymoe.predict import Gate, RoutedModel
 from vllm_dymoe.residency.routing import Routing
-from vllm_dymoe.vllm_adapter.gates import Foresight, GateError, ModuleTree, checked, find_gate
+from vllm_dymoe.vllm_adapter.gates import Foresight, GateError, checked, find_gate
 from vllm_dymoe.vllm_adapter.observers import Observation
 
 HIDDEN, EXPERTS, TOP_K = 12, 8, 2
@@ -62,87 +59,72 @@ def linear():
     return nn.Linear(HIDDEN, EXPERTS)
 
 
-@pytest.fixture
-def tree():
-    tree = ModuleTree()
-    yield tree
-    tree.close()
-
-
-def assert_found(tree, block, gate, dtype=torch.float32):
+def assert_found(model, block, gate, dtype=torch.float32):
     x = torch.randn(3, HIDDEN, dtype=dtype)
-    assert torch.equal(find_gate(block.routed, tree).logits(x), gate(x.float()))
+    assert torch.equal(find_gate(block.routed, model).logits(x), gate(x.float()))
 
 
 def above():
     layer = nn.Module()
     layer.router, layer.mlp = linear(), Block()
-    return layer.mlp, layer.router
+    return layer, layer.mlp, layer.router
 
 
 def beside():
     block = Block(gate=linear(), shared_expert_gate=nn.Linear(HIDDEN, 1))
-    return block, block.gate
+    return block, block, block.gate
 
 
 def below():
     """As in DBRX, under another name."""
     block = Block(router=nn.Sequential(nn.Identity(), Replicated()))
-    return block, block.router[1].linear[0]
+    return block, block, block.router[1].linear[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("place", [above, beside, below])
-def test_a_gate_is_found_wherever_it_lies(tree, place, dtype):
+def test_a_gate_is_found_wherever_it_lies(place, dtype):
     """The input's dtype need not be the gate's."""
-    assert_found(tree, *place(), dtype)
+    assert_found(*place(), dtype)
+
+
+def test_the_gate_is_the_block_s_own_whatever_else_has_the_experts():
+    """vLLM's models keep lists of their MoE layers."""
+    model = nn.Module()
+    model.layers = nn.ModuleList(Block(gate=linear()) for _ in range(3))
+    model.moe_layers = nn.ModuleList(block.experts for block in model.layers)
+    for block in model.layers:
+        assert_found(model, block, block.gate)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: Block(gate=linear(), other=linear()), "2 linear layers next to it lead from 12 to 8 features"),
-        (lambda: nn.ModuleList([Block(), Block(gate=linear()), Block(gate=linear())])[0], "4 linear layers next to it"),
+        (lambda: nn.ModuleList([Block(), Block(gate=linear()), Block(gate=linear())]), "4 linear layers next to it"),
         (lambda: Block(gate=nn.Linear(HIDDEN, EXPERTS + 1)), "no linear layer next to it leads from 12 to 8 features"),
     ],
 )
-def test_what_cannot_be_told_is_no_gate(tree, make, message):
-    block = make()
+def test_what_cannot_be_told_is_no_gate(make, message):
+    model = make()
     with pytest.raises(GateError, match=message):
-        find_gate(block.routed, tree)
+        find_gate(getattr(model, "routed", None) or model[0].routed, model)
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_how_scores_become_a_choice(tree, grouped):
+def test_how_scores_become_a_choice(grouped):
     block = Block(gate=linear())
     block.routed.scoring_func, block.routed.e_score_correction_bias = "sigmoid", torch.randn(EXPERTS)
     block.routed.use_grouped_topk, block.routed.num_expert_group, block.routed.topk_group = grouped, 4, 2
     block.routed.expert_map = torch.tensor([0, -1] * 4)
-    gate = find_gate(block.routed, tree)
+    gate = find_gate(block.routed, block)
     assert gate.scoring == "sigmoid"
     assert gate.correction is block.routed.e_score_correction_bias
     assert (gate.groups, gate.top_groups) == ((4, 2) if grouped else (0, 0))
     assert gate.local == (0, -1) * 4
     block.routed.scoring_func = "sqrtsoftplus"
     with pytest.raises(GateError, match="its scores are sqrtsoftplus"):
-        find_gate(block.routed, tree)
-
-
-def test_notes_end_with_the_tree():
-    before = len(torch_module._global_module_registration_hooks)
-    tree = ModuleTree()
-    block = weakref.ref(Block(gate=linear()))
-    gc.collect()
-    assert block() is not None
-    tree.close()
-    gc.collect()
-    assert block() is None
-    assert len(torch_module._global_module_registration_hooks) == before
-    forgotten = ModuleTree()
-    assert len(torch_module._global_module_registration_hooks) == before + 1
-    del forgotten
-    gc.collect()
-    assert len(torch_module._global_module_registration_hooks) == before
+        find_gate(block.routed, block)
 
 
 def choice(gate, x):
@@ -188,6 +170,7 @@ class Rank:
     def __init__(self, blocks, **options):
         self.foresight, self.observation = Foresight(Options(**options)), Observation()
         self.blocks, self.turned_off = [make() for make in blocks], 0
+        self.foresight.model_made(nn.ModuleList(self.blocks))
         for position, block in enumerate(self.blocks):
             self.foresight.layer_loaded(position, block.routed)
         self.predictor = self.foresight.predictor(RoutedModel(len(blocks), EXPERTS, TOP_K))
@@ -231,7 +214,7 @@ def test_a_gate_that_is_not_there_or_chooses_otherwise_gets_a_sentence_and_no_pr
     assert (rank.predictor is None) == (not there)
     assert rank.observation.observers == ()
     (sentence,) = warnings()
-    reason = "that was found for model" if there else "of model.layers.0.mlp.experts cannot be used: no linear layer"
+    reason = "that was found for model" if there else "of model.layers.0.mlp.experts cannot be used: 2 linear"
     assert f'system "exact" fetches nothing ahead, because the gate {reason}' in sentence
 
 
@@ -245,9 +228,7 @@ def test_a_gate_that_is_not_there_or_chooses_otherwise_gets_a_sentence_and_no_pr
     ],
 )
 def test_systems_without_gates_look_for_none(options, foresees, warnings):
-    before = len(torch_module._global_module_registration_hooks)
     rank = Rank([Block, Block], **options)
-    assert len(torch_module._global_module_registration_hooks) == before
     assert (rank.predictor is not None) == foresees
     assert rank.observation.observers == (), "listening would cost time"
     assert not warnings()

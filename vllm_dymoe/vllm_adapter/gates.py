@@ -1,19 +1,16 @@
 """What foresees experts on one rank, and the gates it needs: found without knowing the architecture, then checked.
 
 A block of a model owns its experts and, next to them, the linear layer that routes to them, under names and at depths
-that differ. While vLLM builds the model, torch tells which module becomes part of which, so the way leads from the
-experts up to the first module with a linear layer from the hidden size to the number of experts. How its scores become
-a choice is data of the experts' own module. When the layer runs for the first request, the gate has to choose as vLLM.
+that differ: the way leads from the experts up to the first module with a linear layer from the hidden size to the
+number of experts. When the layer runs for the first request, the gate has to choose as vLLM.
 """
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.modules.module import register_module_module_registration_hook
 
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.predict import Gate, Predictor, PredictorError, RoutedModel
@@ -24,40 +21,16 @@ from vllm_dymoe.systems import make_system
 from vllm_dymoe.vllm_adapter.announcements import logger
 from vllm_dymoe.vllm_adapter.observers import Observation, Observer
 
-# Near ties count as equal within this share of a token's largest score; a wrong gate agrees by chance only, which for
-# 2 of 8 experts is a quarter. Two logits that bfloat16 rounds (by 2^-9 of their size) once for vLLM and once for us may
-# come 2^-7 of their size closer or farther apart, and scores by that share for each unit of the logits: this is enough
-# for logits up to 4. Such ties are seen where the processor sums in another order, and in Llama-4, whose experts' input
-# has been multiplied with the router's weight and rounded.
+# Near ties count as equal within this share of a token's largest score. Two logits that bfloat16 rounds (by 2^-9 of
+# their size) once for vLLM and once for us may come 2^-7 of their size closer or farther apart, and scores by that
+# share for each unit of the logits: enough for logits up to 4. Such ties are seen where the processor sums in another
+# order, and in Llama-4, whose experts' input has been multiplied with the router's weight and rounded.
 NEAR_TIE = 2**-5
 _AGREEMENT = 0.95
 
 
 class GateError(ValueError):
     """A gate that cannot be found or used; the message is the reason, for a sentence to the user."""
-
-
-class ModuleTree:
-    """Which module was first made part of which, for modules built while it lives."""
-
-    def __init__(self) -> None:
-        self._parents: dict[torch.nn.Module, torch.nn.Module] = {}
-        tree = weakref.ref(self)
-
-        def note(parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
-            alive = tree()
-            if alive is not None and child is not None:
-                alive._parents.setdefault(child, parent)
-
-        self._end = weakref.finalize(self, register_module_module_registration_hook(note).remove)
-
-    def parent(self, module: torch.nn.Module) -> torch.nn.Module | None:
-        """The module that ``module`` is part of; None for the root, or one that was built before."""
-        return self._parents.get(module)
-
-    def close(self) -> None:
-        self._end()
-        self._parents.clear()
 
 
 @dataclass
@@ -72,18 +45,20 @@ class _Linear:
         return out[0] if isinstance(out, tuple) else out
 
 
-def find_gate(experts: Any, tree: ModuleTree) -> Gate:
-    """The gate of vLLM's RoutedExperts, in the tree of their model.
+def find_gate(experts: Any, model: torch.nn.Module) -> Gate:
+    """The gate of vLLM's RoutedExperts, which are a part of their model.
 
     Raises:
         GateError: there is no linear layer that could be it, or several, or its scores are used in an unknown way.
     """
     sizes = hidden, num_experts = experts.hidden_size, experts.moe_config.num_experts
-    within, place = set(experts.modules()), tree.parent(experts)
+    within = set(experts.modules())
+    place = next((name for name, module in model.named_modules() if module is experts), "")
     found: list[torch.nn.Module] = []
-    while place is not None and not found:
-        found = [module for module in place.modules() if module not in within and _sizes(module) == sizes]
-        place = tree.parent(place)
+    while place and not found:
+        place = place.rpartition(".")[0]
+        around = model.get_submodule(place).modules()
+        found = [module for module in around if module not in within and _sizes(module) == sizes]
     if len(found) != 1:
         layers = f"{len(found)} linear layers next to it lead" if found else "no linear layer next to it leads"
         raise GateError(f"{layers} from {hidden} to {num_experts} features")
@@ -110,12 +85,8 @@ def _sizes(module: torch.nn.Module) -> tuple[Any, Any]:
 def checked(gate: Gate, name: str, x: torch.Tensor, ids: torch.Tensor) -> Gate:
     """The gate of a layer, without a correction that vLLM does not apply (its CPU build routes Ernie-4.5 like that).
 
-    Args:
-        x: [tokens, hidden], the experts' input.
-        ids: [tokens, top_k], what vLLM chose, as this rank's experts; negative for another rank's.
-
-    Raises:
-        GateError: the gate would have chosen otherwise.
+    GateError if it would have chosen for the experts' input x [tokens, hidden] otherwise than vLLM: ids
+    [tokens, top_k], negative for another rank's.
     """
     share = gate.agreement(x, ids, NEAR_TIE)
     if share >= _AGREEMENT:
@@ -136,19 +107,25 @@ class Foresight(Observer):
         # A trained predictor asks no gate; they are still checked for the trace.
         foresight = self._system.foresight
         self._needs_gates = foresight is not None and foresight.needs_gates and options.predictor is None
-        wanted = self._needs_gates or (options.trace is not None and options.trace.inputs)
-        self._tree = ModuleTree() if wanted else None
+        self._wanted = self._needs_gates or (options.trace is not None and options.trace.inputs)
+        self._model: torch.nn.Module | None = None  # while it loads
         self._found: dict[int, tuple[str, Gate]] = {}
         self._unchecked: set[int] = set()
         self._turn_off: Callable[[], None] = lambda: None
         self.gates: list[Gate] = []  # by layer; empty where not needed, and once one chose otherwise than vLLM
         self.trained: tuple[Path | None, PredictorCard | None] = (None, None)  # file and card of what is in force
 
+    def model_made(self, model: torch.nn.Module) -> None:
+        if self._wanted and not self._found:  # the first, and not its draft
+            self._model = model
+
     def layer_loaded(self, position: int, routed_experts: Any) -> None:
-        if self._tree is None:
+        if not self._wanted:
             return
         try:
-            self._found[position] = (routed_experts.layer_name, find_gate(routed_experts, self._tree))
+            if self._model is None:
+                raise GateError("this loader of vLLM's makes models elsewhere")
+            self._found[position] = (routed_experts.layer_name, find_gate(routed_experts, self._model))
         except GateError as error:
             self._give_up(f"the gate of {routed_experts.layer_name} cannot be used: {error}")
 
@@ -158,8 +135,8 @@ class Foresight(Observer):
         Raises:
             ConfigError: a trained one cannot be used.
         """
-        if self._tree is not None:
-            self._tree.close()
+        if self._wanted:
+            self._model = None
             self.gates = [self._found[position][1] for position in range(model.num_layers)]
             self._unchecked = set(self._found)
             model = replace(model, gates=self.gates)
@@ -207,13 +184,9 @@ class Foresight(Observer):
         if self._needs_gates:
             logger.warning(
                 'vllm-dymoe: system "%s" fetches nothing ahead, because %s; experts are fetched when their router '
-                "names them.",
-                self._system.name,
-                reason,
-            )
+                "names them.", self._system.name, reason,
+            )  # fmt: skip
             self._turn_off()
         else:
             logger.warning("vllm-dymoe: the trace will not have what the next layer's gate says, because %s.", reason)
-        if self._tree is not None:
-            self._tree.close()
-        self._tree, self._unchecked, self.gates = None, set(), []
+        self._wanted, self._model, self._unchecked, self.gates = False, None, set(), []

@@ -57,6 +57,7 @@ class Loading:
         self.running: Running | None = None  # until the last layer of the first model is loaded
         self._vllm_config = vllm_config
         self._foresight = Foresight(options)
+        self.model_made = self._foresight.model_made
         # Before any rank of this machine fills its share.
         self._host_memory = available_host_memory()
         self._model = ModelStore(vllm_config, options, checkpoint, reader, self._host_memory)

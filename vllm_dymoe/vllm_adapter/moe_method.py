@@ -156,17 +156,19 @@ def loading_of(config: VllmConfig) -> Loading | None:
     return next((layer.loading for layer in layers if isinstance(layer, DymoeMoEMethod)), None)
 
 
-def refuse_without_layers(config: VllmConfig, model: str) -> None:
-    """Refuse a model of which no layer came to us, before its weights are loaded.
+def model_made(config: VllmConfig, model: torch.nn.Module) -> None:
+    """vLLM has made a model, whose weights it loads next.
 
     Raises:
-        ConfigError: the first model of an engine has none. A draft may have none, and so may a stage of a pipeline.
+        ConfigError: no layer came to us. A draft may have none, and so may a stage of a pipeline.
     """
-    ours = config.model_config.quantization == "dymoe" and config.parallel_config.pipeline_parallel_size == 1
-    if ours and loading_of(config) is None:
+    if (loading := loading_of(config)) is not None:
+        loading.model_made(model)
+    elif config.model_config.quantization == "dymoe" and config.parallel_config.pipeline_parallel_size == 1:
         raise ConfigError(
-            f"vllm-dymoe: {model} runs none of its experts in vLLM's MoE layer, so that all of them would be on the "
-            "device; leave --moe-backend out if it is set, else serve this model without --quantization dymoe."
+            f"vllm-dymoe: {type(model).__name__} runs none of its experts in vLLM's MoE layer, so that all of them "
+            "would be on the device; leave --moe-backend out if it is set, else serve this model without "
+            "--quantization dymoe."
         )
 
 

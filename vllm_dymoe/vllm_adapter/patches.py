@@ -88,11 +88,13 @@ def _create_engine_config(original: Original, self: Any, *args: Any, **kwargs: A
     "a hook of QuantizationConfig that sees the model before its weights",
 )  # fmt: skip
 def _initialize_model(original: Original, vllm_config: Any, **kwargs: Any) -> Any:
-    """A model that computes experts with code of its own would be served as if we were not there."""
-    from vllm_dymoe.vllm_adapter.moe_method import refuse_without_layers  # not before vLLM has decided about graphs
+    """A model that computes experts with code of its own would be served as if we were not there; and gates lie beside
+    a model's experts.
+    """
+    from vllm_dymoe.vllm_adapter.moe_method import model_made  # not before vLLM has decided about graphs
 
     model = original(vllm_config=vllm_config, **kwargs)
-    refuse_without_layers(vllm_config, type(model).__name__)
+    model_made(vllm_config, model)
     return model
 
 

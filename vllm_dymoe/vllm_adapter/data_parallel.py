@@ -16,36 +16,25 @@ _NOTHING, _DECODED, _PREFILLED = range(3)
 
 
 class Gathered:
-    """The rows of one MoE layer from all ranks.
+    """The rows of one MoE layer from all ranks: x, weights and ids of tokens alone.
 
-    Args:
-        x: [rows, hidden] of this rank.
-        weights: float32 [rows, top_k].
-        ids: int [rows, top_k].
-        tokens: how many of the rows, which come first, are tokens.
-        phase: of this rank's step.
-        sequence_parallel: ranks of tensor parallelism have parts of the rows.
-
-    Attributes:
-        x, weights, ids: of the tokens of all ranks.
-        phase: prefill if any rank reads a prompt.
+    The phase is a prefill if any rank reads a prompt.
     """
 
     def __init__(
         self,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        ids: torch.Tensor,
-        tokens: int,
-        phase: Phase,
+        x: torch.Tensor,  # [rows, hidden] of this rank
+        weights: torch.Tensor,  # float32 [rows, top_k]
+        ids: torch.Tensor,  # int [rows, top_k]
+        tokens: int,  # how many of the rows, which come first, are tokens
+        phase: Phase,  # of this rank's step
         *,
-        sequence_parallel: bool,
+        sequence_parallel: bool,  # ranks of tensor parallelism have parts of the rows
     ) -> None:
         self._sequence_parallel = sequence_parallel
         marks = torch.zeros(len(x), dtype=torch.uint8, device=x.device)
         marks[:tokens] = _PREFILLED if phase is Phase.PREFILL else _DECODED
-        found = get_ep_group().dispatch(x, weights, ids, sequence_parallel, [marks])
-        x, weights, ids, (marks,) = found
+        x, weights, ids, (marks,) = get_ep_group().dispatch(x, weights, ids, sequence_parallel, [marks])
         self._shape = x.shape
         self._rows = marks.nonzero().flatten()
         self.phase = Phase.PREFILL if bool((marks == _PREFILLED).any()) else Phase.DECODE
@@ -65,31 +54,20 @@ def own_tokens(tokens: int, rows: int, rank: int) -> int:
 
 
 def gather_rows(group: Any, tensors: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
-    """Tensors [rows of this rank, ...] -> [rows of all ranks, ...], through torch.distributed on a CPU.
-
-    Args:
-        group: a CpuCommunicator.
-        sizes: rows of each rank.
-    """
-    return [_gathered(group, tensor.contiguous(), sizes) for tensor in tensors]
-
-
-def _gathered(group: Any, tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    longest = max(sizes)
-    padded = tensor.new_zeros(longest, *tensor.shape[1:])  # a collective of gloo has parts of one size
-    padded[: len(tensor)] = tensor
-    everything = tensor.new_empty(len(sizes) * longest, *tensor.shape[1:])
-    torch.distributed.all_gather_into_tensor(everything.view(torch.uint8), padded.view(torch.uint8), group.device_group)
-    return torch.cat([everything[i * longest : i * longest + size] for i, size in enumerate(sizes)])
+    """Tensors [rows of this rank, ...] -> [rows of all ranks, ...] of these sizes, through a CpuCommunicator."""
+    longest, found = max(sizes), []
+    for tensor in tensors:
+        padded = tensor.new_zeros(longest, *tensor.shape[1:])  # a collective of gloo has parts of one size
+        padded[: len(tensor)] = tensor
+        parts = tensor.new_empty(len(sizes), longest, *tensor.shape[1:])
+        sent, received = padded.view(torch.uint8), parts.flatten(0, 1).view(torch.uint8)
+        torch.distributed.all_gather_into_tensor(received, sent, group.device_group)
+        found.append(torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]))
+    return found
 
 
 def add_rows(group: Any, tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """Tensor [rows of all ranks, hidden] -> [rows of this rank, hidden], added over ranks in their order.
-
-    Args:
-        group: a CpuCommunicator.
-        sizes: rows of each rank.
-    """
+    """Tensor [rows of all ranks, hidden] -> [rows of this rank, hidden], added over ranks in their order."""
     rows, width = sizes[group.rank_in_group], tensor.shape[1:].numel() * tensor.itemsize
     parts = torch.empty(len(sizes) * rows, width, dtype=torch.uint8)
     sent = tensor.contiguous().view(len(tensor), -1).view(torch.uint8)

@@ -46,11 +46,7 @@ def packed_method(
 
 
 def check_dense(options: Options, *, quantized: bool) -> None:
-    """Refuse what ``dense`` cannot do here.
-
-    Raises:
-        ConfigError: the checkpoint's dense layers have been quantized, this is no CPU, or there is no native library.
-    """
+    """Refuse (ConfigError) ``dense`` for layers that are quantized, another device, or without the native library."""
     if options.dense == 16:
         return
     why = None
@@ -102,11 +98,11 @@ class _Packed:
 
 
 class PackedLinearMethod(_Packed, UnquantizedLinearMethod):
-    """Of a linear layer."""
+    """A linear layer's."""
 
 
 class PackedHeadMethod(_Packed, UnquantizedEmbeddingMethod):
-    """Of an LM head."""
+    """An LM head's."""
 
 
 def _linear(x: torch.Tensor, packed: torch.Tensor, rows: int) -> torch.Tensor:

@@ -42,7 +42,7 @@ def register_kernels() -> None:
 
 
 def _asked_for() -> bool:
-    """Whether the model that is made is served with this plugin: another one of this process keeps vLLM's kernels."""
+    """Whether the model that is made is served with this plugin; another one keeps vLLM's kernels."""
     config = get_current_vllm_config().quant_config
     return config is not None and config.get_name() == "dymoe"
 
@@ -93,9 +93,7 @@ class IntegerKernel(MPLinearKernel):
         codes = unpack_words(words.data if words.input_dim == 1 else words.data.t(), bits)[:, :columns]
         by_row = scales.data if scales.output_dim == 0 else scales.data.t()
         points = torch.full_like(by_row, 1 << (bits - 1), dtype=torch.uint8)
-        names = [self.w_q_name, self.w_s_name]
-        if zeros is not None and self.w_zp_name is not None:
-            names.append(self.w_zp_name)
+        names = [self.w_q_name, self.w_s_name, *([] if zeros is None else [self.w_zp_name])]
         if self.config.zero_points:
             assert zeros is not None
             points = unpack_words(zeros.data.t() if zeros.output_dim == 0 else zeros.data, bits)[:, :rows].t()

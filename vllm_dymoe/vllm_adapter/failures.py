@@ -2,12 +2,10 @@
 
 An exception in a model's forward would end the engine, and other ranks would wait in their next all-reduce for ever. So
 the layer that failed returns zeros and notes a sentence here, the layers behind it do no work, and the sentence leaves
-the worker with the step's output. The scheduler ends the requests of that step: their finish reason is "error", and
-their ``stop_reason`` the sentence. ``LLM.generate`` returns both; a server answers with HTTP 500 and the sentence.
+the worker with the step's output. The scheduler ends the requests of that step, with the sentence as ``stop_reason``.
 
 The output of one rank only is collected. Another rank leaves its sentence at the process group's key-value store
-*before* it takes part in the step's next collective, so it is there when the output rank has the step's tokens: one
-look-up for each step, and none with a single rank.
+*before* it takes part in the step's next collective, so it is there when the output rank has the step's tokens.
 """
 
 from collections.abc import Callable
@@ -36,24 +34,22 @@ class FailedStep(ModelRunnerOutput):
 
 
 class StepFailures:
-    """The failure of the running step, if any: the first ``sentence`` wins.
+    """The failure of the running step, if any: the first ``sentence`` wins."""
 
-    Args:
-        store: a torch.distributed.Store that all ranks share; None for a single rank.
-        collects: whether this rank's output is the one that vLLM collects.
-        shared: other engines compute the same steps with these experts, and have to find the sentence, too.
-    """
-
-    def __init__(self, step: RunningStep, store: Any = None, *, collects: bool = True, shared: bool = False) -> None:
+    def __init__(
+        self,
+        step: RunningStep,
+        store: Any = None,  # a torch.distributed.Store that all ranks share; None for a single rank
+        *,
+        collects: bool = True,  # this rank's output is the one that vLLM collects
+        shared: bool = False,  # other engines compute the same steps with these experts, and have to find the sentence
+    ) -> None:
         self.sentence: str | None = None
         # Called with the number of a step that failed on any rank, when its output is complete.
         self.on_failure: Callable[[int], None] = lambda step: None
         self.late = False  # whether a step that has run on the host may still fail on the device
         self._failed_through = 0, ""
-        self._step = step
-        self._store = store
-        self._collects = collects
-        self._shared = shared
+        self._step, self._store, self._collects, self._shared = step, store, collects, shared
 
     @property
     def alone(self) -> bool:
@@ -135,9 +131,6 @@ def update_from_output(
 
     vLLM enters a block in its prefix cache when it is scheduled, before it is computed. Which of them the failed step
     should have filled is not known for requests that were aborted or preempted meanwhile, so none is kept.
-
-    Returns:
-        Outputs by client, the errors among them.
     """
     if not isinstance(output, FailedStep):
         return update(scheduler, step, output)
@@ -150,25 +143,16 @@ def update_from_output(
     outputs = update(scheduler, step, output)
     for request in failed:
         client = outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[]))
-        client.outputs.append(
-            EngineCoreOutput(
-                request_id=request.request_id,
-                new_token_ids=[],
-                finish_reason=request.get_finished_reason(),
-                stop_reason=output.failure,
-                events=request.take_events(),
-                trace_headers=request.trace_headers,
-            )
-        )
+        ended = EngineCoreOutput(
+            request.request_id, [], finish_reason=request.get_finished_reason(), stop_reason=output.failure,
+            events=request.take_events(), trace_headers=request.trace_headers,
+        )  # fmt: skip
+        client.outputs.append(ended)
     return outputs
 
 
 def raise_failure(output: Any) -> None:
-    """Raise the sentence if a vllm.RequestOutput carries one.
-
-    Raises:
-        GenerationError: a step of this request failed; vLLM's servers answer with its message and HTTP 500.
-    """
+    """Raise the sentence of a vllm.RequestOutput as GenerationError, which vLLM's servers answer with HTTP 500."""
     for completion in output.outputs:
         if completion.finish_reason == "error" and isinstance(completion.stop_reason, str):
             try:
@@ -193,11 +177,7 @@ def _blocks_written(scheduler: Any, step: SchedulerOutput) -> set[int]:
 
 
 def _readers_of(scheduler: Any, blocks: set[int]) -> set[str]:
-    """Running requests that use one of ``blocks``.
-
-    With asynchronous scheduling a later step may have been scheduled already, and a request in it may have found the
-    failed step's blocks in the prefix cache.
-    """
+    """Running requests that use one of ``blocks``: one that was scheduled since may have found them in the cache."""
     return {
         request.request_id
         for request in scheduler.running

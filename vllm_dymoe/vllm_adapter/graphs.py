@@ -1,14 +1,12 @@
 """Which CUDA graphs run around or over MoE layers, and the line at start that says so.
 
-Host code in a captured graph would never run again. Where the device decides about experts (``runtime.decode_path``)
-there is none, and a decode step is one graph. Steps that read prompts run without, unless every expert is there:
-outside of a graph experts come for one layer while another is computed.
+Host code in a captured graph would never run again. Where the device decides about experts there is none, and a decode
+step is one graph. Steps that read prompts run without, unless every expert is there: outside of a graph experts come
+for one layer while another is computed.
 
-Where the host always decides no graph may reach over a MoE layer; and a graph behind one reads where its capture has
-read, so the layer writes into a buffer that the graph before it allocated (``moe_method``). Both can be had with vLLM's
-piecewise graphs, where the layer's operator is one more at which the compiled model is cut, and with its breakable
-graphs, where the operator interrupts the capture; elsewhere the model runs without graphs. It is cut there in any case:
-vLLM's workers fall back to piecewise graphs if attention cannot be captured.
+Where the host decides no graph may reach over a MoE layer: vLLM's piecewise graphs are cut at its operator, in any
+case, since workers fall back to them if attention cannot be captured; its breakable graphs are interrupted by it
+(``moe_method``).
 """
 
 import logging
@@ -26,16 +24,13 @@ OVER_STEPS = (CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE)
 
 
 def settle_graphs(
-    config: VllmConfig, *, device_decides: bool = False, recorded: bool = False, complete: bool = False
+    config: VllmConfig,
+    *,
+    device_decides: bool = False,  # steps need no host
+    recorded: bool = False,  # what routers choose is recorded, which graphs of narrow steps keep alone
+    complete: bool = False,  # every expert is there in some version, and prompts are computed as other tokens are
 ) -> None:
-    """Set the graphs of a finished configuration, with everything that vLLM has derived from them, and say so.
-
-    Args:
-        config: to be changed.
-        device_decides: steps need no host.
-        recorded: what routers choose is recorded, which graphs of narrow steps keep alone.
-        complete: every expert is there in some version, and prompts are computed as other tokens are.
-    """
+    """Set the graphs of a finished configuration, with everything that vLLM has derived from them, and say so."""
     settings = config.compilation_config
     asked = settings.cudagraph_mode
     sizes = _decode_sizes(config, recorded=recorded) if device_decides else []

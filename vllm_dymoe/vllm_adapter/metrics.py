@@ -1,8 +1,7 @@
 """The runtime's counts on vLLM's own ``/metrics``, and as one line in its log.
 
-At vLLM's statistics interval the front end asks the workers through ``collective_rpc``: it reaches every rank in every
-process, adds no work to a step, and leaves vLLM's metrics as they are. ``PROMETHEUS_MULTIPROC_DIR`` would have to be
-set before anything imports prometheus_client, and would change how all of vLLM's metrics are kept.
+At vLLM's statistics interval the front end asks the workers through ``collective_rpc``, which adds no work to a step.
+``PROMETHEUS_MULTIPROC_DIR`` would change how all of vLLM's metrics are kept.
 """
 
 import contextlib
@@ -54,10 +53,7 @@ _GAUGES = frozenset(metric.field for metric in METRICS if metric.gauge)
 
 
 def difference(after: Answer, before: Answer) -> Answer:
-    """What a rank counted between two answers.
-
-    A count that fell was set to zero in between. Gauges are those of ``after``, and 0 for a tier that is gone.
-    """
+    """What a rank counted between two answers: a count that fell was set to zero, gauges are those of ``after``."""
 
     def change(value: Any, earlier: Any, gauge: bool) -> Any:
         if isinstance(value, dict):
@@ -88,16 +84,11 @@ class Statistics:
 
     def publish(self, answers: list[Answer]) -> None:
         """Publish the counts of all ranks now, and log the interval if an expert was needed in it."""
-        text = self.record(answers, time.monotonic())
-        if text is not None:
+        if text := self.record(answers, time.monotonic()):
             logger.info("%s", text)
 
     def record(self, answers: list[Answer], now: float) -> str | None:
-        """Publish the counts of all ranks, in their order, at a time in seconds.
-
-        Returns:
-            The interval in one line; None if it is the first or no expert was needed.
-        """
+        """Publish at a time in seconds; returns the interval in a line, None for the first and without experts."""
         before = self._before or [{} for _ in answers]
         changes = [difference(answer, earlier) for answer, earlier in zip(answers, before, strict=True)]
         for rank, changed in enumerate(changes):

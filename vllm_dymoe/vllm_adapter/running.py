@@ -1,7 +1,7 @@
 """One rank that serves: the forward of its MoE layers, in the steps of requests and while vLLM warms up.
 
-Where the device decides, steps need no host: a captured graph may hold them. Then nothing here runs in them but what
-stands around the model, and that is all they may rely on.
+Where the device decides a captured graph may hold a step. Then nothing here runs in it but what stands around the
+model.
 """
 
 import contextlib
@@ -26,12 +26,7 @@ from vllm_dymoe.vllm_adapter.step import PromptTap, RankLayer, RunningStep
 
 
 class Running:
-    """What vLLM's layers, worker and attention talk to on a rank that has loaded its model.
-
-    Args:
-        model: what predictors may know, given the file of a trained one.
-        drafted: tokens that speculative decoding adds to a request's one.
-    """
+    """What vLLM's layers, worker and attention talk to on a rank that has loaded its model."""
 
     def __init__(
         self,
@@ -40,8 +35,8 @@ class Running:
         failures: StepFailures,
         foresight: Foresight,
         observation: Observation,
-        model: Callable[[Path | None], RoutedModel],
-        drafted: int = 0,
+        model: Callable[[Path | None], RoutedModel],  # what predictors may know, given the file of a trained one
+        drafted: int = 0,  # tokens that speculative decoding adds to a request's one
     ) -> None:
         self.runtime, self.step, self.failures = runtime, step, failures
         self.foresight, self.observation = foresight, observation
@@ -67,16 +62,12 @@ class Running:
         return predictor is not None and predictor.predictor.tells_phases
 
     def forward(self, layer: RankLayer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Run the routed experts of one MoE layer, outside of any compilation.
+        """Run the routed experts of one MoE layer, outside of any compilation: x [rows, hidden] -> [rows, hidden].
 
-        Rows that only fill up a captured graph's batch come out as zeros and are not seen, wherever vLLM has routed
-        them: to expert -1 from 0.32 on, before that to some expert. What vLLM makes up to warm up is neither counted
-        nor learnt from. A layer that cannot be computed gives zeros and fails the step; see ``failures``.
-
-        Args:
-            x: [rows, hidden], the router's input; the result has the same shape.
-            weights: float32 [rows, top_k].
-            ids: int [rows, top_k], experts of all ranks.
+        Weights are float32 [rows, top_k], ids int [rows, top_k] of the experts of all ranks. Rows that only fill up a
+        captured graph's batch come out as zeros and are not seen, wherever vLLM has routed them: to expert -1 from 0.32
+        on, before that to some expert. What vLLM makes up to warm up is neither counted nor learnt from. A layer that
+        cannot be computed gives zeros and fails the step; see ``failures``.
 
         Raises:
             ConfigError: vLLM captures the layer in a CUDA graph.
@@ -163,11 +154,7 @@ class Running:
         self.runtime, self._decode = runtime, None
 
     def take_predictor(self, path: Path) -> None:
-        """Foresee with a trained predictor from the next step on; if it is refused, with the old one.
-
-        Raises:
-            ConfigError: it is damaged, another model's, or there is no room for it.
-        """
+        """Foresee with a trained predictor from the next step on; if it is refused (ConfigError), with the old one."""
         side = self.runtime.memory.device_side
         before = side is not None and side.most_ahead > 0
         self.foresight.take_over(self._model(path), self.runtime.set_predictor)

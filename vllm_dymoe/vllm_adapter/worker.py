@@ -1,8 +1,7 @@
 """Methods that every vLLM worker gets, for ``LLM.collective_rpc`` and ``/collective_rpc``, and HTTP routes to them.
 
-Routes are for what may change while a server runs, where vLLM has endpoint plugins. vLLM loads such routes only if
-``VLLM_PLUGINS`` names them: ``VLLM_PLUGINS=dymoe vllm serve ...``. Their paths begin with ``/v1``, which is what
-``--api-key`` guards.
+vLLM loads such routes only if ``VLLM_PLUGINS`` names them. Paths begin with ``/v1``, which is what ``--api-key``
+guards.
 """
 
 from collections.abc import Callable
@@ -26,7 +25,7 @@ class DymoeWorkerExtension:
     """vLLM mixes this class into its worker; each method runs on every rank, between two steps."""
 
     def dymoe_stats(self) -> dict[str, Any]:
-        """Counts since the first request; see :class:`~vllm_dymoe.runtime.stats.RuntimeStats`."""
+        """A :class:`~vllm_dymoe.runtime.stats.RuntimeStats` as data, since the first request."""
         return _runtime(self).stats().to_dict()
 
     def dymoe_reset_stats(self) -> None:
@@ -37,10 +36,7 @@ class DymoeWorkerExtension:
     ) -> dict[str, Any]:
         """Change the options ``expert_budget`` and ``host_memory``; what is smaller starts empty and gives memory back.
 
-        Returns ``dymoe_stats``, and ``free_device_bytes``: what can be allocated on the device now.
-
-        Raises:
-            ValueError: it is not a budget, too small, or more than the device has; the old one stays.
+        Returns ``dymoe_stats``, and ``free_device_bytes``. ValueError if it cannot be had; the old one stays.
         """
         runtime = _runtime(self)
         if host_memory is not None:
@@ -52,10 +48,7 @@ class DymoeWorkerExtension:
     def dymoe_precision(self, **changes: Any) -> dict[str, Any]:
         """Change ``hi`` or ``lo`` among the stored bit-widths, or a parameter of the system, from the next step on.
 
-        Returns what is in force now. Where slots have to be shared out in another way the cache starts empty.
-
-        Raises:
-            ValueError: a value cannot be honoured; all stays as it was.
+        Returns what is in force now. ValueError if a value cannot be honoured; all stays as it was.
         """
         runtime = _runtime(self)
         if changes:
@@ -65,11 +58,8 @@ class DymoeWorkerExtension:
     def dymoe_predictor(self, file: str | None = None, **unknown: Any) -> dict[str, Any]:
         """Foresee with another file of ``vllm-dymoe train``, from the next step on; without one only ask.
 
-        Returns file and model card of the predictor that is in force, None where none was trained. Where it takes other
-        memory than the one before the cache starts empty.
-
-        Raises:
-            ValueError: it cannot be read, is another model's, or has no room; the old one goes on.
+        Returns file and model card of the predictor in force, None where none was trained. ValueError if the file is
+        damaged, another model's, or has no room; the old one goes on.
         """
         rank = _rank(self)
         if unknown:
@@ -83,11 +73,7 @@ class DymoeWorkerExtension:
         start_timeline(_runtime(self))
 
     def dymoe_stop_timeline(self) -> list[dict[str, Any]]:
-        """What ran since ``dymoe_start_timeline``, as Chrome trace events; this rank is a process of its own in them.
-
-        Raises:
-            ValueError: none was started.
-        """
+        """What ran since ``dymoe_start_timeline``, as Chrome trace events; ValueError if none was started."""
         return stop_timeline(_runtime(self), getattr(self, "rank", 0))
 
     def dymoe_recordable(self) -> dict[str, Any] | None:
@@ -111,12 +97,8 @@ class DymoeWorkerExtension:
             return None
         recorder = trace.recorder
         recorder.flush()
-        return {
-            "folder": str(recorder.folder),
-            "tokens": recorder.tokens,
-            "recording": recorder.recording,
-            "bytes": recorder.nbytes,
-        }
+        found = {"tokens": recorder.tokens, "recording": recorder.recording, "bytes": recorder.nbytes}
+        return {"folder": str(recorder.folder), **found}
 
     def dymoe_check_integrity(self) -> None:
         """Raise AssertionError if a slot, pin or byte of the budget is unaccounted for."""
@@ -124,8 +106,7 @@ class DymoeWorkerExtension:
 
 
 def _rank(worker: Any) -> Running:
-    rank: Running = worker.vllm_config.quant_config.loaded_model()
-    return rank
+    return worker.vllm_config.quant_config.loaded_model()  # type: ignore[no-any-return]
 
 
 def _runtime(worker: Any) -> MoERuntime:

@@ -91,8 +91,8 @@ def test_the_line_of_an_interval(registry):
         answer(misses=4, moved=1 << 20, waited=0.5, resident=8),
     ]
     assert statistics.record(later, 12.0) == (
-        "vllm-dymoe: hit rate 37.5% of 8 experts, moved demand 2.0 MiB/s, prefetch 0 B/s, migration 0 B/s, "
-        "waited 25.0% of the time, 4 evictions, resident experts hi 15 of 16 slots"
+        "vllm-dymoe: in 2.0 s planned hi 0, lo 0, skip 0; hits 37.5% of 8; moved demand 4.0 MiB, prefetch 0 B, "
+        "migration 0 B; exposed wait 1.00 s; evictions 4; resident hi 15 of 16 slots; memory peak 6.0 GiB of 8.0 GiB"
     )
 
 

@@ -118,9 +118,9 @@ def test_an_adapter_of_packed_experts_is_refused(ours, name):
     [("dymoe", 1, {}, True), ("dymoe", 2, {}, False), (None, 1, {}, False), ("dymoe", 1, {"layer": True}, False)],
 )
 def test_a_model_with_experts_of_its_own_code_is_refused(method, stages, layers, refused):
-    layers = {name: DymoeMoEMethod.__new__(DymoeMoEMethod) for name in layers}
+    made, layers = [], {name: DymoeMoEMethod.__new__(DymoeMoEMethod) for name in layers}
     for layer in layers.values():
-        layer.loading = object()
+        layer.loading = SimpleNamespace(model_made=made.append)
     config = engine_config(compilation_config=SimpleNamespace(static_forward_context=layers))
     config.model_config.quantization, config.parallel_config.pipeline_parallel_size = method, stages
     initialize = patched("initialize_model", lambda **_: 7)
@@ -129,6 +129,7 @@ def test_a_model_with_experts_of_its_own_code_is_refused(method, stages, layers,
             initialize(vllm_config=config, prefix="")
     else:
         assert initialize(vllm_config=config, prefix="") == 7
+        assert made == [7] * bool(layers)
 
 
 def test_beside_a_draft_with_experts_the_device_cannot_decide():

@@ -18,12 +18,7 @@ logger = init_logger("vllm.plugins.dymoe")
 
 
 def announce(runtime: MoERuntime, rank: str, seconds: float, source: str = "", place: str = "") -> None:
-    """Say in one line what is active, and warn if the cache cannot work.
-
-    Args:
-        source: a sentence on a quantized checkpoint's numbers.
-        place: why the host store is where it is, if that was not an option.
-    """
+    """Say in one line what is active, where numbers come from and why the host store is where it is; and warn."""
     logger.info("%s%s Experts were ready after %.1f s.", describe(runtime, rank, place), source, seconds)
     for warning in warnings(runtime):
         logger.warning("vllm-dymoe: %s", warning)
@@ -55,23 +50,18 @@ def describe(runtime: MoERuntime, rank: str = "", place: str = "") -> str:
 def _decisions(runtime: MoERuntime) -> str:
     if runtime.decode is None:
         return f"the host{f', because {runtime.host_decides_because}' if runtime.host_decides_because else ''}"
-    more, moved = "", _moved_by_a_chunk(runtime)
-    if moved:
-        more = (
-            f"; each chunk of a prompt moves up to {size(moved)} over the link, so that larger ones "
-            "(--max-num-batched-tokens) move less"
-        )
-    return f"the device ({runtime.decode.kernel.name}){more}"
-
-
-def _moved_by_a_chunk(runtime: MoERuntime) -> int:
-    """Bytes of the experts that layers do not keep, each once: at the high version where there are two."""
+    said = f"the device ({runtime.decode.kernel.name})"
+    # Experts that layers do not keep, each once: at the high version where there are two.
     plan, memory, experts = runtime.plan, runtime.memory, runtime.experts
-    if runtime.system.residency.migrating is not None:
-        return 0
     tiers = list(plan.slots) if memory.nested else list(plan.slots)[:1]
     missing = {tier: sum(experts.num_experts - kept for kept in plan.quotas[tier]) for tier in tiers}
-    return sum(count * experts.formats[memory.bits[tier]].nbytes for tier, count in missing.items())
+    moved = sum(count * experts.formats[memory.bits[tier]].nbytes for tier, count in missing.items())
+    if runtime.system.residency.migrating is not None or not moved:
+        return said
+    return (
+        f"{said}; each chunk of a prompt moves up to {size(moved)} over the link, so that larger ones "
+        "(--max-num-batched-tokens) move less"
+    )
 
 
 def _prefetch(runtime: MoERuntime) -> str:
@@ -149,12 +139,12 @@ class Summary:
     def __str__(self) -> str:
         lines = []
         for rank, stats in enumerate(self.ranks):
-            lines += [f"rank {rank}", *(f"  {name:<13} {value}" for name, value in _rows(stats).items())]
+            lines += [f"rank {rank}", *(f"  {name:<13} {value}" for name, value in in_words(stats).items())]
         return "\n".join(lines)
 
 
-def _rows(stats: RuntimeStats) -> dict[str, str]:
-    """One rank's counts in words, by name; of foresight and of moves only where there were some."""
+def in_words(stats: RuntimeStats) -> dict[str, str]:
+    """One rank's counts by name; of foresight and of moves only where there were some."""
 
     def listed(counts: dict[str, int]) -> str:
         return ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
@@ -163,7 +153,7 @@ def _rows(stats: RuntimeStats) -> dict[str, str]:
     named, wanted, right = (stats.predictions[kind] for kind in ("named", "wanted", "right"))
     rows = {
         "planned": ", ".join(f"{tier} {count}" for tier, count in stats.planned.items()),
-        "hits": f"{stats.hit_rate:.1%} of {needed}" if needed else "no expert needed yet",
+        "hits": f"{stats.hits / needed:.1%} of {needed}" if needed else "no expert needed yet",
         "moved": ", ".join(f"{reason} {size(n)}" for reason, n in stats.bytes_moved.items()),
         "exposed wait": f"{stats.exposed_wait_seconds:.2f} s",
         "evictions": str(stats.evictions),
@@ -183,8 +173,8 @@ def _rows(stats: RuntimeStats) -> dict[str, str]:
             f"{stats.windows}, {churn:.1%} of {places} high experts exchanged in each; the last one began "
             f"{stats.window_age_seconds:.1f} s ago"
         )
-    resident = ", ".join(f"{tier} {stats.resident_experts[tier]} of {n} slots" for tier, n in stats.slots.items())
+    held = stats.resident_experts
     return rows | {
-        "resident": resident,
+        "resident": ", ".join(f"{tier} {held[tier]} of {slots} slots" for tier, slots in stats.slots.items() if slots),
         "memory": f"peak {size(stats.peak_expert_bytes)} of {size(stats.budget_bytes)}",
     }

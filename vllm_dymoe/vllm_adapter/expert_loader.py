@@ -10,7 +10,7 @@ vLLM's models hand experts over in several ways, and all of them end here:
   projection, the last one what is left, and zeros fill it up (``GptOssModel._load_weights_mxfp4``);
 - one projection of all experts, [experts * intermediate, hidden], without an expert's number: DBRX.
 
-Only views are taken of what vLLM hands over. Parts of a quantized matrix wait for each other.
+Parts of a quantized matrix wait for each other.
 """
 
 from collections.abc import Iterable
@@ -78,7 +78,7 @@ class ExpertLoader:
         return taken if return_success else None
 
     def _take_layer(self, stack: str, tensor: Tensor, name: str) -> None:
-        """Take a tensor that comes without an expert's number: gpt-oss's quantized stacks, or DBRX's."""
+        """Without an expert's number come gpt-oss's quantized stacks, or DBRX's."""
         if self._stacked:
             self.take_stack(stack, tensor)
         elif self._reader.held:

@@ -41,16 +41,13 @@ class Loading:
 
     The rank runs once the first is loaded. A draft's layers become further layers of the same runtime, with slots out
     of the same budget; its experts lie in a store of their own.
-
-    Args:
-        checkpoint: quantization_config of the checkpoint, if it is ours.
     """
 
     def __init__(
         self,
         vllm_config: VllmConfig,
         options: Options,
-        checkpoint: Mapping[str, Any] | None,
+        checkpoint: Mapping[str, Any] | None,  # its quantization_config, if it is ours
         reader: Reader = PLAIN_READER,
     ) -> None:
         self.options, self.reader = options, reader
@@ -98,9 +95,7 @@ class Loading:
     def layer_loaded(self, position: int, routed_experts: Any) -> None:
         """Note that vLLM has loaded one more layer; with the last one of the model the rank runs.
 
-        Raises:
-            StoreError: the checkpoint lacks an expert, or the store cannot be written.
-            ConfigError: the budget cannot work.
+        StoreError if the checkpoint lacks an expert or the store cannot be written, ConfigError for the budget.
         """
         store = self.layer_store(position)
         complete = store.model.layer_loaded(store.layer)

@@ -1,8 +1,4 @@
-"""What requests cost in one engine: the child process of ``vllm-dymoe bench``, ``python -m`` this module with a job.
-
-A job is a file: the model, options, engine arguments, the cases that are answered one after the other, and the file of
-rows that each is added to.
-"""
+"""What requests cost in one engine: the child process of ``vllm-dymoe bench``, ``python -m`` this module with a job."""
 
 import hashlib
 import json
@@ -26,9 +22,7 @@ from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.moe import MoERuntime
 from vllm_dymoe.vllm_adapter.metrics import difference, total
 
-Request = tuple[list[int], int]
-"""Token numbers of a prompt, and tokens of its answer."""
-
+Request = tuple[list[int], int]  # token numbers of a prompt, and tokens of its answer
 _ROUNDS = 8  # of warming up at most: a system that tunes itself is measured when it has settled
 
 _COUNTED = (
@@ -70,11 +64,7 @@ def start(job: Mapping[str, Any]) -> LLM:
 
 
 def token_ids(llm: LLM, job: Mapping[str, Any], workload: Mapping[str, Any]) -> list[Request]:
-    """Prompts as numbers, each with the length of its answer; those that do not fit into the model are left out.
-
-    Raises:
-        SystemExit: too few are left.
-    """
+    """Prompts as numbers with the lengths of their answers; SystemExit if too few fit into the model."""
     config = llm.llm_engine.vllm_config.model_config
     wanted = workload["requests"] + workload["warm_up"]
     if workload["random"]:
@@ -129,10 +119,7 @@ def measure(
 
 
 def answer(llm: LLM, requests: Sequence[Request], label: str, temperature: float, *, ours: bool) -> Answers:
-    """Answer requests that arrive together, step by step.
-
-    Counters of the plugin are read between steps, when every request has its first token and when all are answered.
-    """
+    """Answer requests that arrive together; counters are read when each has its first token, and at the end."""
     engine, found = llm.llm_engine, Answers()
     before = _counters(llm) if ours else []
     begin = time.perf_counter()

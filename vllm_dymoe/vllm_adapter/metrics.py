@@ -16,8 +16,7 @@ from weakref import WeakKeyDictionary
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 from vllm_dymoe.runtime.stats import RuntimeStats
-from vllm_dymoe.units import size
-from vllm_dymoe.vllm_adapter.announcements import logger
+from vllm_dymoe.vllm_adapter.announcements import in_words, logger
 
 Answer = dict[str, Any]  # of dymoe_stats: a RuntimeStats as data
 NAMESPACE = "vllm_dymoe"
@@ -96,22 +95,13 @@ class Statistics:
                 for key, value in metric.values(changed).items():
                     child = collector.labels(self._model_name, str(rank), *key)
                     child.inc(value) if isinstance(child, Counter) else child.set(value)
-        text = None if self._time is None else _describe(total(changes), now - self._time, len(answers))
+        counted = RuntimeStats(**total(changes))
+        text = None
+        if self._time is not None and counted.hits + counted.misses:
+            said = "; ".join(f"{name} {value}" for name, value in in_words(counted).items())
+            text = f"vllm-dymoe: in {now - self._time:.1f} s {said}"
         self._before, self._time = answers, now
         return text
-
-
-def _describe(counted: Answer, seconds: float, ranks: int) -> str | None:
-    needed, slots = counted["hits"] + counted["misses"], counted["slots"]
-    if needed == 0:
-        return None
-    moved = ", ".join(f"{reason} {size(nbytes / seconds)}/s" for reason, nbytes in counted["bytes_moved"].items())
-    resident = ", ".join(f"{tier} {n} of {slots[tier]} slots" for tier, n in counted["resident_experts"].items())
-    return (
-        f"vllm-dymoe: hit rate {counted['hits'] / needed:.1%} of {needed} experts, moved {moved}, "
-        f"waited {counted['exposed_wait_seconds'] / seconds / ranks:.1%} of the time, "
-        f"{counted['evictions']} evictions, resident experts {resident}"
-    )
 
 
 def statistics_of(engine: Any) -> Statistics | None:

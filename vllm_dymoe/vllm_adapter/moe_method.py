@@ -1,12 +1,10 @@
 """vLLM's seam for one MoE layer: create (almost) no weights, take the checkpoint's, and enter the rank that runs.
 
 Two operators keep the host's code out of what vLLM compiles and captures. ``moe`` stands for the routed experts in a
-compiled model. Where CUDA graphs stand around the layer, ``moe_forward_into`` takes the place of vLLM's own operator: a
-graph replays with the addresses of its capture, and copies nothing. ``vllm::moe_forward`` returns fresh tensors, so a
-graph behind it would read the tensors of its capture again, step after step. Here the caller allocates the outputs,
-which makes them a part of the graph before the layer and fixes their addresses; the operator runs between graphs, on
-the host, and writes into them. ``vllm::unified_attention_with_output`` does the same for attention. The price is a copy
-of the layer's output.
+compiled model. Where CUDA graphs stand around the layer, ``moe_forward_into`` takes the place of ``vllm::moe_forward``,
+which returns fresh tensors: a graph behind it would read those of its capture, step after step. Here the caller
+allocates the outputs, which makes them a part of the graph before the layer; the operator runs between graphs and
+writes into them, as ``vllm::unified_attention_with_output`` does. The price is a copy of the layer's output.
 """
 
 from collections.abc import Callable
@@ -38,10 +36,7 @@ from vllm_dymoe.vllm_adapter.step import RankLayer
 
 
 class DymoeMoEMethod(FusedMoEMethodBase):
-    """One MoE layer whose experts live in the host store.
-
-    Routing and shared experts stay vLLM's.
-    """
+    """One MoE layer whose experts live in the host store; routing and shared experts stay vLLM's."""
 
     def __init__(self, moe: FusedMoEConfig, loading: Loading) -> None:
         super().__init__(moe)
@@ -81,11 +76,7 @@ class DymoeMoEMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Register empty placeholders that vLLM's loaders hand every expert's weights to.
-
-        Raises:
-            ConfigError: the layer needs something that is not supported.
-        """
+        """Register empty placeholders that vLLM's loaders hand experts' weights to; ConfigError for an activation."""
         parallel, activation = self.moe.moe_parallel_config, supported_activation(layer)
         weights_on_input = layer.apply_router_weight_on_input
         position = self.loading.add_layer(
@@ -188,11 +179,7 @@ def _moe_fake(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tenso
 
 
 def entry_with_buffers(runner: Any) -> Callable[..., Any] | None:
-    """What a MoERunner calls in place of vLLM's operator; None for another layer than ours, and without graphs.
-
-    Raises:
-        ConfigError: vLLM interrupts captures, but did not when this module was imported.
-    """
+    """What a MoERunner calls in place of vLLM's operator; None for another layer than ours, and without graphs."""
     if not isinstance(runner.routed_experts.quant_method, DymoeMoEMethod):
         return None
     if get_current_vllm_config().compilation_config.cudagraph_mode == CUDAGraphMode.NONE:
@@ -243,9 +230,8 @@ def _moe_forward_into(
     if shared_out is None:
         out.copy_(result)
     else:
-        shared, routed = result
-        shared_out.copy_(shared)
-        out.copy_(routed)
+        shared_out.copy_(result[0])
+        out.copy_(result[1])
 
 
 # Not torch.library.custom_op, whose wrappers cost as much again as the call: there is one in every layer.

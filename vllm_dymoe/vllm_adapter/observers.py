@@ -51,14 +51,10 @@ class Observer:
 
 
 class Observation:
-    """The observers of one rank, in the order in which they hear.
-
-    Args:
-        recordable: what a calibration of this rank's inputs holds: ``layers``, ``hidden_size``, ``top_k``, ``dtype`` by
-            name; None on ranks that see what another one records.
-    """
+    """The observers of one rank, in the order in which they hear."""
 
     def __init__(self, recordable: dict[str, Any] | None = None) -> None:
+        # What a calibration of this rank's inputs holds; None on ranks that see what another one records.
         self.recordable = recordable
         self.observers: tuple[Observer, ...] = ()
         self.trace: TraceObserver | None = None
@@ -126,7 +122,7 @@ class _Request(NamedTuple):
 class TraceObserver(Observer):
     """Records a trace, and follows requests for it from their first step to their last.
 
-    ``gates`` of every layer are asked for in each step, to record what they make of the layers' inputs before theirs.
+    Gates are asked for in each step, to record what they make of the inputs of the layers before theirs.
     """
 
     def __init__(self, recorder: Recorder, gates: Callable[[], Sequence[Gate]] = tuple) -> None:
@@ -162,8 +158,7 @@ class TraceObserver(Observer):
     def end_step(self, runner: Any, scheduler_output: Any, step: int, *, failed: bool) -> None:
         if failed or not self.recorder.recording:
             return
-        state = getattr(runner, "execute_model_state", None)
-        batch = getattr(state, "input_batch", None)
+        batch = getattr(getattr(runner, "execute_model_state", None), "input_batch", None)
         if batch is not None:  # vLLM's second model runner makes a batch for each step
             starts = batch.query_start_loc_np[: batch.num_reqs + 1].tolist()
             counts = [last - first for first, last in itertools.pairwise(starts)]
@@ -182,31 +177,22 @@ class TraceObserver(Observer):
 def observe_trace(
     options: Options, header: Callable[[], ModelIdentity], gates: Callable[[], Sequence[Gate]]
 ) -> TraceObserver | None:
-    """The observer that records a trace on this rank; None where none is wanted, or another rank records it.
-
-    Raises:
-        ConfigError: ``trace`` cannot be used.
-    """
+    """The observer that records a trace on this rank, if that is wanted and no other does; ConfigError if it cannot."""
     if options.trace is None or get_tp_group().rank_in_group != 0:
         return None
     folder = options.trace.folder.expanduser().resolve()
     try:
         recorder = Recorder(
-            folder,
-            header(),
-            options.trace.limit,
-            inputs=options.trace.inputs,
+            folder, header(), options.trace.limit, inputs=options.trace.inputs,
             heavy=make_system(options).precision.heavy_hitters is not None,
             say=lambda sentence: logger.info("vllm-dymoe: %s", sentence),
-        )
+        )  # fmt: skip
     except TraceError as error:
         raise ConfigError(f"vllm-dymoe: {error}") from error
     logger.info(
         "vllm-dymoe: which experts every token chooses is recorded to %s, up to %s; a trace holds no text, but tells "
-        "about prompts: keep it as you would keep them.",
-        folder,
-        size(options.trace.limit),
-    )
+        "about prompts: keep it as you would keep them.", folder, size(options.trace.limit),
+    )  # fmt: skip
     return TraceObserver(recorder, gates if options.trace.inputs else tuple)
 
 

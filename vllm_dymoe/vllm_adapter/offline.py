@@ -31,10 +31,7 @@ def summary(llm: Any) -> Summary:
 def timeline(llm: Any, path: str | os.PathLike[str]) -> Iterator[None]:
     """Record every rank's computation, transfers and waits inside a ``with`` block, also of one that raises.
 
-    https://ui.perfetto.dev opens the file.
-
-    Raises:
-        OSError: the file cannot be written; found out before anything is recorded.
+    https://ui.perfetto.dev opens the file; that it cannot be written is found out before anything is recorded.
     """
     path = Path(path)
     partial = path.with_name(path.name + ".partial")
@@ -54,27 +51,16 @@ def timeline(llm: Any, path: str | os.PathLike[str]) -> Iterator[None]:
 
 def record_trace(
     model: str,
-    prompts: Sequence[tuple[str, str]],
+    prompts: Sequence[tuple[str, str]],  # each with its domain, which may be empty
     folder: Path,
     *,
     max_tokens: int = 128,
-    limit: str = "256MiB",
-    inputs: bool = False,
-    options: Mapping[str, Any] | None = None,
-    engine: Mapping[str, Any] | None = None,
+    limit: str = "256MiB",  # bytes that the folder may have
+    inputs: bool = False,  # the routers' inputs are recorded as well
+    options: Mapping[str, Any] | None = None,  # the plugin's
+    engine: Mapping[str, Any] | None = None,  # arguments of ``LLM``
 ) -> dict[str, Any]:
-    """Answer prompts greedily, and record what routers choose; see docs/traces.md.
-
-    Args:
-        prompts: texts, each with its domain, which may be empty.
-        limit: bytes that the folder may have.
-        inputs: whether the routers' inputs are recorded as well.
-        options: the plugin's.
-        engine: arguments of ``LLM``.
-
-    Returns:
-        What ``dymoe_trace`` says.
-    """
+    """Answer prompts greedily, and record what routers choose; returns what ``dymoe_trace`` says."""
     trace = {"folder": str(folder), "limit": limit, "inputs": inputs}
     # Tokens that the prefix cache has are not computed, and what is not computed is not recorded.
     settings = {"enable_prefix_caching": False, **(engine or {})}
@@ -90,25 +76,18 @@ def record_trace(
 
 
 def calibrate(
-    model: Any,
-    texts: Iterable[str],
+    model: Any,  # an ``LLM`` with the quantization ``dymoe``, or a folder, for which one is started at 16 bits
+    texts: Iterable[str],  # each is cut into pieces of ``length`` tokens
     out: str | Path,
     *,
-    tokens: int = 131072,
+    tokens: int = 131072,  # pieces that are left over are left out evenly
     length: int = 2048,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-    **options: Any,
+    progress: Callable[[int, int], None] = lambda done, total: None,  # of tokens, when a part is complete
+    **options: Any,  # of the plugin, for a model that is started here
 ) -> Recording:
     """Record what the experts of a model read while it reads texts, for ``vllm-dymoe quantize --quantizer gptq``.
 
     Interrupted, it goes on with the first part that is not complete when it is called again.
-
-    Args:
-        model: an ``LLM`` with the quantization ``dymoe``, or a folder, for which one is started at 16 bits.
-        texts: each is cut into pieces of ``length`` tokens.
-        tokens: how many to record; pieces that are left over are left out evenly.
-        progress: called with tokens done and in all, at the start and when a part is complete.
-        options: of the plugin, for a model that is started here.
 
     Raises:
         CalibrationError: the folder has another calibration or cannot be written, or the model failed.

@@ -102,8 +102,7 @@ def _initialize_model(original: Original, vllm_config: Any, **kwargs: Any) -> An
 def _execute_model(original: Original, self: Any, scheduler_output: Any) -> Any:
     """An expert that cannot be fetched must fail its step alone, so it has to be known where a step begins.
 
-    Whether it is a prefill, how many of its rows are tokens, and of which requests, is known here, of every attention
-    backend. Only executors come this way: vLLM's warm-up calls Worker.execute_model itself.
+    Only executors come this way: vLLM's warm-up calls Worker.execute_model itself.
     """
     rank = _rank(self.worker.vllm_config.quant_config)
     if rank is None or not rank.begin_step(scheduler_output):
@@ -145,9 +144,7 @@ def _reduce_scatterv(original: Original, self: Any, input_: Any, dim: int = 0, s
 @_replaces(_WORKER, "determine_available_memory", _CAPTURE_HOOK)
 @_replaces(_WORKER, "compile_or_warm_up_model", _CAPTURE_HOOK)
 def _warm_up(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """CUDA graphs are captured in here, first to learn how much memory they take, and a call of CUDA on another thread
-    would make a capture invalid: nothing is fetched in the background from the first warm-up run on.
-    """
+    """CUDA graphs are captured in here, and a call of CUDA on another thread would make a capture invalid."""
     rank = _rank(self.vllm_config.quant_config)
     with contextlib.nullcontext() if rank is None else rank.runtime.engine.paused():
         return original(self, *args, **kwargs)
@@ -200,9 +197,7 @@ def _load_adapter(original: Original, self: Any, request: Any) -> Any:
     "a hook of the attention layer that is called with queries and keys, outside of compiled graphs",
 )  # fmt: skip
 def _process_attention(original: Original, self: Any, act_dtype: Any) -> None:
-    """The system "dymoe" has to see the queries and keys of a prompt, which only the implementation of an attention
-    layer gets outside of compiled graphs; with other systems nothing is put in its way.
-    """
+    """The system "dymoe" has to see a prompt's queries and keys, which only implementations get outside of graphs."""
     original(self, act_dtype)
     rank = _rank(self.quant_config)  # runs by now: vLLM processes the experts of a model before its attention
     tap = None if rank is None else rank.prompts
@@ -223,9 +218,7 @@ def _process_attention(original: Original, self: Any, act_dtype: Any) -> None:
     "an operator of MoE layers with output arguments, or experts that are chosen inside of the graph",
 )  # fmt: skip
 def _select_forward(original: Original, self: Any) -> Original:
-    """vLLM's operator of a MoE layer returns fresh tensors, and a CUDA graph behind it would read those of its capture;
-    ours writes into buffers (vLLM issue 37363).
-    """
+    """Behind vLLM's operator a CUDA graph would read the tensors of its capture (vLLM issue 37363)."""
     from vllm_dymoe.vllm_adapter.moe_method import entry_with_buffers
 
     return entry_with_buffers(self) or original(self)

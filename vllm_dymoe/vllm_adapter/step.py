@@ -1,16 +1,13 @@
 """The running step of a rank: which of its rows are requests' tokens, its phase, and what its prompts dwell on.
 
-vLLM also runs the model for no request: to profile, to compile, to capture graphs, and to warm kernels up, which its
-second model runner does through ``Worker.execute_model`` with all that a request has. What executors ask for comes
-through the worker's wrapper, and nothing else does. So a step begins there, and what runs outside of one is warm-up.
+vLLM also runs the model for no request: to profile, compile, capture graphs and warm kernels up. What executors ask for
+comes through the worker's wrapper, and nothing else does: a step begins there, and what runs outside of one is warm-up.
 
 Which tokens of a prompt attention dwells on (DyMoE Eq. 1) is read off queries and keys, since vLLM's attention kernels
-return no scores. They are handed both outside of any compiled graph: there the last queries of each prompt are asked
-once more, for their scores alone. What they say holds until the next attention layer, so each MoE layer has the heavy
-hitters of the attention before it. Only keys of the running step are there. In a chunked prefill, and behind a cached
-prefix, attention is therefore compared among the tokens of the chunk, and these alone decide. Where no attention layer
-hands over queries and keys (MLA), every token counts as a heavy hitter, and an expert's importance is its load, which
-the paper finds to follow its heavy hitters closely (3.3).
+return no scores: the last queries of each prompt are asked once more. What they say holds until the next attention
+layer. Only keys of the running step are there, so attention is compared among the tokens of a chunk. Where no attention
+layer hands them over (MLA), every token counts as a heavy hitter, and an expert's importance is its load, which the
+paper finds to follow its heavy hitters closely (3.3).
 """
 
 import itertools
@@ -71,10 +68,8 @@ class RunningStep:
         return 0 if self._scheduled is None else int(self._scheduled.total_num_scheduled_tokens)
 
     def begin(self, scheduler_output: Any) -> None:
-        """A step of at least one token begins.
-
-        It is a prefill if any request computes more than one token that is not drafted, or a token of its prompt: what
-        chunks or a cached prefix have left of a prompt may be a single one.
+        """A step of at least one token begins: a prefill if a request computes more than one token that is not drafted,
+        or a token of its prompt, of which chunks or a cached prefix may have left a single one.
         """
         drafted = scheduler_output.scheduled_spec_decode_tokens
         counts = scheduler_output.num_scheduled_tokens.items()
@@ -111,23 +106,16 @@ class _Prompts:
 
 
 class PromptTap:
-    """The prompts of each step, for a system that asks for them.
-
-    Args:
-        system: the one in force, asked anew in every step.
-        drafted: tokens that speculative decoding adds to a request's one; a longer query is a prompt's.
-        recorded: a trace has them, so that they are marked where every expert gets the same tier, too.
-        asked: whether something else asks for the prompts at the moment.
-    """
+    """The prompts of each step, for a system that asks for them."""
 
     def __init__(
         self,
-        system: Callable[[], System],
+        system: Callable[[], System],  # the one in force
         step: RunningStep,
-        drafted: int = 0,
+        drafted: int = 0,  # tokens that speculative decoding adds to a request's one; a longer query is a prompt's
         *,
-        recorded: bool = False,
-        asked: Callable[[], bool] = lambda: False,
+        recorded: bool = False,  # a trace has them, so that they are marked where experts have one tier, too
+        asked: Callable[[], bool] = lambda: False,  # whether something else asks for the prompts at the moment
     ) -> None:
         self._system, self._asked = system, asked
         self._step = step
@@ -137,8 +125,7 @@ class PromptTap:
     def attend(self, layer: Any, query: torch.Tensor, key: torch.Tensor | None) -> None:
         """See the queries [rows, heads, dim] and keys [rows, kv_heads, dim] that an attention layer is about to use.
 
-        Nothing is asked where every token counts. Like all of vLLM's rows they may have padding behind the step's
-        tokens, which is left out here.
+        There may be padding behind the step's tokens, which is left out here.
         """
         share = self._share
         prompts = self.running() if share is not None and share < 1 else None
@@ -156,10 +143,7 @@ class PromptTap:
             mark_heavy_hitters(mass, share, prompts.heavy[first:last])
 
     def tokens(self, count: int, device: torch.device) -> PromptTokens | None:
-        """The prompts among the tokens of a MoE layer.
-
-        None if there are none, or the system does not ask, or the layer computes only some of the step's tokens.
-        """
+        """Those among a MoE layer's tokens; None without, if nothing asks, or for only some of the step's tokens."""
         prompts = self.running() if self._share is not None or self._asked() else None
         if prompts is None or not prompts.spans or count != self._step.tokens:
             return None
@@ -217,16 +201,10 @@ class PromptTap:
         return prompts
 
     def _find(self, attention: Any) -> _Prompts:
-        found = _Prompts([])
-        metadata = _described(attention)
-        if metadata is None:
-            return found
-        tokens = self._step.tokens
-        places = [min(place, tokens) for place in metadata.query_start_loc.tolist()]  # requests too may be padding
-        for first, last in itertools.pairwise(places):
-            if last - first > self._longest_decode:
-                found.spans.append((first, last))
-        return found
+        metadata, tokens = _described(attention), self._step.tokens
+        starts = [] if metadata is None else metadata.query_start_loc.tolist()
+        bounds = itertools.pairwise(min(place, tokens) for place in starts)  # requests too may be padding
+        return _Prompts([(first, last) for first, last in bounds if last - first > self._longest_decode])
 
 
 def _described(attention: Any) -> Any:

@@ -1,13 +1,4 @@
-"""Every option that a user can set, as plain data.
-
-An option is looked for in three places, and the first that names it wins:
-
-1. ``--additional-config '{"dymoe": {...}}'`` (offline: ``LLM(additional_config={"dymoe": {...}})``)
-2. the environment, ``DYMOE_<OPTION>`` in capitals: ``DYMOE_EXPERT_BUDGET=25%``
-3. the checkpoint's own ``quantization_config`` in its config.json
-
-and the defaults below come last. :mod:`vllm_dymoe.resolve` reads these places and refuses what cannot be honoured.
-"""
+"""Every option that a user can set, as plain data; :mod:`vllm_dymoe.resolve` reads them, see docs/options.md."""
 
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -36,11 +27,7 @@ class ExpertBudget(BaseModel):
 
     @classmethod
     def parse(cls, value: Any) -> "ExpertBudget":
-        """Read ``"auto"``, ``"top-k"``, ``"layer"``, bytes (``2**30``, ``"1.5GiB"``) or a share (``0.25``, ``"25%"``).
-
-        Raises:
-            ValueError: the value is none of these.
-        """
+        """Read "auto", "top-k", "layer", bytes (``2**30``, "1.5GiB") or a share (``0.25``, "25%"); or ValueError."""
         if isinstance(value, ExpertBudget):
             return value
         if value == "auto":

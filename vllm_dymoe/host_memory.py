@@ -1,7 +1,6 @@
 """Host memory: how much can be had, and how to map an exact size of it near a device.
 
-torch's allocator of page-locked memory rounds up to a power of two, 512 MiB where a layer's experts have 324. A mapping
-takes its bytes and the rest of a page, and is given back with the last tensor over it.
+torch's allocator of page-locked memory rounds up to a power of two, 512 MiB where a layer's experts have 324.
 """
 
 import contextlib
@@ -65,11 +64,7 @@ def whole_pages(nbytes: int) -> int:
 
 
 def map_bytes(nbytes: int) -> torch.Tensor:
-    """Map uint8 [nbytes] from a page's begin on, in huge pages where they fit; pages are taken when they are written.
-
-    Raises:
-        OSError: the system has not so much.
-    """
+    """Map uint8 [nbytes] from a page's begin on, in huge pages where they fit; OSError if there is no room."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     mapping = mmap.mmap(-1, whole_pages(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -94,11 +89,7 @@ def several_nodes() -> bool:
 
 
 def prefer_node(memory: torch.Tensor, node: int) -> str | None:
-    """Take the pages of ``map_bytes`` that are not there yet from one NUMA node, whichever thread touches them first.
-
-    Returns:
-        Why it cannot be done, or None: containers may forbid it.
-    """
+    """Take pages of ``map_bytes`` that are not there yet from one NUMA node; returns why not, if it is forbidden."""
     number = _MBIND.get(os.uname().machine)
     if number is None:
         return f"unknown on {os.uname().machine}"

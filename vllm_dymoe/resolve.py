@@ -1,7 +1,6 @@
 """From what a user wrote to options that can be served: the one place where both are judged.
 
-Whatever cannot be honoured is refused before any weight is loaded, with a sentence that says where it was written, what
-is wrong and what to do; nothing is ignored.
+Each refusal says where an option was written, what is wrong and what to do.
 """
 
 import difflib
@@ -23,22 +22,13 @@ _ADDITIONAL = "additional_config.dymoe."
 
 
 def resolve_options(
-    additional: Mapping[str, Any] | None = None,
-    checkpoint: Mapping[str, Any] | None = None,
-    environment: Mapping[str, str] | None = None,
+    additional: Mapping[str, Any] | None = None,  # the "dymoe" entry of vLLM's additional_config
+    checkpoint: Mapping[str, Any] | None = None,  # quantization_config of the checkpoint, if it is ours
+    environment: Mapping[str, str] | None = None,  # ``os.environ`` if None
 ) -> Options:
-    """Merge the three places that options are read from, and validate.
+    """Merge the three places that options are read from; a budget or host store that is not set is the system's.
 
-    Args:
-        additional: the "dymoe" entry of vLLM's additional_config.
-        checkpoint: quantization_config of the checkpoint's config.json, if it is ours.
-        environment: process environment; ``os.environ`` if None.
-
-    Returns:
-        Options whose system exists and can be served; a budget or host store that is not set is the system's.
-
-    Raises:
-        ConfigError: an unknown key, an impossible value, or a combination that cannot work.
+    ConfigError for an unknown key, an impossible value, or a combination that cannot work.
     """
     if not isinstance(additional or {}, Mapping):
         raise ConfigError(

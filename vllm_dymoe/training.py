@@ -1,7 +1,6 @@
 """Training a predictor on what routers chose: binary cross-entropy (DuoServe-MoE Eq. 6), and a fair test.
 
-Tokens of one request resemble each other, so requests are held out and never tokens: a predictor is worth what it
-foresees of a request that it has not seen.
+Tokens of one request resemble each other, so requests are held out and never tokens.
 """
 
 import copy
@@ -81,10 +80,9 @@ def train(
     progress: Callable[[int, float, float], None] = lambda epoch, loss, held_out_loss: None,
     device: str = "cpu",
 ) -> Trained:
-    """Train on most requests, and stop when the others are foreseen no better.
+    """Train on most requests, and stop when the others are foreseen no better; TrainingError if there is too little.
 
     Only tokens of answers count: a predictor is asked in decode (5.3), and a prompt's tokens are routed otherwise.
-    TrainingError if there are too few requests, or no router inputs where the architecture sees them.
     """
     recipe = recipe or Recipe()
     if trace.header.num_layers < 2:

@@ -115,11 +115,7 @@ def groups(cases: Iterable[Case]) -> Iterator[list[Case]]:
 
 
 def subject_of(text: str, common: Mapping[str, Any]) -> Subject:
-    """A subject as a user names it: a system, or options as JSON, with a ``label`` if they need one.
-
-    Raises:
-        ConfigError: it cannot be served.
-    """
+    """A subject as a user names it: a system, or options as JSON with a ``label``; ConfigError if it cannot be."""
     options, label = {"system": text}, text
     if text.lstrip().startswith("{"):
         try:

@@ -85,10 +85,7 @@ def find_peer(name: str) -> Peer | None:
 
 
 def accelerate(job: Job, case: Job) -> dict[str, Any]:
-    """transformers with accelerate: layers that have no place on the device are read again for every token.
-
-    Greedy, one request at a time: batches of unequal prompts would need padding, which the others do not pay for.
-    """
+    """transformers with accelerate, greedy, one request at a time: layers without a place are read for every token."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     workload, model = case["row"]["workload"], job["model"]

@@ -54,11 +54,7 @@ class PromptSet:
 
 
 def read_prompts(source: str) -> PromptSet:
-    """Prompts of a file, ``shipped`` for the set that ships, or ``random:LENGTH``.
-
-    Raises:
-        ConfigError: it cannot be read, has no prompt, or has something else among them.
-    """
+    """Prompts of a file, ``shipped`` for the set that ships, or ``random:LENGTH``; ConfigError for others."""
     if (found := re.fullmatch(r"random:(\d+)", source)) and int(found[1]):
         return PromptSet(source, random_length=int(found[1]))
     path = resources.files("vllm_dymoe.bench").joinpath("prompts.json") if source == SHIPPED else Path(source)
@@ -91,11 +87,7 @@ def random_tokens(vocabulary: int, length: int, count: int) -> list[list[int]]:
 
 
 def windows(tokens: Sequence[int], length: int, count: int) -> list[list[int]]:
-    """Pieces of one length from all over a text; they overlap where it is short.
-
-    Raises:
-        ConfigError: it is shorter than one of them.
-    """
+    """Pieces of one length from all over a text; they overlap where it is short. ConfigError without one."""
     room = len(tokens) - length
     if room < 0:
         raise ConfigError(f"all prompts together have {len(tokens)} tokens, but one of {length} was asked for.")

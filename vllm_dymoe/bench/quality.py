@@ -40,11 +40,7 @@ def score(
     include: Path | None = None,  # folder of tasks that lm-eval does not know
     engine: Mapping[str, Any] | None = None,  # arguments of vLLM
 ) -> Row:
-    """Scores of some tasks, 0 to 1, or perplexities, by name; a cell that the folder has is not measured again.
-
-    Raises:
-        ConfigError: lm-eval failed.
-    """
+    """Scores of tasks, 0 to 1, or perplexities, each measured once for a folder; ConfigError if lm-eval failed."""
     engine = dict(engine or {})
     asked = {"model": model, "options": dict(options), "tasks": list(tasks), "limit": limit, "engine": engine}
     key = "quality-" + digest(asked)

@@ -17,11 +17,7 @@ class OutputsDifferError(ConfigError):
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Every complete row; of two with the same key the later one. A last line that a kill has cut is left out.
-
-    Raises:
-        ConfigError: another line is not a row.
-    """
+    """Complete rows, of two with the same key the later one; ConfigError for a line before the last that is none."""
     lines = path.read_text().split("\n") if path.exists() else []
     rows: dict[str, Row] = {}
     for number, line in enumerate(lines, start=1):
@@ -53,14 +49,7 @@ def is_full_load(row: Row) -> bool:
 
 
 def check_outputs(rows: Iterable[Row]) -> int:
-    """Compare every answer of rows whose precision is fixed with that of the first of them.
-
-    Returns:
-        Answers that were compared.
-
-    Raises:
-        OutputsDifferError: one is not the same, token by token.
-    """
+    """Compare answers of each fixed precision, token by token; returns how many, OutputsDifferError if one differs."""
     first: dict[str, Row] = {}
     compared = 0
     for row in rows:

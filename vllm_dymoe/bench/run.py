@@ -30,18 +30,10 @@ def measure(
     prompts: PromptSet,
     folder: Path,
     *,
-    expert_bytes: int = 0,
+    expert_bytes: int = 0,  # of all experts at 16 bits, for peers that are told how many bytes to offload
     progress: Callable[[int, int, str], None] = lambda done, total, label: None,
 ) -> list[Row]:
-    """Rows of all cases, in their order; those that ``folder`` has are not measured again.
-
-    Args:
-        expert_bytes: of all experts at 16 bits, for peers that are told how many bytes to offload.
-        progress: called with rows that are done, rows in all, and what comes next.
-
-    Raises:
-        ConfigError: an engine has failed; rows that were measured before are kept.
-    """
+    """Rows of all cases, in their order, of which ``folder`` may have some already; ConfigError if an engine fails."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ROWS
     known = {row["key"] for row in read_rows(path)}
@@ -107,8 +99,7 @@ def run_job(job: dict[str, Any], folder: Path) -> None:
 def run_logged(command: Sequence[str], log: Path, label: str, variables: Mapping[str, str]) -> None:
     """A process with an engine: no colours, no process of vLLM's, and on a CPU a KV cache that leaves room for experts.
 
-    Raises:
-        ConfigError: it failed; the sentence has the end of its log.
+    ConfigError if it fails; the sentence has the end of its log.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ, **variables}
@@ -121,11 +112,7 @@ def run_logged(command: Sequence[str], log: Path, label: str, variables: Mapping
 
 
 def machine() -> dict[str, Any]:
-    """What this machine reaches, measured in a process that ends before anything else begins.
-
-    Raises:
-        ConfigError: it could not be measured.
-    """
+    """What this machine reaches, measured in a process that ends before anything else begins; or ConfigError."""
     program = "import json; from vllm_dymoe.bench.run import rates; print(json.dumps(rates()))"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     if found.returncode:

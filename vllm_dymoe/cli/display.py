@@ -43,10 +43,7 @@ def byte_progress(description: str, total: int) -> Iterator[Callable[[int], None
 
 @contextmanager
 def count_progress(description: str = "", *, lines: bool = False) -> Iterator[Callable[..., None]]:
-    """Yields what is called with how many are done, how many there are, and what is done now.
-
-    With ``lines`` that is printed where there is no terminal: it may take minutes.
-    """
+    """Yields what is called with how many are done, how many there are, and what is done now, printed as ``lines``."""
     with _bar(MofNCompleteColumn()) as bar:
         task = bar.add_task(description, total=None)
 

@@ -19,10 +19,7 @@ from vllm_dymoe.units import size
 
 
 def run(path: Path, out: Path, architecture: str, recipe: Recipe, device: str) -> None:
-    """Train on a trace, write ``out``, and print what it is worth.
-
-    The architecture "auto" is the one that measured best for what the trace holds.
-    """
+    """Train, write ``out``, and print what it is worth; "auto" is what measured best for what the trace holds."""
     if device == "cuda" and not torch.cuda.is_available():
         raise TrainingError("there is no CUDA device to train on; leave --device out.")
     begin = time.perf_counter()

@@ -50,10 +50,7 @@ class _Step:
 class Recorder:
     """Writes the routing of every step into a folder, until that has ``limit`` bytes, with what was in it before.
 
-    Smaller parts than ``part_bytes`` are written every ``interval`` seconds.
-
-    Raises:
-        TraceError: the folder cannot be written to, or has traces of another kind.
+    TraceError if the folder cannot be written to, or has traces of another kind.
     """
 
     def __init__(

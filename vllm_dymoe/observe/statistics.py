@@ -85,9 +85,9 @@ def reuse_by_chance(trace: Trace) -> torch.Tensor:
 
 
 def foreseen_by_affinity(trace: Trace) -> tuple[torch.Tensor, torch.Tensor]:
-    """How much of a layer's choice is among what affinity names, and what popularity names: each [layers - 1].
+    """The shares of a layer's choice, each [layers - 1], that affinity and popularity name, as many as are chosen.
 
-    As many experts are named as are chosen. Even requests are counted and odd ones are foreseen, if there are both.
+    Even requests are counted and odd ones are foreseen, if there are both.
     """
     odd = trace.request % 2 == 1
     known, asked = (trace.select(~odd), trace.select(odd)) if odd.any() and not odd.all() else (trace, trace)

@@ -33,11 +33,7 @@ def synthetic_trace(
     domains: int = 1,  # requests belong to them in turn
     seed: int = 0,
 ) -> Trace:
-    """Requests of equal length that are served together: all prompts first, then a token of each in every step.
-
-    Raises:
-        TraceError: probabilities that are none.
-    """
+    """Requests of equal length that are served together: all prompts first, then a token of each in every step."""
     if min(locality, correlation) < 0 or locality + correlation > 1:
         raise TraceError(f"locality {locality} and correlation {correlation} are no shares of the same choices.")
     random = torch.Generator().manual_seed(seed)

@@ -1,8 +1,7 @@
-"""What ran when: computation, transfers and waits of some steps, as a trace that https://ui.perfetto.dev opens.
+"""What ran when: computation, transfers and waits of some steps, as Chrome trace events for https://ui.perfetto.dev.
 
 Host times are ``time.perf_counter``. A GPU's are events on its streams that are read when the trace is written, so
-recording never synchronises. The format is Chrome's trace events: complete events ("X") with begin and duration in
-microseconds, one row ("tid") per lane.
+recording never synchronises.
 """
 
 import time

@@ -46,13 +46,10 @@ def columns(header: ModelIdentity, tokens: int) -> dict[str, tuple[tuple[int, ..
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Tokens in the order in which they were computed.
+    """Tokens in the order in which they were computed; TraceError if tensors do not fit each other or the header.
 
     A token that was computed twice, after a preemption or because a drafted one before it was wrong, is there twice;
     ``by_request`` keeps the last of them. What was not recorded is None.
-
-    Raises:
-        TraceError: the tensors do not fit each other or the header.
     """
 
     header: ModelIdentity  # the model of the routers
@@ -136,8 +133,7 @@ class Trace:
     def load(cls, path: Path | str) -> "Trace":
         """Read a file, or a folder of them, also while it is still being written to.
 
-        Raises:
-            TraceError: there is no token in it, a file is damaged or not a trace, or files are of different models.
+        TraceError if there is no token in it, a file is damaged or not a trace, or files are of different models.
         """
         path = Path(path)
         if not path.exists():

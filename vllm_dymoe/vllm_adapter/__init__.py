@@ -14,8 +14,7 @@ _registered = False
 def register() -> None:
     """Register the quantization method ``dymoe`` with the vLLM of this process, once.
 
-    With a vLLM outside the supported range, ``--quantization dymoe`` is still a name that vLLM knows, but using it is
-    refused with a sentence; models that do not use it are served as ever.
+    With a vLLM outside the supported range the name is known, and its use is refused with a sentence.
     """
     global _registered
     if _registered:

@@ -21,14 +21,11 @@ _SHARE_OF_FREE_HOST_MEMORY = 0.5
 
 
 def automatic_budget(vllm_config: VllmConfig, device: torch.device, experts: ModelExperts, least: int) -> int:
-    """Bytes for this rank's experts, after the dense weights were loaded.
+    """Bytes for this rank's experts, after the dense weights were loaded; ConfigError if there are less than ``least``.
 
     On CUDA what ``gpu_memory_utilization`` leaves beside the KV cache of one request of ``max_model_len`` tokens and
-    the activations of a step; on a CPU half of the available memory after the KV cache's share
-    (``VLLM_CPU_KVCACHE_SPACE``), in equal parts for the ranks, which share that memory.
-
-    Raises:
-        ConfigError: there is less than ``least``, the smallest budget that can serve.
+    the activations of a step; on a CPU half of what is available after the KV cache's share, in equal parts for the
+    ranks.
     """
     if device.type == "cpu":
         cache = int(float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 4) * 2**30)
@@ -46,11 +43,7 @@ def automatic_budget(vllm_config: VllmConfig, device: torch.device, experts: Mod
 
 
 def budget_in_host_memory(options: Options, experts: ModelExperts, automatic: int, workspace: int) -> int:
-    """On a CPU slots are what ``host_memory`` counts, so that it is the budget where no other was set.
-
-    Raises:
-        ConfigError: the budget that was set is larger.
-    """
+    """On a CPU ``host_memory`` is the budget where no other was set; ConfigError for a larger one."""
     allowed = host_memory_bytes(options.host_memory, experts)
     if allowed is None:
         return automatic

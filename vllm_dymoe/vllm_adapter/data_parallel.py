@@ -16,10 +16,7 @@ _NOTHING, _DECODED, _PREFILLED = range(3)
 
 
 class Gathered:
-    """The rows of one MoE layer from all ranks: x, weights and ids of tokens alone.
-
-    The phase is a prefill if any rank reads a prompt.
-    """
+    """Tokens of all ranks in a layer: x, weights, ids; the phase is prefill if a rank reads a prompt."""
 
     def __init__(
         self,

@@ -1,9 +1,7 @@
 """Steps where the device decides about experts: what stands around the model then.
 
-Such a step may be the replay of a CUDA graph, in which nothing of Python runs. What layers do otherwise is done here:
-before the model how many rows are tokens, behind it what routers chose, for observers, and a timeline's span. No
-transfer of the host can fail in it. Experts cannot be damaged, since their checksums were compared when memory was
-filled with them.
+Such a step may be the replay of a CUDA graph, in which nothing of Python runs. Before the model it is told how many
+rows are tokens, behind it observers hear what routers chose.
 
 Steps of few rows are *narrow*, the others *wide*; and so are those with a prompt's tokens, where these count otherwise.
 """
@@ -34,10 +32,7 @@ class DecodeSteps:
         self._shown = 0.0  # until when a timeline has what the host computed
 
     def enter_layer(self, rows: int, *, capturing: bool) -> bool:
-        """Whether a layer of so many rows is a narrow step's.
-
-        What vLLM computes to warm up has no tokens, and changes nothing.
-        """
+        """Whether a layer of so many rows is a narrow step's; what vLLM computes to warm up has no tokens."""
         step = self._step
         if not capturing:
             self.path.tell(0 if step.warming_up else step.real(rows))

@@ -1,7 +1,7 @@
 """Kernels for a checkpoint's quantized dense layers on a CPU, among those from which vLLM chooses.
 
-vLLM's own need AMX for FP8 and operators of its AVX-512 build for AWQ and GPTQ. With AMX they come first, else ours. A
-layer's codes and scales are taken as they are; activations keep their 16 bits, and a token's bits depend on no other.
+vLLM's own need AMX for FP8 and its AVX-512 build for AWQ and GPTQ; with AMX they come first. Codes and scales are taken
+as they are; activations keep their 16 bits, and a token's bits depend on no other.
 """
 
 from typing import Any

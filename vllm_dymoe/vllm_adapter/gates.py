@@ -48,8 +48,7 @@ class _Linear:
 def find_gate(experts: Any, model: torch.nn.Module) -> Gate:
     """The gate of vLLM's RoutedExperts, which are a part of their model.
 
-    Raises:
-        GateError: there is no linear layer that could be it, or several, or its scores are used in an unknown way.
+    GateError if no linear layer could be it, or several, or its scores are used in an unknown way.
     """
     sizes = hidden, num_experts = experts.hidden_size, experts.moe_config.num_experts
     within = set(experts.modules())
@@ -130,11 +129,7 @@ class Foresight(Observer):
             self._give_up(f"the gate of {routed_experts.layer_name} cannot be used: {error}")
 
     def predictor(self, model: RoutedModel) -> Predictor | None:
-        """The predictor of the loaded model; None without one, or without the gates that it needs.
-
-        Raises:
-            ConfigError: a trained one cannot be used.
-        """
+        """That of the loaded model; None without one or its gates, ConfigError if a trained one cannot be used."""
         if self._wanted:
             self._model = None
             self.gates = [self._found[position][1] for position in range(model.num_layers)]
@@ -169,8 +164,7 @@ class Foresight(Observer):
     def take_over(self, model: RoutedModel, put: Callable[[Predictor], None]) -> None:
         """Foresee with a trained predictor, which ``put`` hands to the runtime; gates are still checked for the trace.
 
-        Raises:
-            ConfigError: it is damaged, another model's, or there is no room for it; the old one goes on.
+        ConfigError if it is damaged, another model's, or has no room; the old one goes on.
         """
         assert model.predictor is not None
         try:

@@ -25,10 +25,7 @@ def local_folder(vllm_config: VllmConfig) -> Path:
 
 
 def check_checkpoint(vllm_config: VllmConfig, reader: Reader) -> None:
-    """Refuse files that are cut off or not what config.json says, before hours of loading them; CheckpointError.
-
-    Of a model from the hub only where all of them have been downloaded already.
-    """
+    """Refuse (CheckpointError) files that are cut off or not what config.json says, if all of them are here."""
     folder = Path(vllm_config.model_config.model)
     if vllm_config.load_config.load_format not in ("auto", "hf", "safetensors"):
         return

@@ -1,7 +1,4 @@
-"""The packed experts of one model on this rank: the checkpoint's own, an earlier start's, or made while vLLM loads it.
-
-A store that is made while a model loads is found again by its fingerprint.
-"""
+"""A model's packed experts on this rank: the checkpoint's own, an earlier start's, or made while vLLM loads it."""
 
 import contextlib
 import hashlib
@@ -117,21 +114,16 @@ class ModelStore:
 
     Layers whose experts are narrower than the widest, or fewer, are stored as wide and as many as those: zeros fill
     them up, which changes no result, and every slot fits every expert.
-
-    Args:
-        checkpoint: quantization_config of the checkpoint, if it is ours.
-        host_memory: bytes that all ranks of this machine can get.
-        taken: bytes of host memory that another model's experts have on this rank.
     """
 
     def __init__(
         self,
         vllm_config: VllmConfig,
         options: Options,
-        checkpoint: Mapping[str, Any] | None,
+        checkpoint: Mapping[str, Any] | None,  # its quantization_config, if it is ours
         reader: Reader,
-        host_memory: int,
-        taken: int = 0,
+        host_memory: int,  # bytes that all ranks of this machine can get
+        taken: int = 0,  # of them by another model's experts on this rank
     ) -> None:
         self.layers: list[LayerSpec] = []
         self.place: HostPlace | None = None  # before the first weight came
@@ -400,10 +392,8 @@ def place_experts(
 ) -> tuple[HostStore, HostPlace]:
     """Fill memory from files, with progress, if they are to be there; returns the store and where it is.
 
-    What cannot be locked whole, and was not asked for, is a level that is locked as far as the system allows.
-
-    Raises:
-        StoreError: the files cannot be read, or memory that was ``asked_for`` cannot be had or locked.
+    What cannot be locked whole, and was not ``asked_for``, is a level that is locked as far as the system allows.
+    StoreError if files cannot be read, or memory that was asked for cannot be had.
     """
     if not place.pinned and not place.level:
         return files, place

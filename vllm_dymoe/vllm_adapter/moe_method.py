@@ -148,11 +148,7 @@ def loading_of(config: VllmConfig) -> Loading | None:
 
 
 def model_made(config: VllmConfig, model: torch.nn.Module) -> None:
-    """vLLM has made a model, whose weights it loads next.
-
-    Raises:
-        ConfigError: no layer came to us. A draft may have none, and so may a stage of a pipeline.
-    """
+    """vLLM has made a model; ConfigError if no layer came to us, as for a draft or a stage of a pipeline may be."""
     if (loading := loading_of(config)) is not None:
         loading.model_made(model)
     elif config.model_config.quantization == "dymoe" and config.parallel_config.pipeline_parallel_size == 1:

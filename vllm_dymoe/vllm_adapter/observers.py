@@ -1,7 +1,6 @@
 """Observers of what routers say while a rank serves: traces, calibrations, and the check of gates (``gates``).
 
-A trace records which request each token is of. vLLM's scheduler says which requests have how many tokens in a step, its
-model runner in which order they lie and where in their requests they are. Both are read where a step begins and ends.
+vLLM's scheduler says which requests have how many tokens in a step, its model runner where they lie.
 """
 
 import itertools
@@ -120,10 +119,7 @@ class _Request(NamedTuple):
 
 
 class TraceObserver(Observer):
-    """Records a trace, and follows requests for it from their first step to their last.
-
-    Gates are asked for in each step, to record what they make of the inputs of the layers before theirs.
-    """
+    """Records a trace, and follows requests for it from first to last step; gates are asked for anew each time."""
 
     def __init__(self, recorder: Recorder, gates: Callable[[], Sequence[Gate]] = tuple) -> None:
         self.recorder = recorder

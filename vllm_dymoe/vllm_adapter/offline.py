@@ -29,10 +29,7 @@ def summary(llm: Any) -> Summary:
 
 @contextmanager
 def timeline(llm: Any, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Record every rank's computation, transfers and waits inside a ``with`` block, also of one that raises.
-
-    https://ui.perfetto.dev opens the file; that it cannot be written is found out before anything is recorded.
-    """
+    """Record every rank's computation, transfers and waits inside a ``with`` block, for https://ui.perfetto.dev."""
     path = Path(path)
     partial = path.with_name(path.name + ".partial")
     partial.touch()
@@ -85,12 +82,10 @@ def calibrate(
     progress: Callable[[int, int], None] = lambda done, total: None,  # of tokens, when a part is complete
     **options: Any,  # of the plugin, for a model that is started here
 ) -> Recording:
-    """Record what the experts of a model read while it reads texts, for ``vllm-dymoe quantize --quantizer gptq``.
+    """Record what the experts of a model read while it reads texts, for ``vllm-dymoe quantize --calibration``.
 
-    Interrupted, it goes on with the first part that is not complete when it is called again.
-
-    Raises:
-        CalibrationError: the folder has another calibration or cannot be written, or the model failed.
+    Interrupted, it goes on with the first part that is not complete. CalibrationError if the folder has another
+    calibration or cannot be written, or the model failed.
     """
     llm = _start(str(model), length, options) if isinstance(model, str | Path) else model
     config = llm.llm_engine.vllm_config

@@ -39,11 +39,7 @@ RELOADING = (
 
 
 def prepare(config: VllmConfig) -> None:
-    """Refuse what cannot work, keep host decisions out of CUDA graphs, and add the worker methods.
-
-    Raises:
-        ConfigError: an option, a combination or the budget cannot work.
-    """
+    """Refuse what cannot work (ConfigError), keep host decisions out of CUDA graphs, and add the worker methods."""
     ours, reader = _quantized(config)
     options = read_options(config, ours, reader)
     try:

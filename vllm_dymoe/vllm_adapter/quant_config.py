@@ -30,20 +30,14 @@ _DENSE_G_IDX = re.compile(r"^(?!.*\.experts\.).*\.g_idx$")
 class DymoeConfig(QuantizationConfig):
     """Gives MoE layers our method, and leaves every other layer as the checkpoint has it.
 
-    Args:
-        checkpoint: the checkpoint's quantization_config; None for a checkpoint that is not ours.
-        reader: of the experts of a checkpoint that another tool has quantized; of 16 bits for all others.
-        dense: that tool's quantization_config, by which vLLM runs the other layers; None where they have 16 bits.
-
-    Raises:
-        ConfigError: it is a variant that cannot be read, or whose dense layers this vLLM cannot run.
+    ConfigError for a variant that cannot be read, or whose dense layers this vLLM cannot run.
     """
 
     def __init__(
         self,
-        checkpoint: dict[str, Any] | None = None,
-        reader: Reader = PLAIN_READER,
-        dense: Mapping[str, Any] | None = None,
+        checkpoint: dict[str, Any] | None = None,  # its quantization_config, if it is ours
+        reader: Reader = PLAIN_READER,  # of the experts of a checkpoint that another tool has quantized
+        dense: Mapping[str, Any] | None = None,  # that tool's, by which vLLM runs the other layers
     ) -> None:
         self._dense: QuantizationConfig | None = None
         self._dense_refusal: str | None = None
@@ -170,11 +164,7 @@ def _ranks_of_an_expert(config: VllmConfig) -> int:
 def read_options(
     vllm_config: VllmConfig, checkpoint: Mapping[str, Any] | None, reader: Reader = PLAIN_READER
 ) -> Options:
-    """The options of an engine whose checkpoint is ours, another tool's, or not quantized.
-
-    Raises:
-        ConfigError: they are wrong, or contradict the checkpoint.
-    """
+    """The options for a checkpoint that is ours, another tool's, or not quantized; ConfigError if they are wrong."""
     additional = vllm_config.additional_config
     asked = additional.get("dymoe") if isinstance(additional, Mapping) else None
     if reader.held:

@@ -1,8 +1,4 @@
-"""One rank that serves: the forward of its MoE layers, in the steps of requests and while vLLM warms up.
-
-Where the device decides a captured graph may hold a step. Then nothing here runs in it but what stands around the
-model.
-"""
+"""One rank that serves: the forward of its MoE layers, in the steps of requests and while vLLM warms up."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -66,12 +62,10 @@ class Running:
 
         Weights are float32 [rows, top_k], ids int [rows, top_k] of the experts of all ranks. Rows that only fill up a
         captured graph's batch come out as zeros and are not seen, wherever vLLM has routed them: to expert -1 from 0.32
-        on, before that to some expert. What vLLM makes up to warm up is neither counted nor learnt from. A layer that
-        cannot be computed gives zeros and fails the step; see ``failures``.
+        on, before that to some expert. What vLLM makes up to warm up is neither counted nor learnt from.
 
-        Raises:
-            ConfigError: vLLM captures the layer in a CUDA graph.
-            TransferError: an expert cannot be had while vLLM warms up, and no other rank waits for this one.
+        A layer that cannot be computed gives zeros and fails the step (``failures``); TransferError in a warm-up that
+        no other rank waits for, ConfigError for a captured layer.
         """
         runtime, step, rows = self.runtime, self.step, len(x)
         tokens, capturing = step.real(rows), is_captured(x)

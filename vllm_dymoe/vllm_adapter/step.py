@@ -123,10 +123,7 @@ class PromptTap:
         self._longest_decode = 1 + drafted
 
     def attend(self, layer: Any, query: torch.Tensor, key: torch.Tensor | None) -> None:
-        """See the queries [rows, heads, dim] and keys [rows, kv_heads, dim] that an attention layer is about to use.
-
-        There may be padding behind the step's tokens, which is left out here.
-        """
+        """See the queries [rows, heads, dim] and keys [rows, kv_heads, dim] of an attention layer, padding included."""
         share = self._share
         prompts = self.running() if share is not None and share < 1 else None
         if share is None or prompts is None or not prompts.spans or key is None or key.shape[0] != query.shape[0]:

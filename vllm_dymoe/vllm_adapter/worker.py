@@ -1,7 +1,6 @@
 """Methods that every vLLM worker gets, for ``LLM.collective_rpc`` and ``/collective_rpc``, and HTTP routes to them.
 
-vLLM loads such routes only if ``VLLM_PLUGINS`` names them. Paths begin with ``/v1``, which is what ``--api-key``
-guards.
+vLLM loads routes only if ``VLLM_PLUGINS`` names them. Paths begin with ``/v1``, which is what ``--api-key`` guards.
 """
 
 from collections.abc import Callable
@@ -34,7 +33,7 @@ class DymoeWorkerExtension:
     def dymoe_resize(
         self, expert_budget: str | int | float | None = None, host_memory: str | int | float | None = None
     ) -> dict[str, Any]:
-        """Change the options ``expert_budget`` and ``host_memory``; what is smaller starts empty and gives memory back.
+        """Change ``expert_budget`` and ``host_memory``; what is smaller starts empty and gives memory back.
 
         Returns ``dymoe_stats``, and ``free_device_bytes``. ValueError if it cannot be had; the old one stays.
         """

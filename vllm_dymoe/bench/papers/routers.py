@@ -71,13 +71,7 @@ def patterns(recorded: Recorded) -> Numbers:
 
 
 def activated(recorded: Recorded, batch: int, *, prefill: bool) -> float | None:
-    """Percent of a layer's experts that a step uses (DynaExq Tables 1 and 2), or None for too few requests.
-
-    Args:
-        recorded: of single requests, which are put together here.
-        batch: requests in a step: a token of each, or their whole prompts.
-        prefill: whether it is their prompts.
-    """
+    """Percent of a layer's experts that a step of so many requests uses, or None (DynaExq Tables 1 and 2)."""
     trace: Trace = recorded.trace
     part = trace.select(trace.prefill == prefill)
     steps = list(part.steps(batch))
@@ -142,11 +136,7 @@ def strategy(recorded: Recorded, k: int, p: int, votes: Votes) -> Numbers:
 
 
 def cost_map(recorded: Recorded, largest_k: int, largest_p: int) -> Mapping[tuple[str, int, int], float]:
-    """Eq. 11 for each K and P and each third of the layers, where nothing is cached (FIRM-MoE Figure 6).
-
-    Returns:
-        By group, K and P: the mean cost of a layer and token.
-    """
+    """Eq. 11 by third of the layers, K and P, a mean of layers and tokens, without a cache (FIRM-MoE Figure 6)."""
     trace, found = _inputs(recorded), dict[tuple[str, int, int], float]()
     layers = trace.header.num_layers
     shallow, deep = -(-layers * 3 // 10), layers - layers // 4

@@ -1,9 +1,19 @@
 """Every option that a user can set, as plain data; :mod:`vllm_dymoe.resolve` reads them, see docs/options.md."""
 
+import contextlib
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, TypeAdapter, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 CALIBRATED = ("gptq", "e8")
 """Quantizers that need a calibration."""
@@ -113,28 +123,18 @@ class Options(BaseModel):
     trace: TraceOptions | None = None
     """[Records](traces.md) every token's experts: a folder, or an object of `folder`, `limit` and `inputs`."""
 
-    @field_validator("expert_budget", mode="before")
+    @field_validator("expert_budget", "host_memory", mode="before")
     @classmethod
-    def _parse_budget(cls, value: Any) -> ExpertBudget:
-        try:
-            return ExpertBudget.parse(value)
-        except ValueError as error:
-            raise ValueError(
-                'must be "auto", "top-k", "layer", bytes such as "4GiB", or a share above 0% and up to 100% such as '
-                '"25%"'
-            ) from error
-
-    @field_validator("host_memory", mode="before")
-    @classmethod
-    def _parse_host_memory(cls, value: Any) -> ExpertBudget:
-        reason = 'must be "auto", bytes such as "16GiB", or a share above 0% and up to 100% such as "40%"'
-        try:
+    def _parse_budget(cls, value: Any, info: ValidationInfo) -> ExpertBudget:
+        of_slots = info.field_name == "expert_budget"
+        with contextlib.suppress(ValueError):
             parsed = ExpertBudget.parse(value)
-        except ValueError as error:
-            raise ValueError(reason) from error
-        if parsed.slots is not None:
-            raise ValueError(reason)
-        return parsed
+            if of_slots or parsed.slots is None:
+                return parsed
+        slots = '"top-k", "layer", ' if of_slots else ""
+        raise ValueError(
+            f'must be "auto", {slots}bytes such as "4GiB", or a share above 0% and up to 100% such as "25%"'
+        )
 
     @field_validator("predictor")
     @classmethod
@@ -147,25 +147,17 @@ class Options(BaseModel):
         return {"folder": value} if isinstance(value, str | Path) else value
 
     @model_validator(mode="after")
-    def _check_tiers(self) -> Self:
+    def _check_together(self) -> Self:
         if self.lo >= self.hi:
             raise ValueError(
                 f"lo is {self.lo} bits but must be below hi, which is {self.hi}; "
                 "set lo to 0 to store one version of each expert only"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_lattice(self) -> Self:
         if self.quantizer == "e8" and self.stored_bits not in ((4, 2), (2,)):
             raise ValueError(
                 f"quantizer is e8, whose points have 2 bits, alone or inside of 4, but hi is {self.hi} and lo is "
                 f"{self.lo}; set hi to 4 and lo to 2, or hi to 2 and lo to 0"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_misses(self) -> Self:
         if self.host_store == "file" and not self.host_memory.is_auto:
             raise ValueError('host_memory is how much of the experts is held, which host_store = "file" leaves to the '
                              "page cache; leave one of them out")  # fmt: skip

@@ -88,7 +88,7 @@ def accelerate(job: Job, case: Job) -> dict[str, Any]:
     """transformers with accelerate, greedy, one request at a time: layers without a place are read for every token."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    workload, model = case["row"]["workload"], job["model"]
+    workload, model = case["workload"], job["model"]
     device_map: Any = "auto"
     if not torch.cuda.is_available():  # everything has room: put layers on disk, as those of a larger model would be
         kept = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"), "cpu")
@@ -132,7 +132,7 @@ def _timed(pieces: Iterable[Any], prompt_tokens: int | None = None) -> Answers:
 
 def server(job: Job, case: Job) -> dict[str, Any]:
     """Anything that answers OpenAI's completions: times of streamed tokens, seen from outside."""
-    workload, batch = case["row"]["workload"], case["batch"]
+    workload, batch = case["workload"], case["batch"]
     if job["random_length"]:
         raise SystemExit(f"{job['peer']} is asked in text; random prompts are numbers.")
     ask = partial(stream, job["peer"], job["engine"].get("model", job["model"]), workload["max_tokens"])
@@ -173,7 +173,7 @@ def stream(url: str, model: str, tokens: int, text: str) -> Answers:
 
 def llama_cpp(job: Job, case: Job) -> dict[str, Any]:
     """llama.cpp with experts of whole layers on the CPU (``-ncmoe``), as many as leave the device equal bytes."""
-    folder, workload = Path(job["model"]), case["row"]["workload"]
+    folder, workload = Path(job["model"]), case["workload"]
     files = sorted(folder.glob("*.gguf")) if folder.is_dir() else [folder]
     if not files:
         raise SystemExit(f"{folder} has no .gguf file, which llama.cpp needs; convert the model and put it there.")
@@ -212,9 +212,9 @@ def answer(job: Job) -> None:
     """Add a row for every case of a job."""
     serve = {"accelerate": accelerate, "llama.cpp": llama_cpp}.get(job["peer"], server)
     for case in job["cases"]:
-        measured = {"peak_device_bytes": peak_bytes(), "warm_up_requests": case["row"]["workload"]["warm_up"]}
+        measured = {"peak_device_bytes": peak_bytes(), "warm_up_requests": case["workload"]["warm_up"]}
         measured |= serve(job, case)
-        append_row(Path(job["out"]), {"key": case["key"], "kind": "speed", **case["row"], "measured": measured})
+        append_row(Path(job["out"]), {**case, "measured": measured})
 
 
 if __name__ == "__main__":

@@ -65,15 +65,15 @@ def job_of(group: Sequence[Case], prompts: PromptSet, out: Path, expert_bytes: i
         "prompts": [(prompt.text, prompt.output_tokens) for prompt in by_turns(prompts.prompts)],
         "random_length": prompts.random_length,
         "out": str(out.resolve()),
-        "cases": [
-            {"key": case.key, "budget": case.budget, "batch": case.batch, "row": _described(case)} for case in group
-        ],
+        "cases": [_described(case) for case in group],
     }
 
 
 def _described(case: Case) -> dict[str, Any]:
     """What a row says of its case, for tables of later runs as well."""
     return {
+        "key": case.key,
+        "kind": "speed",
         "model": case.model,
         "label": case.subject.label,
         "options": case.subject.options,

@@ -163,8 +163,7 @@ class ExpertLoader:
             parts[kind] = tensor.cpu()
             if len(parts) == len(reader.parts):
                 del self._waiting[expert, projection]
-                if self._store.wants_experts():
-                    self._store.put(expert, projection, partial(self._read, number, projection, parts))
+                self._store.put(expert, projection, partial(self._read, number, projection, parts))
 
     def _read(self, number: int, projection: Projection, parts: dict[str, Tensor]) -> Held:
         reader = self._reader

@@ -127,10 +127,10 @@ def _key(step: int) -> str:
 def update_from_output(
     update: Callable[..., dict[int, EngineCoreOutputs]], scheduler: Any, step: SchedulerOutput, output: Any
 ) -> dict[int, EngineCoreOutputs]:
-    """What a vllm.v1.core.sched.scheduler.Scheduler makes of a step's output: the requests of a failed one end before.
+    """The requests of a failed step have to end, and nothing that it wrote may stay in the prefix cache.
 
-    vLLM enters a block in its prefix cache when it is scheduled, before it is computed. Which of them the failed step
-    should have filled is not known for requests that were aborted or preempted meanwhile, so none is kept.
+    vLLM enters a block there when it is scheduled, before it is computed. Which of them the failed step should have
+    filled is not known for requests that were aborted or preempted meanwhile, so none is kept.
     """
     if not isinstance(output, FailedStep):
         return update(scheduler, step, output)

@@ -37,14 +37,14 @@ def run(job: Mapping[str, Any]) -> None:
     llm = start(job)
     out = Path(job["out"])
     for case in job["cases"]:
-        workload = case["row"]["workload"]
+        workload = case["workload"]
         prompts = token_ids(llm, job, workload)
         if job["options"] is not None:
             llm.collective_rpc("dymoe_resize", args=(case["budget"],))
             if case["budget"] == FULL:
                 llm.collective_rpc(_fill_worker)
         measured = measure(llm, prompts, case["batch"], workload, case["key"], ours=job["options"] is not None)
-        append_row(out, {"key": case["key"], "kind": "speed", **case["row"], "measured": measured})
+        append_row(out, {**case, "measured": measured})
 
 
 def start(job: Mapping[str, Any]) -> LLM:

@@ -84,9 +84,6 @@ class LayerStore:
     model: "ModelStore"
     layer: int
 
-    def wants_experts(self) -> bool:
-        return self.model.prepare() is not None
-
     def put(self, expert: int, projection: Projection, weight: Given) -> None:
         """Take one projection from the checkpoint; nothing to do where a complete store exists."""
         if (packer := self.model.prepare()) is not None:
@@ -343,24 +340,23 @@ def fingerprint(folder: Path | None, purpose: str) -> str:
 
 def _described(experts: ModelExperts) -> str:
     """What a store holds, in the words that name the folders of stores in users' caches since version 5."""
+
+    def fields(thing: Any, *names: str) -> str:
+        return ", ".join(f"{name}={getattr(thing, name)!r}" for name in names)
+
     formats = {}
     for bits, fmt in experts.formats.items():
-        code, book = fmt.code, None
-        if code.floats:
-            book = (
-                f"Codebook(name={code.name!r}, bits={code.bits}, group_size={code.group_size}, "
-                f"scale_dtype={code.scale_dtype}, has_factor={code.has_factor}, tag={code.tag})"
-            )
+        book = fields(fmt.code, "name", "bits", "group_size", "scale_dtype", "has_factor", "tag")
+        kind = fields(fmt, "group_size", "dtype", "bias", "integer_zeros", "act_order", "has_gate")
         formats[bits] = (
-            f"ExpertFormat(hidden={fmt.hidden}, intermediate={fmt.intermediate}, bits={bits}, "
-            f"group_size={fmt.group_size}, dtype={fmt.dtype}, bias={fmt.bias}, integer_zeros={fmt.integer_zeros}, "
-            f"act_order={fmt.act_order}, has_gate={fmt.has_gate}, codebook={book}, nested={fmt.nested}, "
-            f"upper_of={code.upper_of})"
+            f"ExpertFormat({fields(fmt, 'hidden', 'intermediate')}, bits={bits}, {kind}, "
+            f"codebook={f'Codebook({book})' if fmt.code.floats else None}, {fields(fmt, 'nested')}, "
+            f"{fields(fmt.code, 'upper_of')})"
         )
     each = ", ".join(f"{bits}: {words}" for bits, words in formats.items())
     return (
-        f"ModelExperts(layers={experts.layers}, num_experts={experts.num_experts}, top_k={experts.top_k}, "
-        f"formats={{{each}}}, draft_layers={experts.draft_layers})"
+        f"ModelExperts({fields(experts, 'layers', 'num_experts', 'top_k')}, formats={{{each}}}, "
+        f"{fields(experts, 'draft_layers')})"
     )
 
 

@@ -129,16 +129,9 @@ _CPU = "vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator"
 _COLLECTIVE = "this collective in CpuCommunicator"
 
 
-@_replaces(_CPU, "all_gatherv", _COLLECTIVE)
-def _all_gatherv(original: Original, self: Any, input_: Any, dim: int = 0, sizes: Any = None) -> Any:
-    """vLLM's expert parallelism over data-parallel ranks gathers rows, and its communicator of CPUs cannot."""
-    return data_parallel.gather_rows(self, input_, sizes)
-
-
-@_replaces(_CPU, "reduce_scatterv", _COLLECTIVE)
-def _reduce_scatterv(original: Original, self: Any, input_: Any, dim: int = 0, sizes: Any = None) -> Any:
-    """As ``all_gatherv``, on the way back."""
-    return data_parallel.add_rows(self, input_, sizes)
+_replaces(_CPU, "all_gatherv", _COLLECTIVE)(data_parallel.gather_rows)
+_replaces(_CPU, "reduce_scatterv", _COLLECTIVE)(data_parallel.add_rows)
+_replaces("vllm.v1.core.sched.scheduler.Scheduler", "update_from_output", _STEP_ERROR)(failures.update_from_output)
 
 
 @_replaces(_WORKER, "determine_available_memory", _CAPTURE_HOOK)
@@ -154,12 +147,6 @@ def _rank(config: Any) -> Running | None:
     """The rank that a quantization config made; None if it is not ours, loads, or has no MoE layers."""
     loading = config.loading if isinstance(config, DymoeConfig) else None
     return None if loading is None else loading.running
-
-
-@_replaces("vllm.v1.core.sched.scheduler.Scheduler", "update_from_output", _STEP_ERROR)
-def _update_from_output(original: Original, self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-    """The requests of a failed step have to end, and nothing it wrote may stay in the prefix cache."""
-    return failures.update_from_output(original, self, scheduler_output, model_runner_output)
 
 
 @_replaces(

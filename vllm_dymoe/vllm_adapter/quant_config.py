@@ -249,11 +249,7 @@ def _dense_method(
 
 def _explain_failures(method: Any, prefix: str) -> None:
     """Let vLLM's method of one linear layer say what this machine cannot run when the layer is loaded."""
-    create, process = method.create_weights, method.process_weights_after_loading
-
-    def create_weights(*args: Any, **kwargs: Any) -> Any:
-        with _limit_of_vllm(prefix):
-            return create(*args, **kwargs)
+    process = method.process_weights_after_loading
 
     def process_weights_after_loading(layer: Any) -> None:
         with _limit_of_vllm(prefix):
@@ -263,7 +259,8 @@ def _explain_failures(method: Any, prefix: str) -> None:
                 method.apply(layer, torch.zeros(1, width, dtype=layer.params_dtype))
 
     # Of this layer's own method, and of nothing else in vLLM.
-    vars(method).update(create_weights=create_weights, process_weights_after_loading=process_weights_after_loading)
+    explained = _limit_of_vllm(prefix)(method.create_weights)
+    vars(method).update(create_weights=explained, process_weights_after_loading=process_weights_after_loading)
 
 
 @contextlib.contextmanager
@@ -295,10 +292,9 @@ def _without_order(config: Mapping[str, Any]) -> dict[str, Any]:
     if config.get("desc_act"):
         plain["desc_act"] = False
     if groups := config.get("config_groups"):
-        plain["config_groups"] = {name: _group_without_order(group) for name, group in groups.items()}
+        ordered = {name: group for name, group in groups.items() if (group.get("weights") or {}).get("actorder")}
+        changed = {
+            name: {**group, "weights": {**group["weights"], "actorder": None}} for name, group in ordered.items()
+        }
+        plain["config_groups"] = {**groups, **changed}
     return plain
-
-
-def _group_without_order(group: Mapping[str, Any]) -> Mapping[str, Any]:
-    weights = group.get("weights") or {}
-    return {**group, "weights": {**weights, "actorder": None}} if weights.get("actorder") else group

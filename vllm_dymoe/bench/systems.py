@@ -4,7 +4,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -52,20 +52,14 @@ class Compared(Exact):
     name: ClassVar[str] = "compared"
     summary: ClassVar[str] = "parts of systems, for measurements"
 
+    # What names experts of the next layer.
     ahead: Literal["nothing", "next gate", "meeting of layers", "tuned meeting", "oracle"] = "next gate"
-    """What names experts of the next layer."""
-    projections: int = Field(default=3, ge=1, le=3)
-    """FIRM-MoE's n."""
-    k: int | None = Field(default=None, ge=1)
-    """Experts that each layer names; as many as a token uses if None."""
-    p: int = Field(default=3, ge=1)
-    """Layers that meet."""
-    first_in: bool = False
-    """Experts leave in the order in which they came; else the coldest goes."""
-    whole: bool = False
-    """An expert is computed when all of it has arrived."""
-    keeps: bool = True
-    """Layers keep experts for later steps."""
+    projections: int = Field(default=3, ge=1, le=3)  # FIRM-MoE's n
+    k: int | None = Field(default=None, ge=1)  # experts that each layer names; as many as a token uses if None
+    p: int = Field(default=3, ge=1)  # layers that meet
+    first_in: bool = False  # experts leave in the order in which they came; else the coldest goes
+    whole: bool = False  # an expert is computed when all of it has arrived
+    keeps: bool = True  # layers keep experts for later steps
 
     @cached_property
     def residency(self) -> Residency:
@@ -76,14 +70,8 @@ class Compared(Exact):
         """With the slots and the pace of FIRM-MoE, whatever names."""
         if self.ahead == "nothing":
             return None
-        return Foresight(
-            self.ahead,
-            self._compared,
-            needs_gates=True,
-            takes_predictor=True,
-            projections=self.projections,
-            wide=lambda top_k: top_k,
-        )
+        kind: dict[str, Any] = {"needs_gates": True, "takes_predictor": True, "wide": lambda top_k: top_k}
+        return Foresight(self.ahead, self._compared, projections=self.projections, **kind)
 
     def _compared(self, model: RoutedModel) -> Predictor:
         if self.ahead == "next gate" or model.predictor is not None:
@@ -114,8 +102,7 @@ class Chosen(Dymoe):
     name: ClassVar[str] = "chosen"
     summary: ClassVar[str] = "DyMoE with other choices, for measurements"
 
-    by_importance: bool = True
-    """Which experts are critical; else a fixed sequence of random numbers says."""
+    by_importance: bool = True  # which experts are critical; else a fixed sequence of random numbers says
 
     @cached_property
     def precision(self) -> CriticalHigh:
@@ -143,8 +130,7 @@ class OneLayerLow(System):
     name: ClassVar[str] = "one layer low"
     summary: ClassVar[str] = "all experts of one layer at `lo`, for measurements"
 
-    layer: int = Field(ge=0)
-    """Which, counted among the MoE layers."""
+    layer: int = Field(ge=0)  # counted among the MoE layers
 
     @cached_property
     def precision(self) -> Precision:

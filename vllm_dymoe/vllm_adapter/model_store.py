@@ -86,14 +86,14 @@ class LayerStore:
 
     def put(self, expert: int, projection: Projection, weight: Given) -> None:
         """Take one projection from the checkpoint; nothing to do where a complete store exists."""
-        if (packer := self.model.prepare()) is not None:
-            with self.model.packing():
+        with self.model.filling() as packer:
+            if packer is not None:
                 given = self._widened(projection, weight) if isinstance(weight, Tensor) else weight
                 packer.put(self.layer, expert, projection, given)
 
     def put_bias(self, expert: int, projection: Projection, bias: Tensor) -> None:
-        if (packer := self.model.prepare()) is not None:
-            with self.model.packing():
+        with self.model.filling() as packer:
+            if packer is not None:
                 packer.put_bias(self.layer, expert, projection, self._widened(projection, bias))
 
     def _widened(self, projection: Projection, part: Tensor) -> Tensor:
@@ -172,31 +172,24 @@ class ModelStore:
         return ModelExperts(numbers, count, top_k, formats)
 
     def layer_loaded(self, layer: int) -> bool:
-        packer = self.prepare()
         self._loaded += 1
         complete = self._loaded == len(self.layers)
-        if packer is not None:
-            with self.packing():
+        with self.filling() as packer:
+            if packer is not None:
                 self._fill_up(layer, packer)
                 if complete:
-                    self.store = self._placed(packer.finish())
-                    self._packer = None
+                    self.store, self._packer = self._placed(packer.finish()), None
         if complete and self._progress is not None:
             self._progress.close()
         return complete
 
-    def prepare(self) -> ExpertPacker | None:
-        """Open the store once, before the first weight; the packer, if it has to be filled."""
-        if self.place is None:
-            with self.packing():
-                self._open()
-        return self._packer
-
     @contextlib.contextmanager
-    def packing(self) -> Iterator[None]:
-        """Remove what is half-written after an error."""
+    def filling(self) -> Iterator[ExpertPacker | None]:
+        """What has to be filled, if anything: opened before the first weight, and removed after an error."""
         try:
-            yield
+            if self.place is None:
+                self._open()
+            yield self._packer
         except (StoreError, ConfigError) as error:
             if self._packer is not None:
                 self._packer.discard()

@@ -68,7 +68,7 @@ def test_what_was_measured_of_the_disk(checkpoint):
     found = report(checkpoint)
     assert (found["alignment"], found["disk"]["depth"]) == (4096, rates.depth)
     assert (found["disk"]["cached"], found["disk"]["warm"]) == (rates.cached, rates.warm)
-    assert "through the page cache" in " ".join(command("inspect", checkpoint).stdout.split())
+    assert "GB/s" in command("inspect", checkpoint).stdout
 
 
 def test_a_checkpoint_that_is_not_quantized_yet(model, original):
@@ -107,7 +107,7 @@ def test_errors_of_every_layer(checkpoint):
         assert 0.02 < row["weight"]["4"] < 0.2 < row["weight"]["2"] < 0.7, "codes of random weights"
         assert row["output"] == {}
     tables = " ".join(command("inspect", checkpoint, "--verify").stdout.split())
-    for text in ("dymoe checkpoint", "1 to 2", "4, top 2", "rtn", "all match", "smallest", "100%"):
+    for text in ("dymoe checkpoint", "1 to 2", "num experts", "rtn", "verified", "smallest", "100%"):
         assert text in tables
     assert f"{errors[1]['weight']['2']:.2%}" in tables
     assert "calibrated" not in tables

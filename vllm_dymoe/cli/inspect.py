@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.markup import escape
 
 from vllm_dymoe.cli.display import byte_progress, print_table
@@ -25,6 +24,16 @@ from vllm_dymoe.systems.exact import Exact
 from vllm_dymoe.units import size
 
 _SHARES = (0.25, 0.5, 1.0)
+_TABLES = {
+    "versions": "Experts",
+    "errors": "Relative errors by bits",
+    "budgets": "Budgets, kernel workspace included",
+}
+_SAID = {"ordered": "columns in another order at bits", "fallbacks": "not calibrated"}
+_NOT_KNOWN = {
+    "disk": "not measured so far; the first start does",
+    "errors": "not recorded; this store was written by an older vllm-dymoe, or holds random experts",
+}
 
 
 def run(path: Path, *, verify: bool, as_json: bool) -> None:
@@ -144,8 +153,9 @@ def _budgets(experts: ModelExperts, options: Options) -> list[dict[str, Any]]:
             if limit >= limits["smallest"]:
                 plan = plan_slots(experts, options, system, limit, workspace)
                 kept = {tier.value: min(plan.quotas[tier]) for tier in used_tiers(options, system.precision.tiers)}
-                row = {"tiers": list(kept), "expert_budget": name, "bytes": limit, "experts_kept_per_layer": kept}
-                rows.append(row)
+                rows.append(
+                    {"tiers": list(kept), "expert_budget": name, "bytes": limit, "experts_kept_per_layer": kept}
+                )
     return rows
 
 
@@ -159,57 +169,29 @@ def _verify(store: FileStore) -> None:
 
 
 def _print(report: dict[str, Any]) -> None:
-    layers, packed = report["layers"], "quantizer" in report
-    ordered = "".join(f", columns in another order at {bits} bits" for bits in report["ordered"])
-    rank = report.get("tensor_parallel", {})
-    facts = {
-        "MoE layers": f"{len(layers)} ({layers[0]} to {layers[-1]})",
-        "experts per layer": f"{report['num_experts']}, top {report['top_k']}",
-        "hidden, intermediate": f"{report['hidden_size']}, {report['intermediate_size']}",
-        "dtype, group size": f"{report['dtype']}, {report['group_size']}{ordered}",
-        "quantizer": report.get("quantizer"),
-        "tensor-parallel rank": f"{rank['rank']} of {rank['size']}" if rank else None,
-        "dense part": size(report["dense_bytes"]) if "dense_bytes" in report else None,
-        "experts as they are": size(report["expert_bytes"]) if "expert_bytes" in report else None,
-        "model fingerprint": escape(report["model"]),
-        "slices begin at multiples of": f"{report['alignment']} bytes" if packed else None,
-        "disk": _disk(report["disk"]) if packed else None,
-        "checksums": "all match" if report.get("verified") else None,
-    }
-    said = [fact for fact in facts.items() if fact[1] is not None]
-    print_table(f"{escape(report['folder'])}: {report['kind']}", (), said)
-    versions = [(str(row["bits"]), size(row["expert_bytes"]), size(row["total_bytes"])) for row in report["versions"]]
-    print_table("Experts" if packed else "Experts if quantized", ("bits", "an expert", "all experts"), versions)
-    if packed:
-        _print_errors(report["errors"])
-    rows = []
-    for row in report["budgets"]:
-        kept = ", ".join(f"{count} {tier}" for tier, count in row["experts_kept_per_layer"].items())
-        rows.append((" + ".join(row["tiers"]), row["expert_budget"], f"{row['bytes']} ({size(row['bytes'])})", kept))
-    title = f"Budgets{'' if packed else f' at {Options().hi} bits'}, kernel workspace included"
-    print_table(title, ("tiers in use", "expert_budget", "bytes", "kept per layer"), rows)
+    """Lists of rows as a table each, everything else as one."""
+    tables = {name: rows for name, rows in report.items() if isinstance(rows, list) and name in _TABLES}
+    facts = [(_words(name), escape(_text(name, value))) for name, value in report.items() if name not in tables]
+    facts = [fact for fact in facts if fact[1]]
+    print_table(escape(report["folder"]), (), facts)
+    for name, rows in tables.items():
+        heads = [head for head in rows[0] if any(row[head] not in ([], {}) for row in rows)]
+        print_table(
+            _TABLES[name], list(map(_words, heads)), [[_text(head, row[head]) for head in heads] for row in rows]
+        )
 
 
-def _disk(rates: dict[str, Any] | None) -> str:
-    if rates is None:
-        return "not measured so far; the first start does"
-    through = f"{rates['cached'] / 1e9:.2g} GB/s through the page cache ({rates['warm'] / 1e9:.2g} of what is in it)"
-    if not rates["direct"]:
-        return f"{through}; the file system cannot read past it"
-    past = rates["direct"][rates["depth"]]
-    return f"{past / 1e9:.2g} GB/s past the page cache, {rates['depth']} reads at once; {through}"
+def _words(name: str) -> str:
+    return _SAID.get(name, name.replace("_", " "))
 
 
-def _print_errors(errors: list[dict[str, Any]] | None) -> None:
-    if errors is None:
-        Console().print("Errors: not recorded; this store was written by an older vllm-dymoe, or holds random experts.")
-        return
-    kinds = [(kind, bits) for kind in ("weight", "output") for bits in errors[0][kind]]
-    fell_back = any(row["fallbacks"] for row in errors)
-    rows = []
-    for row in errors:
-        found = [f"{row[kind][bits]:.2%}" for kind, bits in kinds]
-        rows.append((str(row["layer"]), *found, *([", ".join(map(str, row["fallbacks"]))] if fell_back else [])))
-    if kinds:
-        heads = [f"{kind}s\n{bits} bits" for kind, bits in kinds] + ["not\ncalibrated"] * fell_back
-        print_table("Relative errors", ("layer", *heads), rows)
+def _text(name: str, value: Any) -> str:
+    if value is None:
+        return _NOT_KNOWN.get(name, "")
+    if isinstance(value, dict):
+        return ", ".join(f"{_words(str(key))}: {_text(name, part)}" for key, part in value.items())
+    if isinstance(value, list):
+        return f"{value[0]} to {value[-1]}" if name == "layers" else ", ".join(map(str, value))
+    if isinstance(value, float):
+        return f"{value / 1e9:.2g} GB/s" if name == "disk" else f"{value:.2%}"
+    return size(value) if name.endswith("bytes") else str(value)

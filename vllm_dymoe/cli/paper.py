@@ -70,7 +70,7 @@ class Paper:
         rounded = bench.options.get("quantizer", "rtn")
         page.write_text(as_markdown(f"{name} on {bench.model}, experts quantized by {rounded}", filled))
         typer.echo(f"Written: {', '.join(map(str, [page, *(draw(rows, bench.out) if rows else [])]))}")
-        ours = [bool(row.ours) for _, body in filled for row in body]
+        ours = [bool(numbers) for _, body in filled for numbers, _ in body]
         typer.echo(f"{sum(ours)} of {len(ours)} rows have numbers of ours.")
 
     def _changed(self, subject: Subject) -> Subject:

@@ -140,55 +140,43 @@ def cases_of(
     return list(found.values())
 
 
-@dataclass(frozen=True)
-class Filled:
-    """One row with ours by column, or a sentence that says why there are none."""
-
-    line: Line
-    ours: Numbers
-    why: str = ""
-
-
 def fill(
     line: Line,  # the paper's row
     row_of: Callable[[Subject, At], Row],  # what was measured of a subject there
     recorded: Callable[[], Recorded],  # the trace
     scores: Callable[[Quality], Numbers | str],  # of lm-eval by column, or why there are none
-) -> Filled:
-    """Our numbers for one row."""
+) -> tuple[Numbers, str]:
+    """Our numbers for one row by column, and a sentence that says why there are none."""
     source = line.ours
     if isinstance(source, Speed):
-        return Filled(line, {name: show(row_of(source.subject, at)) for name, (at, show) in source.columns.items()})
+        return {name: show(row_of(source.subject, at)) for name, (at, show) in source.columns.items()}, ""
     if isinstance(source, str):
-        return Filled(line, {}, source)
+        return {}, source
     if isinstance(source, Quality):
         found = scores(source)
-        return Filled(line, {}, found) if isinstance(found, str) else Filled(line, found)
+        return ({}, found) if isinstance(found, str) else (found, "")
     try:
-        return Filled(line, source(recorded()))
+        return source(recorded()), ""
     except ValueError as error:
-        return Filled(line, {}, f"{error}.")
+        return {}, f"{error}."
 
 
-def lines(table: PaperTable, filled: Sequence[Filled]) -> tuple[list[str], list[list[str]], list[str]]:
+def lines(table: PaperTable, filled: Sequence[tuple[Numbers, str]]) -> tuple[list[str], list[list[str]], list[str]]:
     """Head, body and footnotes of a table, as text; ours of other tasks than the paper's come last."""
-    names = dict.fromkeys([*table.columns, *(name for row in filled for name in row.ours)])
-    pairs = {name: [(row.line.paper.get(name), row.ours.get(name)) for row in filled] for name in names}
-    head, body = [""], [[row.line.label] for row in filled]
+    rows = [(line, ours, why) for line, (ours, why) in zip(table.lines, filled, strict=True)]
+    names = dict.fromkeys([*table.columns, *(name for _, ours, _ in rows for name in ours)])
+    pairs = {name: [(line.paper.get(name), ours.get(name)) for line, ours, _ in rows] for name in names}
+    head, body = [""], [[line.label] for line in table.lines]
     for name, values in pairs.items():
         for place, whose in enumerate(("paper", "ours")):
             if any(pair[place] is not None for pair in values):
                 head.append(f"{name}, {whose}")
                 for cells, pair in zip(body, values, strict=True):
                     cells.append(_cell(pair[place]))
-    why: dict[str, list[str]] = {}
-    for row in filled:
-        if row.why:
-            why.setdefault(row.why, []).append(row.line.label)
-    notes = [
-        f"{'All rows' if len(labels) == len(filled) > 1 else ', '.join(labels)}: {sentence}"
-        for sentence, labels in why.items()
-    ]
+    notes = []
+    for sentence in dict.fromkeys(why for *_, why in rows if why):
+        labels = [line.label for line, _, why in rows if why == sentence]
+        notes.append(f"{'All rows' if len(labels) == len(rows) > 1 else ', '.join(labels)}: {sentence}")
     return head, body, notes
 
 
@@ -198,7 +186,7 @@ def _cell(value: Number) -> str:
     return f"{value:,.0f}" if abs(value) >= _WHOLE else f"{value:.4g}"
 
 
-def as_markdown(title: str, tables: Sequence[tuple[PaperTable, Sequence[Filled]]]) -> str:
+def as_markdown(title: str, tables: Sequence[tuple[PaperTable, Sequence[tuple[Numbers, str]]]]) -> str:
     """All tables as one page."""
 
     def parts() -> Iterator[str]:

@@ -14,8 +14,7 @@ from vllm_dymoe.observe.statistics import affinity, popularity
 from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.predict.expert_mlp import Architecture, ExpertMLP, States, chosen
 
-FEWEST_REQUESTS = 8
-"""Of which one at least is held out."""
+FEWEST_REQUESTS = 8  # of which one at least is held out
 
 
 class TrainingError(ValueError):

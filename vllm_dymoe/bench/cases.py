@@ -11,10 +11,8 @@ from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.resolve import resolve_options
 from vllm_dymoe.systems import SYSTEMS
 
-FULL = "100%"
-"""The budget with which nothing ever moves."""
-EVERYTHING = "its own"
-"""In place of a budget, for a peer that takes none."""
+FULL = "100%"  # the budget with which nothing ever moves
+EVERYTHING = "its own"  # in place of a budget, for a peer that takes none
 
 
 @dataclass(frozen=True)

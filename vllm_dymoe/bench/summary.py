@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-QUANTILES = 20
-"""Steps of a distribution: every 5 %."""
+QUANTILES = 20  # steps of a distribution: every 5 %
 
 
 @dataclass

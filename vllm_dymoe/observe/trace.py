@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 from vllm_dymoe.residency.identity import ModelIdentity
 
 TRACE_FORMAT = 1
-INCOMPLETE = ".incomplete"
-"""Ends the name of a file that is still being written."""
+INCOMPLETE = ".incomplete"  # ends the name of a file that is still being written
 _KIND = "vllm-dymoe trace"
 
 

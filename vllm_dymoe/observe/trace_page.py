@@ -10,8 +10,7 @@ from vllm_dymoe.observe import statistics
 from vllm_dymoe.observe.pictures import heat_map, lines
 from vllm_dymoe.observe.trace import Trace
 
-_MOST_TOKENS = 20_000
-"""Tokens that the caches are worked out for: every use is looked at, one after the other."""
+_MOST_TOKENS = 20_000  # tokens that the caches are worked out for: every use is looked at, one after the other
 _PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
 body{{max-width:860px;margin:40px auto;padding:0 20px;color:#1d2429;font:16px/1.55 system-ui,sans-serif}}
 section{{border-top:1px solid #e3e1dc;margin-top:32px}}svg{{width:100%;height:auto}}.seen{{font-weight:600}}

@@ -17,8 +17,7 @@ _CURVES = {
     "swiglustep": Curve.SWIGLU_STEP,
     "situ": Curve.SITU,
 }
-_STEP_LIMIT = 7.0
-"""Of Step-3.5, which vLLM's kernel for it has built in."""
+_STEP_LIMIT = 7.0  # of Step-3.5, which vLLM's kernel for it has built in
 
 
 def activation_of(layer: Any) -> Activation | None:

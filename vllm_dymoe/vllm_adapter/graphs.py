@@ -19,8 +19,7 @@ from vllm_dymoe.runtime.decode_path import DECODE_ROWS
 from vllm_dymoe.vllm_adapter.announcements import logger
 
 OPERATOR = "vllm_dymoe::moe_forward_into"
-OVER_STEPS = (CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE)
-"""Graphs that have MoE layers in them."""
+OVER_STEPS = (CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE)  # graphs that have MoE layers in them
 
 
 def settle_graphs(

@@ -22,8 +22,7 @@ from vllm_dymoe.systems import make_system
 from vllm_dymoe.units import size
 from vllm_dymoe.vllm_adapter.announcements import logger
 
-DOMAIN = "dymoe_domain"
-"""Key of a request's extra arguments that gives it a domain."""
+DOMAIN = "dymoe_domain"  # key of a request's extra arguments that gives it a domain
 
 
 class Observer:

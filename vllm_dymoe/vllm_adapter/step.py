@@ -26,8 +26,7 @@ from vllm_dymoe.systems import System
 from vllm_dymoe.systems.importance import attention_mass, mark_heavy_hitters
 
 _KEY, _MARKS = "vllm_dymoe.prompts", "vllm_dymoe.marks"
-WINDOW = 32
-"""Last queries of a prompt that stand for all of them."""
+WINDOW = 32  # last queries of a prompt that stand for all of them
 
 
 @dataclass(frozen=True, slots=True, eq=False)

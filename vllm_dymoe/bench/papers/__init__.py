@@ -10,5 +10,4 @@ PAPERS: dict[str, Callable[[int], Iterator[PaperTable]]] = {
     "duoserve": duoserve.tables,
     "firm": firm.tables,
     "dynaexq": dynaexq.tables,
-}
-"""By name: from the number of a model's MoE layers to the tables."""
+}  # by name: from the number of a model's MoE layers to the tables

@@ -22,8 +22,7 @@ from vllm_dymoe.bench.papers.tables import (
 from vllm_dymoe.predict.expert_mlp import ARCHITECTURES
 from vllm_dymoe.training import Recipe, train
 
-RECIPE = Recipe(epochs=60)
-"""Of the networks: a run records few tokens, so that they are read often."""
+RECIPE = Recipe(epochs=60)  # of the networks: a run records few tokens, so that they are read often
 _SYSTEMS: Mapping[str, tuple[str, Mapping[str, Any], tuple[float, float]]] = {
     "MoESys": ("layer", {"system": "layer-prefetch"}, (4.24, 9.13)),
     "ACC": ("top-k", {"system": "on-demand", "system_options": {"overlap": False}}, (3.63, 8.06)),

@@ -14,8 +14,7 @@ Number = float | str | None
 Numbers = Mapping[str, Number]
 TRAINED = "trained here"
 """In place of a predictor's file: DuoServe-MoE's network, trained on the run's prompts that are not measured."""
-_WHOLE = 1000
-"""Numbers from here on are written without a fraction."""
+_WHOLE = 1000  # numbers from here on are written without a fraction
 
 
 @dataclass(frozen=True)
@@ -95,10 +94,8 @@ def of(*path: str, unit: float = 1.0) -> Callable[[Row], Number]:
     return lambda row: unit * float(reduce(getitem, path, row["measured"]))
 
 
-TTFT = of("ttft_ms", "median", unit=1e-3)
-"""Seconds to the first token."""
-TPOT = of("tpot_ms", "mean", unit=1e-3)
-"""Seconds for each later token."""
+TTFT = of("ttft_ms", "median", unit=1e-3)  # seconds to the first token
+TPOT = of("tpot_ms", "mean", unit=1e-3)  # seconds for each later token
 RATE = of("decode_tokens_per_second")
 
 

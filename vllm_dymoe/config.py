@@ -54,7 +54,6 @@ class ExpertBudget(BaseModel):
 
     @property
     def is_auto(self) -> bool:
-        """Whether the budget follows from the memory that is free."""
         return self == AUTO
 
 

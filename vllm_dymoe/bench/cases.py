@@ -77,7 +77,6 @@ class Case:
 
 
 def digest(value: Any) -> str:
-    """A short name of JSON data."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -96,7 +95,6 @@ def grid(
 
 
 def full_load(options: Mapping[str, Any]) -> Subject:
-    """The same precision with every expert on the device."""
     kept = {name: options[name] for name in ("hi", "group_size", "quantizer", "dense") if name in options}
     asked = Options.model_validate(options)
     dense = f", dense {asked.dense}" if "dense" in kept else ""

@@ -209,7 +209,6 @@ def parsed(tests: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def answer(job: Job) -> None:
-    """Add a row for every case of a job."""
     serve = {"accelerate": accelerate, "llama.cpp": llama_cpp}.get(job["peer"], server)
     for case in job["cases"]:
         measured = {"peak_device_bytes": peak_bytes(), "warm_up_requests": case["workload"]["warm_up"]}

@@ -48,7 +48,6 @@ class PromptSet:
 
     @property
     def digest(self) -> str:
-        """Changes with any prompt."""
         texts = [[prompt.text, prompt.domain, prompt.output_tokens] for prompt in self.prompts]
         return hashlib.sha256(json.dumps([texts, self.random_length]).encode()).hexdigest()[:12]
 
@@ -125,7 +124,6 @@ def _parsed(text: str, where: str) -> Any:
 
 
 def _prompt(entry: Any, where: str) -> Prompt:
-    """One object of ``custom`` or ``spec_bench``."""
     if not isinstance(entry, dict):
         raise ConfigError(f"{where} is not an object.")
     turns = entry.get("turns")

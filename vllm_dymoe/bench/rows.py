@@ -44,7 +44,6 @@ def append_row(path: Path, row: Row) -> None:
 
 
 def is_full_load(row: Row) -> bool:
-    """Whether it says what a step takes with every expert on the device."""
     return row["kind"] == "speed" and row["label"].startswith("full load")
 
 

@@ -50,7 +50,6 @@ def measure(
 
 
 def job_of(group: Sequence[Case], prompts: PromptSet, out: Path, expert_bytes: int = 0) -> dict[str, Any]:
-    """What the process of a group needs to know."""
     first = group[0]
     peer = find_peer(first.subject.peer)
     share = ExpertBudget.parse(first.budget).share if peer and peer.takes_budgets else None
@@ -70,7 +69,6 @@ def job_of(group: Sequence[Case], prompts: PromptSet, out: Path, expert_bytes: i
 
 
 def _described(case: Case) -> dict[str, Any]:
-    """What a row says of its case, for tables of later runs as well."""
     return {
         "key": case.key,
         "kind": "speed",

@@ -41,7 +41,6 @@ def distribution(seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def summarise(answers: Sequence[Answers]) -> dict[str, Any]:
-    """One row's measurements over all groups of requests."""
     between = [value for group in answers for value in group.between]
     decoding = sum(group.seconds - max(group.first) for group in answers)
     seconds = sum(group.seconds for group in answers)

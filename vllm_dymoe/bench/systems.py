@@ -67,7 +67,6 @@ class Compared(Exact):
 
     @cached_property
     def foresight(self) -> Foresight | None:
-        """With the slots and the pace of FIRM-MoE, whatever names."""
         if self.ahead == "nothing":
             return None
         kind: dict[str, Any] = {"needs_gates": True, "takes_predictor": True, "wide": lambda top_k: top_k}
@@ -106,7 +105,6 @@ class Chosen(Dymoe):
 
     @cached_property
     def precision(self) -> CriticalHigh:
-        """DyMoE's, or a random one."""
         return super().precision if self.by_importance else RandomHigh(**vars(super().precision))
 
 
@@ -134,7 +132,6 @@ class OneLayerLow(System):
 
     @cached_property
     def precision(self) -> Precision:
-        """Both tiers."""
         return LayerLow(frozenset((Tier.HI, Tier.LO)), layer=self.layer)
 
 

@@ -80,7 +80,6 @@ def for_terminals(body: Sequence[Mapping[str, str]]) -> Iterator[list[str]]:
 
 
 def markdown(head: Sequence[str], body: Iterable[Iterable[str]]) -> str:
-    """For a document."""
     return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *body))
 
 

@@ -61,7 +61,6 @@ def one_sentence_errors(command: Callable[P, R]) -> Callable[P, R]:
 
 
 def json_object(option: str, text: str) -> dict[str, Any]:
-    """An option that is a JSON object."""
     from vllm_dymoe.config import ConfigError
 
     try:

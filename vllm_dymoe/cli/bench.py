@@ -64,7 +64,6 @@ class Bench:
         self, systems: Sequence[str], peers: Sequence[str], budgets: Sequence[str], batches: Sequence[int],
         links: Sequence[str], misses: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        """Measure what is missing, compare answers, and show everything."""
         asked, requests, warm_up = self.asked, self.workload.requests, self.workload.warm_up
         if not asked.is_random and len(asked.prompts) < requests + warm_up:
             raise ConfigError(
@@ -92,7 +91,6 @@ class Bench:
                 yield Subject(name, peer=name, budgets=None if peer.takes_budgets else (EVERYTHING,))
 
     def report(self, rows: Sequence[Row]) -> None:
-        """Table and pictures of rows whose answers are what they have to be."""
         compared, workload = check_outputs(rows), self.workload
         title = (
             f"{self.model}: {workload.requests} requests of {workload.max_tokens} tokens, prompts: {workload.name}, "

@@ -102,7 +102,6 @@ class IntegerKernel(MPLinearKernel):
         _take(layer, held, self.config.act_type, shared, *names, zeros=self.config.zero_points)
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x [..., columns] -> [..., rows]."""
         return multiply(layer, x, bias)
 
 
@@ -119,7 +118,6 @@ class _Fp8:
         return fits and _asked_for(), "neither bfloat16 nor float16, or the model is not served with dymoe"
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None, **_: Any) -> torch.Tensor:
-        """x [..., columns] -> [..., rows]."""
         return multiply(layer, x, bias)
 
     def _read(self, layer: Any, names: tuple[str, str], weight: torch.Tensor, block: tuple[int, int]) -> None:

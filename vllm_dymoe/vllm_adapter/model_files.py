@@ -57,7 +57,6 @@ def check_ranks(folder: Path, ranks: int) -> None:
 
 
 def drafted_by_experts(config: VllmConfig) -> bool:
-    """Whether a draft model with experts proposes tokens."""
     draft = getattr(config.speculative_config, "draft_model_config", None)
     # Methods without a draft model, such as ngram, have the target's own config there.
     return draft is not None and draft is not config.model_config and bool(draft.get_num_experts())

@@ -136,7 +136,6 @@ class ModelStore:
 
     @property
     def dummy(self) -> bool:
-        """Whether experts are random, and nothing is read from the checkpoint."""
         return bool(self._vllm_config.load_config.load_format == "dummy")
 
     def add(self, spec: LayerSpec) -> None:

@@ -109,7 +109,6 @@ def calibrate(
 
 
 def _start(model: str, length: int, options: Mapping[str, Any]) -> LLM:
-    """An engine that reads a part in one step where it can."""
     config = read_config(Path(model))
     longest = (config.get("text_config") or config).get("max_position_embeddings")
     return LLM(

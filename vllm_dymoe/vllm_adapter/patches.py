@@ -54,7 +54,6 @@ def _replaces(owner: str, name: str, removable: str) -> Callable[[Original], Ori
 
 
 def apply_patches() -> None:
-    """Apply the patches to this process, each once."""
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     for patch in PATCHES:

@@ -148,7 +148,6 @@ def _refuse_model(config: VllmConfig) -> None:
 
 
 def _refuse_data_parallel(config: VllmConfig, options: Options) -> None:
-    """Refuse what cannot be where the tokens of several engines meet at the same experts."""
     parallel = config.parallel_config
     if parallel.data_parallel_size == 1:
         return
@@ -170,7 +169,6 @@ def _refuse_data_parallel(config: VllmConfig, options: Options) -> None:
 
 
 def _refuse_pipeline(config: VllmConfig, options: Options) -> None:
-    """Refuse what needs all layers where no process has them."""
     stages = config.parallel_config.pipeline_parallel_size
     instead = f"leave --pipeline-parallel-size {stages} out, or use --tensor-parallel-size."
     if stages > 1 and make_system(options).precision.by_depth:
@@ -186,7 +184,6 @@ def _refuse_pipeline(config: VllmConfig, options: Options) -> None:
 
 
 def _check_memory(config: VllmConfig, experts: ModelExperts, options: Options) -> None:
-    """Refuse a budget or a host store that surely cannot work, before any process starts; the workers check again."""
     device_type = current_platform.device_type
     if not options.expert_budget.is_auto:
         workspace = workspace_bytes(experts, device_type)
@@ -237,7 +234,6 @@ def _add_worker_methods(config: VllmConfig) -> None:
 
 
 def refuse_unsupported_features(config: VllmConfig) -> None:
-    """Refuse the first feature (ConfigError) that is on and cannot work."""
     model, parallel, drafts = config.model_config, config.parallel_config, config.speculative_config
     unsupported = {
         "LoRA on the experts is not supported; name the layers that adapters may change with --lora-target-modules, "

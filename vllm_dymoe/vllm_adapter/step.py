@@ -55,7 +55,6 @@ class RunningStep:
 
     @property
     def warming_up(self) -> bool:
-        """Whether what runs now was made up by vLLM."""
         return self._scheduled is None
 
     @property

@@ -41,7 +41,6 @@ _HIT_RATES = {
 
 
 def tables(_moe_layers: int) -> Iterator[PaperTable]:
-    """All of them."""
     peak = {"ours, MB": of("decode", "peak_expert_bytes", unit=1e-6)}
     sizes = ("8x7B, GB", "8x22B, GB")
     yield PaperTable(
@@ -72,6 +71,5 @@ def _speed(name: str, columns: Mapping[str, Callable[..., Any]]) -> Speed:
 
 
 def _trained(architecture: str, recorded: Recorded) -> Numbers:
-    """Hit rates of a network that is trained on the trace now."""
     found = train(recorded.trace, ARCHITECTURES[architecture], RECIPE).metrics["trained"]
     return {"all experts %": 100 * found["all_k"], "at least one %": 100 * found["at_least_one"]}

@@ -60,7 +60,6 @@ _ELSEWHERE = "a system of its own, not built on this plugin; measure its server 
 
 
 def tables(moe_layers: int) -> Iterator[PaperTable]:
-    """All of them."""
     yield PaperTable("Table 1", "uniform quantization", tuple(_TASKS), [
         row for label, (options, *both) in _UNIFORM.items() for row in _of_both_models(label, options, both)
     ])  # fmt: skip

@@ -42,7 +42,6 @@ _LENGTHS = ("32", "64", "128", "256")
 
 
 def tables(_moe_layers: int) -> Iterator[PaperTable]:
-    """All of them."""
     for name, what, prefill in (("Table 1", _DECODE, False), ("Table 2", _PREFILL, True)):
         about = f"percent of a layer's experts in a step of {'prefill' if prefill else 'decode'}, by batch"
         yield PaperTable(name, about, _BATCHES, [
@@ -85,7 +84,6 @@ def _ratios(prefill: bool, recorded: Recorded) -> Numbers:
 
 
 def _line(system: str, label: str, columns: tuple[str, ...], show: Callable[[Row], Number]) -> Line:
-    """Over batch sizes or over lengths of prompts."""
     options, budget = _SYSTEMS[system]
     batches = columns == _BATCHES
     places = {name: At(budget, int(name), _TOKENS) if batches else At(budget, 1, int(name)) for name in columns}

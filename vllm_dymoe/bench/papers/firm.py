@@ -43,7 +43,6 @@ _STRATEGIES: Mapping[str, tuple[int, int, Votes, Mapping[str, float]]] = {
 
 
 def tables(_moe_layers: int) -> Iterator[PaperTable]:
-    """All of them."""
     here = ", ".join(f"{share} for {cache}" for cache, share in _CACHES.items())
     about = f"s per token of Qwen1.5-MoE-A2.7B on an RTX 3090 and PCIe 4; here as shares of the experts, {here}"
     without = Subject("Baseline, nothing ahead", _parts("nothing", whole=True))

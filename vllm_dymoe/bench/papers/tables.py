@@ -85,7 +85,6 @@ class PaperTable:
 
 
 def line(label: str, ours: Source, columns: Sequence[str] | Mapping[str, Any] = (), numbers: Any = ()) -> Line:
-    """A row with the paper's number for each column."""
     return Line(label, ours, dict(zip(columns, numbers, strict=True)) if numbers else {})
 
 
@@ -117,7 +116,6 @@ def bound(row: Row) -> tuple[float, float]:
 
 
 def least(row: Row) -> Number:
-    """The bound as text."""
     seconds, gain = bound(row)
     return f"{seconds:.4f} ({gain:.2f} times)"
 
@@ -184,8 +182,6 @@ def _cell(value: Number) -> str:
 
 
 def as_markdown(title: str, tables: Sequence[tuple[PaperTable, Sequence[tuple[Numbers, str]]]]) -> str:
-    """All tables as one page."""
-
     def parts() -> Iterator[str]:
         yield f"# {title}"
         for table, filled in tables:

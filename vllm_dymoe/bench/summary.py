@@ -1,12 +1,14 @@
 """From the times of single tokens to what a row says."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+from vllm_dymoe.runtime.stats import RuntimeStats
 
 QUANTILES = 20  # steps of a distribution: every 5 %
 
@@ -62,7 +64,7 @@ def summarise(answers: Sequence[Answers]) -> dict[str, Any]:
     return found
 
 
-_AT_THE_END = ("budget_bytes", "peak_expert_bytes", "predictor_bytes", "resident_experts", "prefetch_interval")
+_AT_THE_END = {field.name for field in fields(RuntimeStats) if field.metadata.get("gauge", True)}
 
 
 def _total(counted: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -9,8 +9,6 @@ case, since workers fall back to them if attention cannot be captured; its break
 (``moe_method``).
 """
 
-import logging
-
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
 
@@ -130,18 +128,16 @@ def _say(asked: CUDAGraphMode, mode: CUDAGraphMode, reason: str, largest: int) -
         logger.info("vllm-dymoe: vLLM's CUDA graphs stay as they are, MoE layers included: no expert has to come.")
     elif mode == CUDAGraphMode.FULL_DECODE_ONLY:
         logger.info(
-            "vllm-dymoe: decode steps of up to %d tokens are one CUDA graph, experts that are not there included, "
-            "because the device decides about them; other steps run without graphs%s.", largest, becomes,
+            "vllm-dymoe: decode steps of up to %d tokens are one CUDA graph, missing experts included, because the "
+            "device decides about them; other steps run without graphs%s.", largest, becomes,
         )  # fmt: skip
     elif mode == CUDAGraphMode.NONE:
         logger.warning(
-            "vllm-dymoe: no CUDA graphs%s, because the host chooses and fetches experts in every step, and %s; the "
-            "host launches every operator of a step by itself, which costs most in decode.", becomes, reason,
+            "vllm-dymoe: no CUDA graphs%s, because the host chooses and fetches experts in every step, and %s; that "
+            "costs most in decode.", becomes, reason,
         )  # fmt: skip
     else:
-        logger.log(
-            logging.WARNING if becomes else logging.INFO,
+        (logger.warning if becomes else logger.info)(
             "vllm-dymoe: CUDA graphs are cut at every MoE layer%s, because the host chooses and fetches experts there "
-            "in every step; it launches the operators of these layers one by one, and two graphs for each layer.",
-            becomes,
-        )
+            "in every step; there are two graphs for each layer.", becomes,
+        )  # fmt: skip

@@ -25,12 +25,6 @@ from vllm_dymoe.vllm_adapter.metrics import difference, total
 Request = tuple[list[int], int]  # token numbers of a prompt, and tokens of its answer
 _ROUNDS = 8  # of warming up at most: a system that tunes itself is measured when it has settled
 
-_COUNTED = (
-    "hits", "misses", "there", "promotions", "reuses", "evictions", "exposed_wait_seconds", "prediction_seconds",
-    "planned", "bytes_moved", "transfers", "prefetches", "predictions", "budget_bytes", "peak_expert_bytes",
-    "predictor_bytes", "resident_experts",
-)  # fmt: skip
-
 
 def run(job: Mapping[str, Any]) -> None:
     make_known()
@@ -181,13 +175,12 @@ def fill(runtime: MoERuntime) -> None:
 
 
 def _counters(llm: LLM) -> list[dict[str, Any]]:
-    answers: list[dict[str, Any]] = llm.collective_rpc("dymoe_stats")
-    return answers
+    return llm.collective_rpc("dymoe_stats")  # type: ignore[no-any-return]
 
 
 def _difference(after: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]]) -> dict[str, Any]:
     found = total([difference(new, old) for new, old in zip(after, before, strict=True)])
-    return {name: found[name] for name in _COUNTED} | {"prefetch_interval": after[0]["prefetch_interval"]}
+    return found | {"prefetch_interval": after[0]["prefetch_interval"]}
 
 
 def _chunks(requests: Sequence[Request], batch: int) -> Iterator[Sequence[Request]]:

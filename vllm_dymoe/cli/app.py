@@ -1,17 +1,14 @@
 """The commands and their options."""
 
-import functools
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, ParamSpec, TypeVar
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
 from vllm_dymoe import __version__
 
-P = ParamSpec("P")
-R = TypeVar("R")
 Model = Annotated[str, typer.Argument(help="Model to serve, as for `vllm serve`.")]
 TraceFile = Annotated[Path, typer.Argument(help="Trace file, or folder that one is or was recorded to.")]
 Engine = Annotated[str, typer.Option(help="Arguments of vLLM's LLM, as JSON: '{\"max_model_len\": 4096}'.")]
@@ -35,29 +32,28 @@ Architecture = Annotated[
     ),
 ]
 
-app = typer.Typer(
-    name="vllm-dymoe",
-    help="Serve Mixture-of-Experts models that do not fit on the accelerator, with vLLM.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
 
+class Commands(TyperGroup):
+    """Errors of this package are a sentence on stderr and exit code 1; any other stays a traceback."""
 
-def one_sentence_errors(command: Callable[P, R]) -> Callable[P, R]:
-    """Turn errors of this package into their sentence on stderr and exit code 1; any other stays a traceback."""
-
-    @functools.wraps(command)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+    def invoke(self, ctx: typer.Context) -> Any:
         try:
-            return command(*args, **kwargs)
+            return super().invoke(ctx)
         except Exception as error:
             if not type(error).__module__.startswith("vllm_dymoe."):
                 raise
             typer.echo(f"vllm-dymoe: {str(error).removeprefix('vllm-dymoe: ')}", err=True)
             raise typer.Exit(1) from None
 
-    return wrapped
+
+app = typer.Typer(
+    cls=Commands,
+    name="vllm-dymoe",
+    help="Serve Mixture-of-Experts models that do not fit on the accelerator, with vLLM.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
 
 
 def json_object(option: str, text: str) -> dict[str, Any]:
@@ -82,7 +78,6 @@ def _root(
 
 
 @app.command()
-@one_sentence_errors
 def quantize(
     model: Annotated[Path, typer.Argument(help="Folder of a Hugging Face checkpoint, 16-bit or quantized.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write; `vllm serve` opens it as it is.")],
@@ -118,7 +113,6 @@ def quantize(
 
 
 @app.command()
-@one_sentence_errors
 def calibrate(
     model: Annotated[Path, typer.Argument(help="Folder of a checkpoint with 16-bit weights, or of a store.")],
     texts: Annotated[
@@ -151,7 +145,6 @@ def calibrate(
 
 
 @app.command()
-@one_sentence_errors
 def inspect(
     path: Annotated[Path, typer.Argument(help="Folder of an expert store, a dymoe checkpoint or a MoE checkpoint.")],
     verify: Annotated[bool, typer.Option("--verify", help="Read every expert and check its checksums.")] = False,
@@ -164,7 +157,6 @@ def inspect(
 
 
 @app.command()
-@one_sentence_errors
 def trace(
     model: Model,
     prompts: Annotated[str, typer.Option(help="File of prompts, as for `bench`: lines, or objects with a domain.")],
@@ -198,7 +190,6 @@ def trace(
 
 
 @app.command()
-@one_sentence_errors
 def report(
     trace: TraceFile,
     out: Annotated[Path, typer.Option("--out", "-o", help="Page to write.")] = Path("report.html"),
@@ -217,7 +208,6 @@ def report(
 
 
 @app.command()
-@one_sentence_errors
 def train(
     trace: TraceFile,
     out: Annotated[Path, typer.Option("--out", "-o", help="File to write, for the option `predictor`.")],
@@ -239,7 +229,6 @@ def train(
 
 
 @app.command()
-@one_sentence_errors
 def bench(
     model: Model,
     system: Annotated[
@@ -290,7 +279,6 @@ def bench(
 
 
 @app.command()
-@one_sentence_errors
 def plan(
     model: Annotated[str, typer.Argument(help="Folder with a config.json, or a model of the Hugging Face hub.")],
     gpu: Annotated[str | None, typer.Option(help="A GPU's name, or a folder that `vllm-dymoe bench` wrote.")] = None,
@@ -320,7 +308,6 @@ def plan(
 
 
 @app.command()
-@one_sentence_errors
 def served(
     results: Annotated[Path, typer.Argument(help="Folder that `vllm bench serve --save-result` wrote to.")],
 ) -> None:

@@ -39,10 +39,7 @@ class DymoeConfig(QuantizationConfig):
         reader: Reader = PLAIN_READER,  # of the experts of a checkpoint that another tool has quantized
         dense: Mapping[str, Any] | None = None,  # that tool's, by which vLLM runs the other layers
     ) -> None:
-        self._dense: QuantizationConfig | None = None
-        self._dense_refusal: str | None = None
-        if dense is not None:
-            self._dense, self._dense_refusal = _read_dense(dense)
+        self._dense, self._dense_refusal = (None, None) if dense is None else _read_dense(dense)
         super().__init__()
         self.checkpoint = checkpoint
         self.reader = reader
@@ -54,9 +51,8 @@ class DymoeConfig(QuantizationConfig):
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         dtypes = [torch.bfloat16, torch.float16]
-        if self._dense is None:
-            return dtypes
-        return [dtype for dtype in dtypes if dtype in self._dense.get_supported_act_dtypes()]
+        dense = dtypes if self._dense is None else self._dense.get_supported_act_dtypes()
+        return [dtype for dtype in dtypes if dtype in dense]
 
     @classmethod
     def get_min_capability(cls) -> int:

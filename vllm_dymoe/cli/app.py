@@ -36,7 +36,7 @@ Architecture = Annotated[
 class Commands(TyperGroup):
     """Errors of this package are a sentence on stderr and exit code 1; any other stays a traceback."""
 
-    def invoke(self, ctx: typer.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except Exception as error:

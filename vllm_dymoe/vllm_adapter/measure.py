@@ -175,7 +175,7 @@ def fill(runtime: MoERuntime) -> None:
 
 
 def _counters(llm: LLM) -> list[dict[str, Any]]:
-    return llm.collective_rpc("dymoe_stats")  # type: ignore[no-any-return]
+    return llm.collective_rpc("dymoe_stats")
 
 
 def _difference(after: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]]) -> dict[str, Any]:

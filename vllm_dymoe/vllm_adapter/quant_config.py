@@ -39,7 +39,10 @@ class DymoeConfig(QuantizationConfig):
         reader: Reader = PLAIN_READER,  # of the experts of a checkpoint that another tool has quantized
         dense: Mapping[str, Any] | None = None,  # that tool's, by which vLLM runs the other layers
     ) -> None:
-        self._dense, self._dense_refusal = (None, None) if dense is None else _read_dense(dense)
+        self._dense: QuantizationConfig | None = None
+        self._dense_refusal: str | None = None
+        if dense is not None:
+            self._dense, self._dense_refusal = _read_dense(dense)
         super().__init__()
         self.checkpoint = checkpoint
         self.reader = reader

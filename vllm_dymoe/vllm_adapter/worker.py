@@ -105,7 +105,7 @@ class DymoeWorkerExtension:
 
 
 def _rank(worker: Any) -> Running:
-    return worker.vllm_config.quant_config.loaded_model()  # type: ignore[no-any-return]
+    return worker.vllm_config.quant_config.loaded_model()
 
 
 def _runtime(worker: Any) -> MoERuntime:

@@ -67,6 +67,7 @@ def _describe_store(store: FileStore) -> dict[str, Any]:
     manifest, experts = store.manifest, store.experts
     checkpoint = _is_ours(store.folder)
     rank, ranks = manifest.tensor_parallel
+    rates = known_rates(store.folder)  # that a start has measured, in bytes per second
     bits = sorted(experts.formats, reverse=True)
     return {
         "kind": "dymoe checkpoint" if checkpoint else "expert store",
@@ -77,16 +78,10 @@ def _describe_store(store: FileStore) -> dict[str, Any]:
         **({"dense_bytes": sum(p.nbytes for p in read_tensors(store.folder).values())} if checkpoint else {}),
         **_describe_experts(experts),
         "alignment": manifest.alignment,
-        "disk": _describe_disk(store),
+        "disk": None if rates is None else {**asdict(rates), "depth": rates.depth},
         "errors": _describe_errors(manifest),
         "budgets": _budgets(experts, Options.model_validate({"hi": bits[0], "lo": bits[1] if len(bits) > 1 else 0})),
     }
-
-
-def _describe_disk(store: FileStore) -> dict[str, Any] | None:
-    """What a start has measured, in bytes per second; None before the first one."""
-    rates = known_rates(store.folder)
-    return None if rates is None else {**asdict(rates), "depth": rates.depth}
 
 
 def _describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -6,7 +6,8 @@ number of experts. When the layer runs for the first request, the gate has to ch
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +34,11 @@ class GateError(ValueError):
     """A gate that cannot be found or used; the message is the reason, for a sentence to the user."""
 
 
-@dataclass
-class _Linear:
-    """A gate module as a function; it stays vLLM's, with whatever kernels and adapters vLLM gives it."""
-
-    module: Any
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        dtype = self.module.params_dtype if hasattr(self.module, "params_dtype") else self.module.weight.dtype
-        out = self.module(x if x.dtype == dtype else x.to(dtype))
-        return out[0] if isinstance(out, tuple) else out
+def _logits(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """Of a gate module that stays vLLM's, with whatever kernels and adapters vLLM gives it."""
+    dtype = module.params_dtype if hasattr(module, "params_dtype") else module.weight.dtype
+    out = module(x if x.dtype == dtype else x.to(dtype))
+    return out[0] if isinstance(out, tuple) else out
 
 
 def find_gate(experts: Any, model: torch.nn.Module) -> Gate:
@@ -65,7 +61,7 @@ def find_gate(experts: Any, model: torch.nn.Module) -> Gate:
         raise GateError(f"its scores are {experts.scoring_func}, which is not supported yet")
     grouped = experts.use_grouped_topk
     return Gate(
-        logits=_Linear(found[0]),
+        logits=partial(_logits, found[0]),
         scoring=experts.scoring_func,
         correction=experts.e_score_correction_bias,
         groups=(experts.num_expert_group or 0) if grouped else 0,

@@ -32,10 +32,6 @@ from vllm_dymoe.vllm_adapter.model_files import (
 from vllm_dymoe.vllm_adapter.quant_config import expert_width, read_options
 
 WORKER_EXTENSION = "vllm_dymoe.vllm_adapter.worker.DymoeWorkerExtension"
-RELOADING = (
-    "vllm-dymoe: weights cannot be replaced while the model is served, because its experts are packed in a store; "
-    "nothing was changed: start again with the new checkpoint."
-)
 
 
 def prepare(config: VllmConfig) -> None:
@@ -88,7 +84,10 @@ def refuse_idle_options(config: VllmConfig) -> None:
 
 def refuse_reloading(config: VllmConfig) -> None:
     if config.model_config.quantization == "dymoe":
-        raise ConfigError(RELOADING)
+        raise ConfigError(
+            "vllm-dymoe: weights cannot be replaced while the model is served, because its experts are packed in a "
+            "store; nothing was changed: start again with the new checkpoint."
+        )
 
 
 def refuse_adapted_experts(model: Any, path: str, adapter: Any) -> None:

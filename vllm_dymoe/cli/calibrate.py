@@ -54,7 +54,7 @@ def measure(folder: Path, link: str | None) -> None:
         store = MemoryStore.from_files(files, CudaPageLock(device) if device.type == "cuda" else None, progress)
     (folder / RATES).unlink(missing_ok=True)
     runtime = MoERuntime(store, options, device, rates=folder / RATES)
-    Console().print(f"Here {runtime.host_side.describe()}: kept in {folder / RATES}.", soft_wrap=True, markup=False)
+    typer.echo(f"Here {runtime.host_side.describe()}: kept in {folder / RATES}.")
     runtime.close()
 
 

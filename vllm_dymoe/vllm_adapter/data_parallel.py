@@ -5,7 +5,6 @@ to all others, computes what its own experts have for all of them, and gets the 
 rank knows which rows are tokens, so they are marked on the way: what fills up a batch is no use of an expert.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,13 +50,8 @@ def own_tokens(tokens: int, rows: int, rank: int) -> int:
     return min(max(tokens - rank * rows, 0), rows)
 
 
-def gather_rows(
-    _: Any, group: Any, tensors: list[torch.Tensor], dim: int = 0, sizes: Sequence[int] = ()
-) -> list[torch.Tensor]:
-    """vLLM gathers rows over data-parallel ranks, which its communicator of CPUs cannot.
-
-    Tensors [rows of this rank, ...] -> [rows of all ranks, ...], of which each rank has so many.
-    """
+def gather_rows(group: Any, tensors: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
+    """Tensors [rows of this rank, ...] -> [rows of all ranks, ...] of these sizes, through a CpuCommunicator."""
     longest, found = max(sizes), []
     for tensor in tensors:
         padded = tensor.new_zeros(longest, *tensor.shape[1:])  # a collective of gloo has parts of one size
@@ -69,11 +63,11 @@ def gather_rows(
     return found
 
 
-def add_rows(_: Any, group: Any, tensor: torch.Tensor, dim: int = 0, sizes: Sequence[int] = ()) -> torch.Tensor:
-    """On the way back: [rows of all ranks, hidden] -> [rows of this rank, hidden], added over ranks in their order."""
+def add_rows(group: Any, tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    """Tensor [rows of all ranks, hidden] -> [rows of this rank, hidden], added over ranks in their order."""
     rows, width = sizes[group.rank_in_group], tensor.shape[1:].numel() * tensor.itemsize
     parts = torch.empty(len(sizes) * rows, width, dtype=torch.uint8)
     sent = tensor.contiguous().view(len(tensor), -1).view(torch.uint8)
-    torch.distributed.all_to_all_single(parts, sent, [rows] * len(sizes), list(sizes), group=group.device_group)
+    torch.distributed.all_to_all_single(parts, sent, [rows] * len(sizes), sizes, group=group.device_group)
     summed = parts.view(tensor.dtype).view(len(sizes), rows, *tensor.shape[1:]).sum(0, dtype=torch.float32)
     return summed.to(tensor.dtype)

@@ -128,8 +128,18 @@ _CPU = "vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator"
 _COLLECTIVE = "this collective in CpuCommunicator"
 
 
-_replaces(_CPU, "all_gatherv", _COLLECTIVE)(data_parallel.gather_rows)
-_replaces(_CPU, "reduce_scatterv", _COLLECTIVE)(data_parallel.add_rows)
+@_replaces(_CPU, "all_gatherv", _COLLECTIVE)
+def _all_gatherv(original: Original, self: Any, input_: Any, dim: int = 0, sizes: Any = None) -> Any:
+    """vLLM's expert parallelism over data-parallel ranks gathers rows, and its communicator of CPUs cannot."""
+    return data_parallel.gather_rows(self, input_, sizes)
+
+
+@_replaces(_CPU, "reduce_scatterv", _COLLECTIVE)
+def _reduce_scatterv(original: Original, self: Any, input_: Any, dim: int = 0, sizes: Any = None) -> Any:
+    """As ``all_gatherv``, on the way back."""
+    return data_parallel.add_rows(self, input_, sizes)
+
+
 _replaces("vllm.v1.core.sched.scheduler.Scheduler", "update_from_output", _STEP_ERROR)(failures.update_from_output)
 
 

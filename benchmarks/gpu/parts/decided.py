@@ -11,10 +11,10 @@ from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.systems.exact import Exact
 
 
-def runtime_of(stack: Stack, store: Any, bits: int, budget: str, projections: int, misses: str = "fetch") -> MoERuntime:
-    """A runtime whose device decides, fetches so many projections ahead, and leaves misses to the host or not."""
-    system, options = Exact(ahead_in_graph=projections), {"decisions": "device", "misses": misses}
-    return stack.runtime(store, bits, budget=budget, prefetch="next-gate", system=system, **options)
+def runtime_of(stack: Stack, store: Any, bits: int, budget: str, projections: int) -> MoERuntime:
+    """A runtime whose device decides, and fetches so many projections ahead."""
+    system = Exact(ahead_in_graph=projections)
+    return stack.runtime(store, bits, budget=budget, prefetch="next-gate", system=system, decisions="device")
 
 
 class DecidedSteps:

@@ -4,17 +4,12 @@ import time
 from statistics import median
 
 import torch
-from capture import captured
 from kernel_speeds import measure
 from layers import LAYERS, Layer, Machine, work_of
 from record import Recorder
 
 from parts.decided import DecidedSteps, runtime_of
-from parts.stack import DEVICE, Model, Stack, pinned_store, same_bits
-from vllm_dymoe.kernels import Activation
-from vllm_dymoe.kernels.triton.doorbell import post, wait
-from vllm_dymoe.residency.constants import Fate
-from vllm_dymoe.residency.decision import Decision
+from parts.stack import Model, Stack, pinned_store, same_bits
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.store import HostStore
 
@@ -42,8 +37,6 @@ def run(record: Recorder) -> None:
         machine = measure(record, KERNEL_LAYERS, ("4", "4/2"), KERNEL_TOKENS)
     _measure_runtime(record, machine, store, stack)
     _measure_decided(record, machine, store, stack)
-    _measure_decided(record, machine, store, stack, "share")
-    _measure_doorbell(record, store, stack)
     store.close()
 
 
@@ -73,21 +66,19 @@ def _measure_runtime(record: Recorder, machine: Machine, store: HostStore, stack
                     del runtime
 
 
-def _measure_decided(record: Recorder, machine: Machine, store: HostStore, stack: Stack, misses: str = "fetch") -> None:
+def _measure_decided(record: Recorder, machine: Machine, store: HostStore, stack: Stack) -> None:
     """Steps between which the host does nothing: a layer's time, beside what link or memory allow.
 
-    Decode of one token is one graph; a prompt is launched, and streams through the staging slots. Misses that the host
-    computes count as if they had been fetched, so that a share above 1 is what they gain.
+    Decode of one token is one graph; a prompt is launched, and streams through the staging slots.
     """
-    fetches = misses == "fetch"
-    for phase, (tokens, steps) in STEPS.items() if fetches else [("decode", STEPS["decode"])]:
+    for phase, (tokens, steps) in STEPS.items():
         wide = phase == "prefill"
         for budget, ahead in [(budget, ahead) for budget in BUDGETS for ahead in AHEAD]:
-            if (ahead and (wide or not fetches)) or (budget == "100%" and (ahead or not fetches)):
+            if ahead and (wide or budget == "100%"):
                 continue
-            name = f"{phase} decided on the device, misses {misses}, {budget}, {ahead} projections ahead"
+            name = f"{phase} decided on the device, {budget}, {ahead} projections ahead"
             with record.check(f"{name}, could be measured"):
-                runtime = runtime_of(stack, store, BITS, budget, ahead, misses)
+                runtime = runtime_of(stack, store, BITS, budget, ahead)
                 replayed = DecidedSteps(stack, runtime, tokens, launched=wide, wide=wide)
                 for seed in range(1 if wide else WARM):
                     replayed.step(stack.inputs(tokens, steps + seed))
@@ -103,48 +94,9 @@ def _measure_decided(record: Recorder, machine: Machine, store: HostStore, stack
                 on_card = work_of(layer, seen[0].ids.tolist(), (BITS,)).seconds(machine)
                 missed = stats.misses * runtime.experts.formats[BITS].nbytes / steps / MODEL.layers
                 bound = max(on_card, missed / machine.host_bytes_per_second)
-                remark = f"{stats.hit_rate:.0%} hits, {stats.there} computed there, {stats.prefetches}"
+                remark = f"{stats.hit_rate:.0%} hits, {stats.prefetches}"
                 record.speed(f"{name}, a layer", "us", 1e6 * measured, 1e6 * bound, bound / measured, remark)
-                runtime.close(keep_store=True)
-
-
-def _measure_doorbell(record: Recorder, store: HostStore, stack: Stack) -> None:
-    """Both bandwidths, each while the other works, and the way to the host and back without a row to compute."""
-    with record.check("the doorbell could be measured") as wrong:
-        runtime = runtime_of(stack, store, BITS, BUDGETS[0], 0, "share")
-        path, rates = runtime.decode, runtime.host_side.rates
-        assert path is not None
-        assert rates is not None
-        doorbell, (_, steps) = path.kernel.doorbell, STEPS["decode"]
-        assert doorbell is not None
-        doorbell.serve(Activation.SILU)
-        record.say(f"Beside each other: {rates.describe(store.experts)}.")
-        shape, x = doorbell.ring.shape, stack.inputs(1, 0)
-        decision = Decision.allocate(1, MODEL.top_k, MODEL.experts, DEVICE).tensors
-        for name, value in (("count", 1), ("fate", int(Fate.THERE)), ("bits", BITS)):
-            decision[name][..., :1].fill_(value)
-        ids, one = (
-            torch.full((1, MODEL.top_k), -1, dtype=torch.int32, device=DEVICE),
-            torch.ones_like(decision["count"]),
-        )
-
-        def ring() -> None:
-            post(shape, doorbell.turn, 0, x, ids, one, dict(decision))
-            wait(doorbell.turn)
-
-        graph = captured(ring)
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(steps):
-            graph.replay()
-        torch.cuda.synchronize()
-        trip, least = 1e6 * (time.perf_counter() - begin) / steps, 1e6 * rates.round_trip
-        record.speed(
-            "doorbell, there and back", "us", trip, least, least / trip, "bound: between two of the host's cores"
-        )
-        if doorbell.failed:
-            wrong.append("the host did not answer")
-        runtime.close(keep_store=True)
+                runtime.engine.close()
 
 
 def _measure(

@@ -13,6 +13,7 @@ from vllm_dymoe.kernels.triton.decide import decide
 from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.rule import HIGH, LOW
 from vllm_dymoe.residency.table import Counter, check_integrity, set_pools
+from vllm_dymoe.residency.threshold import NO_THRESHOLD
 from vllm_dymoe.systems.dymoe import Dymoe
 
 shares = st.lists(st.integers(0, EXPERTS), min_size=LAYERS, max_size=LAYERS)
@@ -89,7 +90,7 @@ def test_precision_shares_and_records_change_between_steps(nested):
             pools = {code: (int(table.pool[code]), int(table.slot_bytes[code]), 12) for code in (LOW, HIGH)}
             set_pools(table, pools, {LOW: [low] * LAYERS, HIGH: [high] * LAYERS})
             table.critical.copy_(critical)
-            table.threshold.copy_(torch.from_numpy(precision.thresholds[1]))
+            table.threshold.copy_(torch.tensor((precision.thresholds or [NO_THRESHOLD] * 2)[1]))
             table.recording.fill_(number % 2)
         for seed in range(5):
             twins.step(seed % LAYERS, *random_step(10 * number + seed, 2))

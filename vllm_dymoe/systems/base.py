@@ -91,7 +91,7 @@ class Migrating(BaseModel):
     hotness: Literal["squared_gates", "uses"] = "squared_gates"
     """What makes an expert hot: its squared routing weights, with what its low version loses where that was measured,
     or uses (the paper)."""
-    alpha: float = Field(default=0.5, gt=0, le=1)
+    alpha: float = Field(default=0.85, gt=0, le=1)
     """Weight of the last window in hotness."""
     window_s: NonNegativeFloat = 2
     """Seconds of a window, after which high experts are chosen anew."""

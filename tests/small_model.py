@@ -2,12 +2,11 @@
 
 import torch
 
-from tests.support.memory_writer import MemoryWriter
+from tests.support.memory_writer import MemoryStore, MemoryWriter
 from vllm_dymoe.quantize import QUANTIZERS
 from vllm_dymoe.quantize.packer import ExpertPacker
 from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.format import Format, ModelExperts, Projection, stored_formats
-from vllm_dymoe.store import MemoryStore
 
 
 def make_experts(

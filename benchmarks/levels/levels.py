@@ -26,13 +26,14 @@ from limits import Limit  # noqa: E402
 from readme import markdown, put  # noqa: E402
 
 TIMES = 2.5
-TOKENS, PROMPT, REQUESTS, TOGETHER = 48, 160, 8, 16  # of an answer; characters of a prompt
+TOKENS, PROMPT, REQUESTS, TOGETHER = 32, 160, 8, 16  # of an answer; characters of a prompt
 PAUSE_SECONDS = 0.2
 SYSTEMS = {
     "llama.cpp, mmap": "llama",
     "dymoe, page cache": "cache",
     "dymoe, host_memory": "level",
 }
+SOAK = "soak"  # the last of them, with short answers for as long as is asked for
 Ask = Callable[[Sequence[str]], Sequence[list[int] | str]]
 
 
@@ -84,7 +85,7 @@ def llama(gguf: Path, memory: int) -> dict[str, Any]:
     params.model.path = str(gguf)
     params.load_mode, params.no_extra_bufts = xllamacpp.llama_load_mode.LLAMA_LOAD_MODE_MMAP, True  # else it copies
     params.n_ctx, params.n_parallel, params.warmup = 8 * 512, 8, False
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = os.cpu_count() or 1
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     params.n_gpu_layers, params.cache_ram_mib, params.verbosity = 0, 0, 0
     with Limit([gguf], memory, mapped=True) as limit:
         server = xllamacpp.Server(params)
@@ -101,16 +102,16 @@ def llama(gguf: Path, memory: int) -> dict[str, Any]:
                     "cache_prompt": False,
                 }
                 answer = server.handle_completions(asked)
-                return answer["content"]
+                return answer["choices"][0]["text"]
 
             with ThreadPoolExecutor(8) as pool:
                 return list(pool.map(one, texts))
 
-        found = measure(ask, lambda name: None, dict)
+        found = measure(ask, lambda name: limit.forget_peak(), dict)
         return found | {"experts_bytes": limit.peak}
 
 
-def dymoe(packed: Path, memory: int, options: dict[str, Any], cache: int | None) -> dict[str, Any]:
+def dymoe(packed: Path, options: dict[str, Any], cache: int | None, soak: float = 0) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     from vllm_dymoe.runtime.serving import Serving
@@ -128,6 +129,8 @@ def dymoe(packed: Path, memory: int, options: dict[str, Any], cache: int | None)
             str(packed), enforce_eager=True, max_model_len=512, max_num_seqs=8, enable_prefix_caching=False,
             additional_config={"dymoe": options},
         )  # fmt: skip
+        if soak:
+            return endure(llm, soak)
         uses.clear()
         sampling, first = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True), [0]
 
@@ -137,6 +140,7 @@ def dymoe(packed: Path, memory: int, options: dict[str, Any], cache: int | None)
 
         def begin(name: str) -> None:
             llm.collective_rpc("dymoe_reset_stats")
+            limit.forget_peak()
             first[0] = len(uses)
 
         def counts() -> dict[str, float]:
@@ -146,21 +150,39 @@ def dymoe(packed: Path, memory: int, options: dict[str, Any], cache: int | None)
                 "hits": stats["hits"] / (stats["hits"] + stats["misses"]),
                 "fetched_bytes": sum(stats["bytes_moved"].values()),
                 "disk_bytes_per_second": stats["disk_bytes"] / max(stats["disk_seconds"], 1e-9),
-                "fetched": stats["misses"] + stats["prefetches"]["wasted"],
+                "fetched": sum(stats["transfers"].values()),
                 "belady": belady.misses(uses, slots, first[0]),
+                "slots": slots,
+                "first_use": first[0],
             }
 
         found = measure(ask, begin, counts)
         (stats,) = llm.collective_rpc("dymoe_stats")
-        return found | {"experts_bytes": limit.peak + stats["peak_expert_bytes"]}
+        return found | {"experts_bytes": limit.peak + stats["peak_expert_bytes"], "uses": uses}
 
 
-def child(system: str, packed: Path, gguf: Path, memory: int) -> dict[str, Any]:
+def endure(llm: Any, seconds: float) -> dict[str, Any]:
+    """Short requests, eight at once, one token each, whose answers must not depend on when they were asked."""
+    from vllm import SamplingParams
+
+    texts, sampling = prompts()[1:], SamplingParams(temperature=0, max_tokens=1)
+    answers: dict[str, Any] = {}
+    end, asked, before = time.perf_counter() + seconds, 0, anonymous_bytes()
+    while time.perf_counter() < end:
+        batch = [text[: 20 + (asked // 8) % 40] for text in (texts[(asked + n) % len(texts)] for n in range(8))]
+        for text, answer in zip(batch, llm.generate(batch, sampling, use_tqdm=False), strict=True):
+            if answers.setdefault(text, answer.outputs[0].token_ids[0]) != answer.outputs[0].token_ids[0]:
+                raise SystemExit(f"{text!r} was answered in two ways.")
+        asked += 8
+    return {"requests": asked, "seconds": seconds, "anonymous_bytes_grown": anonymous_bytes() - before}
+
+
+def child(system: str, packed: Path, gguf: Path, memory: int, soak: float) -> dict[str, Any]:
     if system == "llama":
         return llama(gguf, memory)
     if system == "cache":  # a quarter for slots, the rest for the page cache
-        return dymoe(packed, memory, {"host_store": "file", "expert_budget": memory // 4}, memory - memory // 4)
-    return dymoe(packed, memory, {"host_memory": memory}, None)  # a limit of nothing would tear up reads that run
+        return dymoe(packed, {"host_store": "file", "expert_budget": memory // 4}, memory - memory // 4)
+    return dymoe(packed, {"host_memory": memory}, None, soak)  # a limit of nothing would tear up reads that run
 
 
 def rates(packed: Path) -> Any:
@@ -179,15 +201,16 @@ def rates(packed: Path) -> Any:
 def main() -> None:
     """Prepare, measure, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--width", type=int, default=6144, help="of an expert; 6144 are 680 MB in all")
+    parser.add_argument("--width", type=int, default=3072, help="of an expert; 3072 are 340 MB in all")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "dymoe-levels", help="for models")
     parser.add_argument("--only", nargs="*", choices=SYSTEMS.values(), default=list(SYSTEMS.values()))
+    parser.add_argument("--soak", type=float, default=0, metavar="SECONDS", help="only short requests, for so long")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     packed, gguf = model.write(arguments.work, arguments.width)
     if arguments.child:
         system, memory, out = arguments.child
-        Path(out).write_text(json.dumps(child(system, packed, gguf, int(memory))))
+        Path(out).write_text(json.dumps(child(system, packed, gguf, int(memory), arguments.soak)))
         return
     experts = sum(path.stat().st_size for path in packed.glob("dymoe-experts-*.safetensors"))
     memory = int(experts / TIMES)
@@ -198,21 +221,23 @@ def main() -> None:
         f"past the page cache, {disk.depth} at once, {disk.cached / 1e9:.2f} through it"
     )
     found: dict[str, Any] = {}
-    for label, system in SYSTEMS.items():
+    for label, system in {SOAK: SOAK}.items() if arguments.soak else SYSTEMS.items():
         out = arguments.work / f"{system}.json"
-        if system not in arguments.only and out.is_file():
-            found[label] = json.loads(out.read_text())  # of an earlier call
-        elif system in arguments.only:
+        if arguments.soak or system in arguments.only:
             log = arguments.work / f"{system}.log"
             command = [sys.executable, __file__, "--width", arguments.width, "--work", arguments.work]
-            command += ["--child", system, memory, out]
+            command += ["--soak", arguments.soak, "--child", system, memory, out]
             environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
             with log.open("w") as file:
                 done = subprocess.run([str(part) for part in command], stdout=file, stderr=file, env=environment)
             if done.returncode:
                 raise SystemExit(f"{label} failed; see {log}")
+        if out.is_file():  # of this call, or of an earlier one
             found[label] = json.loads(out.read_text())
-    report(found, experts, memory, past)
+    if arguments.soak:
+        print(json.dumps(found[SOAK]))
+    else:
+        report(found, experts, memory, past)
 
 
 def report(found: dict[str, Any], experts: int, memory: int, past: float) -> None:
@@ -220,14 +245,21 @@ def report(found: dict[str, Any], experts: int, memory: int, past: float) -> Non
     answers = {json.dumps(run["one"].pop("answers")) for label, run in found.items() if label.startswith("dymoe")}
     if len(answers) > 1:
         raise SystemExit("two ways of ours have given other answers.")
-    columns = ["one request, tokens/s", "read MB/token", "eight, tokens/s", "read MB/token", "experts in memory, MB"]
+    columns = [
+        "one request, tokens/s",
+        "read MB/token",
+        "eight, tokens/s",
+        "read MB/token",
+        "experts in memory, MB",
+        "process, MB",
+    ]
     lines = []
     for label, run in found.items():
-        cells = [label]
+        cells, _ = [label], run.pop("uses", None)  # which ``replay.py`` reads
         for part in (run["one"], run["eight"]):
             part.pop("answers", None)
             cells += [f"{part['tokens_per_second']:.1f}", f"{part['read_bytes_per_token'] / 1e6:.1f}"]
-        lines.append([*cells, f"{run['experts_bytes'] / 1e6:.0f}"])
+        lines.append([*cells, f"{run['experts_bytes'] / 1e6:.0f}", f"{run['anonymous_bytes'] / 1e6:.0f}"])
     table = markdown(["", *columns], lines)
     said = (
         f"{experts / 1e6:.0f} MB of experts, {memory / 1e6:.0f} MB for them; {platform.machine()} CPU, "

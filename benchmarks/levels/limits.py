@@ -1,7 +1,8 @@
 """Holding page cache to a number of bytes without a control group: what is above it is given back, piece by piece.
 
 A kernel under ``memory.max`` gives back what was used longest ago, as far as it knows; here it is a random piece, which
-costs a few per cent of hits. It is the same for everything that is measured with the page cache.
+costs a few per cent of hits, and no more pieces than are too many. It is the same for everything that is measured with
+the page cache.
 """
 
 import ctypes
@@ -11,7 +12,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-_PIECE = 1 << 20
+_PIECE = 256 << 10
 _CACHESTAT = 451  # the same number on all machines; Linux 6.5
 _MADV_PAGEOUT = 21
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -32,6 +33,7 @@ class Limit:
     def __init__(self, files: Sequence[Path], nbytes: int | None, *, mapped: bool = False) -> None:
         self._files, self._limit, self._mapped = list(files), nbytes, mapped
         self._open = [os.open(path, os.O_RDONLY) for path in files]
+        self._size = sum(path.stat().st_size for path in files)
         self._random, self._end = random.Random(0), threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self.peak = 0
@@ -45,6 +47,9 @@ class Limit:
                 raise SystemExit("this kernel does not say what the page cache holds (cachestat, Linux 6.5).")
             found += said[0] * 4096
         return found
+
+    def forget_peak(self) -> None:
+        self.peak = 0
 
     def __enter__(self) -> "Limit":
         self._trim()
@@ -64,8 +69,8 @@ class Limit:
 
     def _trim(self) -> None:
         maps = self._maps() if self._mapped else []
-        while self._limit is not None and self.cached() > self._limit:
-            for _ in range(16):
+        while self._limit is not None and (surplus := (held := self.cached()) - self._limit) > 0:
+            for _ in range(1 + surplus * self._size // (held * _PIECE)):  # a random piece is there with held / size
                 number = self._random.randrange(len(self._open))
                 offset = self._random.randrange(0, os.fstat(self._open[number]).st_size, _PIECE)
                 for address, first, nbytes in maps:

@@ -69,6 +69,9 @@ def test_what_was_measured_of_the_disk(checkpoint):
     assert (found["alignment"], found["disk"]["depth"]) == (4096, rates.depth)
     assert (found["disk"]["cached"], found["disk"]["warm"]) == (rates.cached, rates.warm)
     assert "GB/s" in command("inspect", checkpoint).stdout
+    levels = report(checkpoint, "--budget", "50%", "--host-memory", "25%")["levels"]
+    every = 2 * EXPERTS
+    assert [row["experts"] for row in levels] == [every // 2, every // 4, every]
 
 
 def test_a_checkpoint_that_is_not_quantized_yet(model, original):

@@ -4,7 +4,8 @@ import pytest
 
 from tests.e2e.engines import answer, engine, prompts, runtime_of
 from vllm_dymoe.quantize.packer import ExpertPacker
-from vllm_dymoe.store import FileStore, MemoryStore
+from vllm_dymoe.store import FileStore
+from vllm_dymoe.transfer import HostLevel
 
 pytestmark = pytest.mark.engine
 
@@ -13,7 +14,7 @@ def test_a_second_start_never_quantizes_again(tmp_path, monkeypatch):
     packed, put, tokens = [], ExpertPacker.put, []
     monkeypatch.setattr(ExpertPacker, "put", lambda self, *what: packed.append(what[:3]) or put(self, *what))
     options = {"store_dir": str(tmp_path), "expert_budget": "50%", "lo": 2}
-    for host_store, kind, count in (("pinned", MemoryStore, 8 * 32 * 3), ("auto", FileStore, 0)):
+    for host_store, kind, count in (("pinned", HostLevel, 8 * 32 * 3), ("auto", FileStore, 0)):
         packed.clear()
         with engine(dymoe=options | {"host_store": host_store}) as llm:
             assert type(runtime_of(llm).store) is kind

@@ -27,9 +27,8 @@ import kernel_speeds  # noqa: E402
 from parts import speeds, stack  # noqa: E402
 from record import Recorder  # noqa: E402
 
+from tests.support.memory_writer import MemoryStore  # noqa: E402
 from vllm_dymoe.runtime.wide_path import WidePath  # noqa: E402
-from vllm_dymoe.store import MemoryStore  # noqa: E402
-from vllm_dymoe.store.page_lock import CudaPageLock  # noqa: E402
 
 LARGE = 1 << 16
 """Elements of a tensor whose contents are left as they are."""
@@ -74,7 +73,7 @@ torch.randint = lambda low, high, size, dtype=torch.int64, **rest: torch.empty(s
 torch.mm = lambda a, b: a
 kernel_speeds.ProcessPoolExecutor = host_card.Inline
 kernel_speeds.seconds.__defaults__ = (0.0,)
-speeds.pinned_store = lambda model, bits: MemoryStore(model.at(bits), CudaPageLock(stack.DEVICE))
+speeds.pinned_store = lambda model, bits: MemoryStore(model.at(bits))
 kernel_speeds.TOKENS = kernel_speeds.TOKENS[::3]
 speeds.STEPS, speeds.WARM = {phase: (tokens, 4) for phase, (tokens, _) in speeds.STEPS.items()}, 8
 WidePath.forward = timed(WidePath.forward)

@@ -16,7 +16,7 @@ from vllm_dymoe.runtime import Parts
 from vllm_dymoe.runtime.memory import ExpertMemory
 from vllm_dymoe.store import StoreError
 from vllm_dymoe.transfer import TransferError
-from vllm_dymoe.transfer.cuda import PinnedDelivery, StagedDelivery
+from vllm_dymoe.transfer.cuda import StreamDelivery
 from vllm_dymoe.transfer.engine import TransferEngine
 from vllm_dymoe.transfer.host import CpuDelivery
 
@@ -76,11 +76,13 @@ class RecordedFaults(RecordedStore):
         self._fault()
         super().read_into(key, destination, projections, wait=wait)
 
-    def blob(self, key, projections=range(3)):
+    def hold(self, key, projections=range(3), *, wait=True):
+        if self.staged:
+            return super().hold(key, projections, wait=wait)
         if self._faults.get(self._reads) == "fail":  # memory does not hang
             self._fault()
         self._reads += 1
-        return super().blob(key, projections)
+        return super().hold(key, projections, wait=wait)
 
 
 class IdleDelivery(CpuDelivery):
@@ -155,13 +157,14 @@ def make_engine(kind, store, history, turns, timeout, program):
     chance, worth_a_copy = random.Random(len(program.steps)), 0 if program.pieces else LARGEST
     streams = RecordedStreams(history, turns.pause, lambda: chance.random() < 0.5)
     if kind == "pinned":
-        engine = TransferEngine(PinnedDelivery(store, streams, worth_a_copy), 1, eager=True, concurrency=turns)
+        engine = TransferEngine(StreamDelivery(store, streams, (), worth_a_copy), 1, eager=True, concurrency=turns)
         engine.streams = streams
         return engine
     buffers = [torch.zeros(LARGEST, dtype=torch.uint8) for _ in range(2)]
     for number, buffer in enumerate(buffers):
         history.watch(buffer, f"staging buffer {number}", [slice(0, LARGEST)])
-    engine = TransferEngine(StagedDelivery(store, streams, buffers, turns, worth_a_copy), 2, **settings)
+    store.staged = True
+    engine = TransferEngine(StreamDelivery(store, streams, buffers, worth_a_copy, turns), 2, **settings)
     engine.streams = streams
     return engine
 

@@ -60,7 +60,7 @@ def make_runtime(
         options, system = options | {"system": system}, None
     options = Options(hi=hi, lo=lo, group_size=32, expert_budget=budget, **options)
     if threads is not None:
-        engine = make_engine(store, CPU, threads, largest_blob=0)
+        engine = make_engine(store, CPU, 0, io_threads=threads)
     return MoERuntime(store, options, CPU, system=system, predictor=predictor, engine=engine, parts=parts)
 
 

@@ -13,9 +13,9 @@ from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.residency.rule import HIGH, LOW
 from vllm_dymoe.runtime import MoERuntime, Parts, moe
 from vllm_dymoe.runtime.decisions import device_decides
-from vllm_dymoe.store.memory import join
 from vllm_dymoe.systems.dymoe import Dymoe
 from vllm_dymoe.systems.exact import Exact
+from vllm_dymoe.transfer import join
 
 ON_INPUT = "the router's weights multiply what experts read"
 MIXED = Dymoe(retention=0.5, high_by="depth", reuse_high=False)

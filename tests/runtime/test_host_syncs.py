@@ -27,7 +27,7 @@ from vllm_dymoe.systems.exact import Exact
 from vllm_dymoe.systems.firm import Firm
 from vllm_dymoe.systems.layer_prefetch import LayerPrefetch
 from vllm_dymoe.training import Recipe, train
-from vllm_dymoe.transfer.cuda import PinnedDelivery
+from vllm_dymoe.transfer.cuda import StreamDelivery
 from vllm_dymoe.transfer.engine import TransferEngine
 
 LAYERS, TOP_K, HIDDEN = 4, 2, 64
@@ -92,7 +92,7 @@ def serve(system, tokens, file=None, prompt=None, steps=6):
     if isinstance(predictor, Predictor):
         predictor._side_stream = OnStream(Stream())
     streams = RecordedStreams(History(), lambda: None, lambda: True)
-    engine = TransferEngine(PinnedDelivery(STORE, streams), 1, eager=True)
+    engine = TransferEngine(StreamDelivery(STORE, streams), 1, eager=True)
     runtime = make_runtime(STORE, "50%", system, predictor=predictor, engine=engine)
     runtime.kernel.begin = lambda *arguments: None
     runtime.kernel.compute = lambda *arguments: OnDevice.log.append("experts")

@@ -12,8 +12,8 @@ from vllm_dymoe.kernels import Activation, Curve, expert_reference
 from vllm_dymoe.residency.format import BlobKey, ModelExperts
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.residency.tier import Tier
-from vllm_dymoe.store.memory import join
 from vllm_dymoe.systems.dymoe import Dymoe
+from vllm_dymoe.transfer import join
 
 RELU2 = Activation(Curve.RELU2, has_gate=False)
 

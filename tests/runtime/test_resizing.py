@@ -9,12 +9,13 @@ import torch
 
 from tests.runtime.steps import CPU, forward, kept_by, make_runtime, random_step
 from tests.small_model import make_experts
+from tests.support.memory_writer import MemoryStore
 from vllm_dymoe.config import ConfigError, ExpertBudget
 from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.residency.slots import SlotPool
 from vllm_dymoe.runtime import device_memory
 from vllm_dymoe.runtime.device_memory import CudaMemory
-from vllm_dymoe.store import Manifest, MemoryStore
+from vllm_dymoe.store import Manifest
 from vllm_dymoe.store.writer import StoreWriter
 
 MIB = 2**20

@@ -11,12 +11,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.small_model import fill, make_experts
+from tests.small_model import fill, make_experts, make_store
 from tests.store.stores import read, write
 from vllm_dymoe.quantize import QUANTIZERS
 from vllm_dymoe.quantize.packer import ExpertPacker
 from vllm_dymoe.residency.format import BlobKey, all_keys
-from vllm_dymoe.store import MANIFEST, FileStore, Manifest, MemoryStore, StoreError
+from vllm_dymoe.store import MANIFEST, FileStore, Manifest, StoreError
 from vllm_dymoe.store.disk import RATES, DiskRates, Reading, known_rates, open_direct, read_direct
 from vllm_dymoe.store.files import file_name
 from vllm_dymoe.store.header import read_header
@@ -41,7 +41,7 @@ def as_version_5(folder, experts):
 def test_all_ways_and_versions_have_the_same_bytes(tmp_path, old, nested):
     experts = make_experts(nested=nested)
     store = (as_version_5 if old else write)(tmp_path / "store", experts)
-    memory = MemoryStore.from_files(FileStore(store.folder))
+    memory = make_store(experts)
     for way in WAYS:
         store.reading = way
         for key in all_keys(experts):
@@ -87,7 +87,7 @@ def test_reads_past_the_page_cache_begin_and_end_anywhere(tmp_path, offset, nbyt
 
 def test_a_way_that_would_wait_says_so(store):
     store.reading = Reading(direct=True)
-    if None in store._direct:
+    if any(layer.direct is None for layer in store._layers):
         pytest.skip("this file system cannot read past the page cache")
     with pytest.raises(BlockingIOError):
         store.read_into(BlobKey(0, 0, 4), torch.empty(store.experts.formats[4].nbytes, dtype=torch.uint8), wait=False)
@@ -101,13 +101,17 @@ def test_an_emulated_disk_is_as_slow_as_it_is_told(store):
     assert time.perf_counter() - begun >= 0.04
 
 
-def test_a_disk_is_measured_once_and_what_was_kept_is_checked(store, monkeypatch):
+def test_a_disk_is_measured_at_the_first_starts_the_best_is_kept_and_what_was_kept_is_checked(store, monkeypatch):
     found = store.rates()
+    for measured, rate in ((2, 1e15), (3, 1.0)):  # idle, then busy
+        direct = dict.fromkeys(found.direct, rate)
+        monkeypatch.setattr("vllm_dymoe.store.files.measure_rates", lambda *_: DiskRates(direct, rate, rate))  # noqa: B023
+        assert store.rates() == DiskRates(dict.fromkeys(found.direct, 1e15), 1e15, 1e15, measured)
     assert found.cached > 0
     assert found.warm > 0
-    assert bool(found.direct) == (None not in store._direct)
+    assert bool(found.direct) == (all(layer.direct is not None for layer in store._layers))
     monkeypatch.setattr("vllm_dymoe.store.files.measure_rates", lambda *_: pytest.fail("measured again"))
-    assert store.rates() == known_rates(store.folder) == found
+    assert store.rates() == known_rates(store.folder)
     for spoilt in ("{", "[]", '{"direct": {}, "cached": 0, "warm": 1}', '{"direct": {"x": 1}}'):
         (store.folder / RATES).write_text(spoilt)
         assert known_rates(store.folder) is None
@@ -128,7 +132,7 @@ def test_a_store_that_goes_away_is_a_sentence_or_is_still_read(store):
     for path in store.folder.iterdir():
         path.unlink()
     assert torch.equal(read(store, BlobKey(1, 3, 4)), want)  # open files stay
-    os.ftruncate(os.open(f"/proc/self/fd/{store._files[0]}", os.O_RDWR), 4096)
+    os.ftruncate(os.open(f"/proc/self/fd/{store._layers[0].file}", os.O_RDWR), 4096)
     for way in (Reading(), Reading(direct=True)):
         store.reading = way
         with pytest.raises(StoreError, match="the file was truncated"):
@@ -141,7 +145,7 @@ def test_a_process_that_is_killed_while_memory_fills_leaves_the_store_as_it_was(
     program = (
         "import sys; from pathlib import Path; from vllm_dymoe.store import FileStore\n"
         "from vllm_dymoe.store.disk import Reading\n"
-        "from vllm_dymoe.store.memory import whole_level\n"
+        "from vllm_dymoe.store import whole_level\n"
         "from vllm_dymoe.transfer import HostLevel\n"
         "files = FileStore(Path(sys.argv[1])); files.reading = Reading(bytes_per_second=1e4)\n"
         "level = HostLevel(files, whole_level(files.experts)); print('fills', flush=True); level.fill()"

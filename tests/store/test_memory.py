@@ -16,16 +16,11 @@ from vllm_dymoe.config import ExpertBudget
 from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.format import all_keys
-from vllm_dymoe.store import FileStore, Manifest, MemoryStore, StoreError, memory_bytes, page_lock
+from vllm_dymoe.store import FileStore, Manifest, StoreError, page_lock, smallest_level, whole_level
 from vllm_dymoe.store.files import file_name
-from vllm_dymoe.store.memory import HostRoom, choose_host_place, smallest_level
+from vllm_dymoe.store.memory import HostRoom, choose_host_place
 from vllm_dymoe.store.writer import StoreWriter
-
-
-def test_too_little_host_memory_is_refused_with_both_numbers(monkeypatch):
-    monkeypatch.setattr("vllm_dymoe.store.memory.available_host_memory", lambda: 1000)
-    with pytest.raises(StoreError, match=rf"need {memory_bytes(make_experts())} bytes of host memory, but 1000 are"):
-        MemoryStore(make_experts())
+from vllm_dymoe.transfer import HostLevel
 
 
 @pytest.fixture
@@ -38,28 +33,27 @@ def large(tmp_path):
     store.close()
 
 
-def test_memory_is_locked_layer_by_layer_and_takes_what_was_promised(large):
-    lock, told = RecordedLock(), []
+@pytest.mark.parametrize("refuse", [None, 2])
+def test_memory_takes_what_was_promised_and_goes_back_to_the_system(large, refuse, monkeypatch):
+    monkeypatch.setattr("vllm_dymoe.transfer.level_slots._CHUNK", 4 << 20)
+    lock, told = RecordedLock(refuse=refuse), []
     promised = sum(large.experts.nbytes(bits) for bits in large.experts.formats)
-    inner = lock.lock
-
-    def locked(address, nbytes):
-        assert sum(told) == promised // 3 * (len(lock.calls) + 1), "threads fill a layer before it is locked"
-        return inner(address, nbytes)
-
-    lock.lock = locked
     before = rss()
-    store = MemoryStore.from_files(large, lock, told.append)
-    assert promised <= sum(lock.locked.values()) == memory_bytes(large.experts) < promised + 3 * mmap.PAGESIZE
-    assert [what for what, _ in lock.calls] == ["lock"] * 3
+    store = HostLevel(large, whole_level(large.experts), lock)
+    assert not store.readable
+    store.fill(told.append)
     assert sum(told) == promised
-    grown = rss() - before
-    assert grown < promised + 8 * 2**20, "threads and their buffers take some"
+    assert store.readable == (refuse is None)
+    assert promised <= store.slots.nbytes == whole_level(large.experts) < promised + len(told) * mmap.PAGESIZE
+    assert sum(lock.locked.values()) == store.slots.locked
+    assert rss() - before < promised + 8 * 2**20, "threads and their buffers take some"
     for key in all_keys(large.experts):
         assert torch.equal(store.blob(key), read(large, key))
         assert store.blob(key).data_ptr() % 256 == 0
-        assert any(address <= store.blob(key).data_ptr() < address + n for address, n in lock.locked.items())
+        with store.hold(key) as held:
+            assert held.locked == any(at <= held.blob.data_ptr() < at + n for at, n in lock.locked.items())
     before = rss()
+    del held
     store.close()
     assert not lock.locked
     gc.collect()
@@ -70,42 +64,33 @@ def rss():
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
-@pytest.mark.parametrize("refuse", [0, 2])
-def test_memory_that_cannot_be_locked_is_undone_and_named(large, monkeypatch, refuse):
-    monkeypatch.setattr("resource.getrlimit", lambda which: (65536, 65536))
-    lock = RecordedLock(refuse=refuse)
-    with pytest.raises(StoreError) as caught:
-        MemoryStore.from_files(large, lock)
-    sentence = str(caught.value)
-    assert f"need {memory_bytes(large.experts)} bytes of page-locked host memory" in sentence
-    assert f"failed at layer {refuse + 1} (CUDA error 2: out of memory)" in sentence
-    assert sentence.endswith("the limit on locked memory (ulimit -l) is 65536 bytes")
-    assert not lock.locked
-    assert [what for what, _ in lock.calls] == ["lock"] * refuse + ["unlock"] * refuse
-
-
 def test_files_that_are_damaged_leave_nothing_locked(large):
     damage(large.folder / file_name(3), 4096 + 100, b"\xff\xfe\xff")
     lock = RecordedLock()
     with pytest.raises(StoreError, match=r"00003.*corrupted"):
-        MemoryStore.from_files(FileStore(large.folder), lock)
+        HostLevel(FileStore(large.folder), whole_level(large.experts), lock).fill()
+    assert lock.calls
     assert not lock.locked
-    assert len(lock.calls) == 4
 
 
 def test_memory_says_where_it_is(large, monkeypatch):
-    assert MemoryStore.from_files(large, RecordedLock()).description == "page-locked host memory"
+    def described(**lock):
+        level = HostLevel(FileStore(large.folder), whole_level(large.experts), RecordedLock(**lock))
+        said = level.description
+        level.close()
+        return said
+
+    assert "of host memory (page-locked)" in described()
     monkeypatch.setattr(page_lock, "prefer_node", lambda memory, node: None)
-    assert MemoryStore(large.experts, RecordedLock(node=1)).description.endswith("on NUMA node 1")
+    assert "(page-locked, on NUMA node 1)" in described(node=1)
     monkeypatch.setattr(page_lock, "prefer_node", lambda memory, node: "Operation not permitted")
-    description = MemoryStore(large.experts, RecordedLock(node=1)).description
-    assert "not near the GPU on NUMA node 1 (Operation not permitted)" in description
+    assert "not near the GPU on NUMA node 1 (Operation not permitted)" in described(node=1)
 
 
 GIB = 2**30
 # Qwen3-30B-A3B at 4 bits.
 LARGE = make_experts(layers=48, num_experts=128, top_k=8, hidden=2048, intermediate=768, bits=(4,), group_size=64)
-NEEDED = memory_bytes(LARGE)
+NEEDED = whole_level(LARGE)
 
 
 def choose(asked="auto", available=64 * GIB, ranks=1, device="cuda", experts=LARGE, **room):
@@ -125,7 +110,7 @@ def test_memory_that_is_not_there_is_refused_with_the_numbers_that_would_fit(ran
     choose("pinned", available=available + more * ranks, ranks=ranks)
     bits, taken = map(int, re.search(r"or hi = (\d) and lo = 0, which take (\d+)", sentence).groups())
     fits = replace(LARGE, formats={bits: replace(LARGE.formats[4], code=code_of(bits))})
-    assert memory_bytes(fits) == taken
+    assert whole_level(fits) == taken
     choose("pinned", available=available, ranks=ranks, experts=fits)
 
 
@@ -161,8 +146,8 @@ def test_experts_live_where_there_is_room_and_the_reason_is_said(asked, availabl
         ({"bytes": 5 * GIB}, {"taken": 5 * GIB}, False, 0),
         ({"bytes": 5 * GIB}, {"device": "cpu"}, False, 5 * GIB),
         ({"bytes": 5 * GIB}, {"device": "cpu", "separate": False}, False, 0),
-        ({"share": 0.5}, {}, False, LARGE.stored_nbytes // 2),
-        ({"share": 1.0}, {}, True, 0),
+        ({"share": 0.5}, {}, False, NEEDED // 2),
+        ({"share": 1.0}, {}, True, NEEDED),
     ],
 )
 def test_what_does_not_fit_is_held_in_part(asked, room, pinned, level):

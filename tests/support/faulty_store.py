@@ -3,10 +3,10 @@
 import threading
 
 from vllm_dymoe.residency.format import EVERY_PROJECTION
-from vllm_dymoe.store import StoreError
+from vllm_dymoe.store import HostStore, StoreError
 
 
-class FaultyStore:
+class FaultyStore(HostStore):
     """Reads of a store, each with what becomes of it.
 
     Args:
@@ -18,7 +18,7 @@ class FaultyStore:
         reads: thread and key of every read so far.
     """
 
-    depth, occupies_cores, description = 1, True, "files in /disk"
+    description = "files in /disk"
 
     def __init__(self, store, fate=lambda number, key: None):
         self.experts, self.fate, self._read = store.experts, fate, store.read_into

@@ -1,6 +1,50 @@
-"""A writer of stores without files, for tests that only want the bytes."""
+"""A store in memory without files, and its writer, for tests that only want the bytes."""
 
-from vllm_dymoe.store import MemoryStore
+import contextlib
+import copy
+from types import SimpleNamespace
+
+import torch
+
+from vllm_dymoe.residency.format import EVERY_PROJECTION, all_keys
+from vllm_dymoe.store import HostStore
+
+
+class MemoryStore(HostStore):
+    """All of it is there at once, and counts as page-locked."""
+
+    whole = readable = True
+    description = "host memory"
+
+    def __init__(self, experts):
+        self.experts = experts
+        self._blobs = {
+            key: torch.zeros(experts.formats[key.bits].nbytes, dtype=torch.uint8) for key in all_keys(experts)
+        }
+
+    def blob(self, key, projections=EVERY_PROJECTION):
+        return self._blobs[key][self.experts.formats[key.bits].span(projections)]
+
+    def read_into(self, key, destination, projections=EVERY_PROJECTION, *, wait=True):
+        destination.copy_(self.blob(key, projections))
+
+    def hold(self, key, projections=EVERY_PROJECTION, *, wait=True):
+        return contextlib.nullcontext(SimpleNamespace(blob=self.blob(key), locked=True, last_read=None))
+
+    def take(self, other, experts):
+        more = [other._blobs[key] for key in all_keys(other.experts)]
+        mine, self.experts = list(self._blobs.values()), experts
+        self._blobs = dict(zip(all_keys(experts), mine + more, strict=True))
+
+    def close(self):
+        """The memory goes with the last tensor over it."""
+
+
+def staged(store):
+    """The same store, which lends nothing: copies go through buffers."""
+    store = copy.copy(store)
+    store.hold = lambda *asked, **more: contextlib.nullcontext()
+    return store
 
 
 class MemoryWriter:

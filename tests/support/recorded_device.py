@@ -5,6 +5,7 @@ the same is for the history to say: a stream follows the thread that issues its 
 and nothing else.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,11 +13,12 @@ from typing import Any
 import torch
 
 from tests.support.happens_before import Agent, Clock, History
+from tests.support.memory_writer import MemoryStore
 from vllm_dymoe.kernels import Activation, ExpertKernel
 from vllm_dymoe.kernels.base import Receive
 from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.format import EVERY_PROJECTION, BlobKey, ModelExperts
-from vllm_dymoe.store import MemoryStore
+from vllm_dymoe.store import HostStore
 
 COMPUTATION = "computation"
 
@@ -56,17 +58,21 @@ class _Lock:
         self.release()
 
 
-class RecordedStore:
+class RecordedStore(HostStore):
     """A store in memory whose reads are writes of the thread that asks for them.
 
     Args:
         store: has the bytes.
         history: is told.
         pause: called before and after each read, where other threads may run.
+
+    Attributes:
+        staged: it lends nothing, so that copies go through buffers.
     """
 
+    staged = False
     description = "recorded memory"
-    depth, occupies_cores = 1, True
+    whole = readable = True
 
     def __init__(self, store: MemoryStore, history: History, pause: Callable[[], None]) -> None:
         self.experts: ModelExperts = store.experts
@@ -74,6 +80,10 @@ class RecordedStore:
 
     def blob(self, key: BlobKey, projections: range = EVERY_PROJECTION) -> torch.Tensor:
         return self._store.blob(key, projections)
+
+    def hold(self, key: BlobKey, projections: range = EVERY_PROJECTION, *, wait: bool = True) -> Any:
+        """The wrapped store's memory."""
+        return contextlib.nullcontext() if self.staged else self._store.hold(key, projections, wait=wait)
 
     def read_into(
         self, key: BlobKey, destination: torch.Tensor, projections: range = EVERY_PROJECTION, *, wait: bool = True

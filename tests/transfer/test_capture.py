@@ -12,7 +12,7 @@ from tests.support.patience import becomes, ended
 from tests.support.recorded_device import RecordedStreams
 from vllm_dymoe.residency.format import BlobKey
 from vllm_dymoe.transfer import Reason, TransferError
-from vllm_dymoe.transfer.cuda import PinnedDelivery, StagedDelivery
+from vllm_dymoe.transfer.cuda import StreamDelivery
 from vllm_dymoe.transfer.engine import TransferEngine
 from vllm_dymoe.transfer.ticket import State
 
@@ -22,7 +22,7 @@ NBYTES = STORE.experts.formats[4].nbytes
 
 def test_what_is_queued_goes_on_by_itself_afterwards():
     streams = RecordedStreams(History(), lambda: time.sleep(1e-3), lambda: True)
-    engine = TransferEngine(PinnedDelivery(STORE, streams, worth_a_copy=0), 1, eager=True)
+    engine = TransferEngine(StreamDelivery(STORE, streams, worth_a_copy=0), 1, eager=True)
     slots = [torch.empty(NBYTES, dtype=torch.uint8) for _ in range(4)]
     begun, *others = (engine.submit(BlobKey(0, expert, 4), slot, Reason.PREFETCH) for expert, slot in enumerate(slots))
     assert becomes(lambda: begun.state is State.RUNNING)
@@ -44,7 +44,7 @@ def test_a_read_that_does_not_end_is_no_reason_to_wait_for_ever():
     streams = RecordedStreams(History(), lambda: None, lambda: True)
     store = FaultyStore(STORE, lambda number, key: "hang")
     buffers = [torch.zeros(NBYTES, dtype=torch.uint8) for _ in range(2)]
-    engine = TransferEngine(StagedDelivery(store, streams, buffers), 1, timeout=0.05)
+    engine = TransferEngine(StreamDelivery(store, streams, buffers), 1, timeout=0.05)
     ticket = engine.submit(BlobKey(0, 0, 4), torch.empty(NBYTES, dtype=torch.uint8), Reason.PREFETCH)
     assert becomes(lambda: ticket.state is State.RUNNING)
     with pytest.raises(TransferError, match=r"has not ended for 0\.05 seconds"), engine.paused():

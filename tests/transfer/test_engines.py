@@ -11,12 +11,13 @@ import torch
 from tests.small_model import make_experts, make_store
 from tests.support.faulty_store import FaultyStore
 from tests.support.happens_before import History
+from tests.support.memory_writer import staged
 from tests.support.patience import becomes, ended
 from tests.support.recorded_device import COMPUTATION, RecordedStreams
 from vllm_dymoe.observe.timeline import Timeline
 from vllm_dymoe.residency.format import BlobKey
 from vllm_dymoe.transfer import Reason, make_engine
-from vllm_dymoe.transfer.cuda import CudaStreams, PinnedDelivery, StagedDelivery
+from vllm_dymoe.transfer.cuda import CudaStreams, StreamDelivery
 from vllm_dymoe.transfer.engine import TransferEngine
 from vllm_dymoe.transfer.host import CpuDelivery
 from vllm_dymoe.transfer.ticket import State
@@ -46,11 +47,11 @@ class Harness:
             streams = RecordedStreams(self.history, lambda: None, lambda: True)
         buffers = [torch.empty(1 << 16, dtype=torch.uint8, pin_memory=kind.startswith("cuda")) for _ in range(2)]
         if kind.endswith("pinned"):
-            self.engine = TransferEngine(PinnedDelivery(store, streams), 0, eager=True)
+            self.engine = TransferEngine(StreamDelivery(store, streams), 0, eager=True)
         elif kind.endswith("staged"):
             # Python's own locks tell no history; tests/runtime/test_schedules.py has several threads.
             threads = 2 if kind.startswith("cuda") else 0
-            self.engine = TransferEngine(StagedDelivery(store, streams, buffers), threads)
+            self.engine = TransferEngine(StreamDelivery(staged(store), streams, buffers), threads)
 
     def slot(self, nbytes):
         slot = torch.full((nbytes,), 0xEE, dtype=torch.uint8, device=self.device)
@@ -150,7 +151,7 @@ def test_on_a_device_a_prefetched_projection_is_issued_when_the_copies_before_it
         def synchronize(self, event):
             log.append(("ended", id(event)))
 
-    engine = TransferEngine(PinnedDelivery(memory_store, Streams(History(), lambda: None, lambda: True)), 1, eager=True)
+    engine = TransferEngine(StreamDelivery(memory_store, Streams(History(), lambda: None, lambda: True)), 1, eager=True)
     slots = [torch.empty_like(memory_store.blob(BlobKey(0, 0, 4))) for _ in range(2)]
     demand = engine.submit(BlobKey(0, 0, 4), slots[0], Reason.DEMAND)
     assert demand.state is State.DONE, "enqueued by the call"
@@ -226,7 +227,7 @@ def test_asynchronous_copies_are_timed_by_the_device_and_only_when_asked_for(mem
         def seconds(self, mark):
             return 1.0 if mark == "begun" else 3.0
 
-    engine = TransferEngine(PinnedDelivery(memory_store, Streams(History(), lambda: None, lambda: True)), 1, eager=True)
+    engine = TransferEngine(StreamDelivery(memory_store, Streams(History(), lambda: None, lambda: True)), 1, eager=True)
     slot = torch.empty_like(memory_store.blob(BlobKey(0, 0, 4)))
     engine.submit(BlobKey(0, 0, 4), slot, Reason.DEMAND)
     timeline = engine.timeline = Timeline(Clock())

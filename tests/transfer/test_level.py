@@ -2,22 +2,24 @@
 
 import random
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.runtime.decided import run_decided
 from tests.runtime.steps import STEPS, make_runtime, run
 from tests.small_model import make_experts
 from tests.store.locks import RecordedLock
 from tests.store.stores import damage, read, write
+from vllm_dymoe.config import ConfigError
 from vllm_dymoe.residency.format import BlobKey, all_keys, layer_keys
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.moe import resize_host_memory
-from vllm_dymoe.store import FileStore, HostMemoryError, StoreError
+from vllm_dymoe.store import FileStore, HostMemoryError, StoreError, smallest_level, whole_level
 from vllm_dymoe.store.disk import Reading
 from vllm_dymoe.store.files import file_name
-from vllm_dymoe.store.memory import smallest_level, whole_level
-from vllm_dymoe.transfer import HostLevel, TransferError
+from vllm_dymoe.transfer import HostLevel, TransferError, join
 
 EXPERTS = make_experts(layers=3, num_experts=8, top_k=2)
 
@@ -82,6 +84,7 @@ def test_every_slice_is_the_files_whatever_was_asked_before_and_the_budget_is_ke
 def test_what_fits_is_read_once_and_what_does_not_is_kept_by_heat(make_level):
     level = make_level(share(1))
     level.fill()
+    assert level.whole
     assert (len(level.slots.held), level.files.counts.reads) == (len(list(all_keys(EXPERTS))),) * 2
     read(level, BlobKey(2, 7, 4))
     assert level.files.counts.reads == len(list(all_keys(EXPERTS)))
@@ -230,6 +233,59 @@ def test_a_level_below_a_device_changes_no_bit(make_level, part):
     for got, expected in zip(run(runtime, STEPS), want, strict=True):
         assert torch.equal(got, expected)
     runtime.close()
+
+
+@pytest.mark.parametrize("decisions", ["host", "device"])
+def test_all_in_memory_is_a_store_that_the_device_reads_by_itself(make_level, folder, decisions):
+    """And what holds a part leaves narrow and wide steps alike to the host: no device waits for a disk."""
+    want = run(make_runtime(FileStore(folder), "100%"), STEPS)
+    level = make_level(share(1))
+    with pytest.raises(ConfigError, match="not all experts are in host memory"):
+        make_runtime(level, "25%", decisions="device")
+    level.fill()
+    runtime = make_runtime(level, "25%", decisions=decisions)
+    got = run_decided(runtime, STEPS) if decisions == "device" else run(runtime, STEPS)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, want, strict=True))
+    stats = runtime.stats()
+    assert (stats.misses > 0, stats.host_misses, level.files.counts.reads) == (True, 0, len(list(all_keys(EXPERTS))))
+    assert runtime.level is None
+    runtime.close()
+
+
+@pytest.mark.parametrize(("model", "draft"), [(1, 1), (0.5, 0.5), (0.5, 0), (0, 0.5), (1, 0)])
+def test_a_drafts_level_is_the_models(make_level, model, draft):
+    """What is whole stays so and is not read again; elsewhere stats and resizing see one level of both."""
+    stores = []
+    for part in (model, draft):
+        level = make_level(share(part or 1))
+        if part == 1:
+            level.fill()
+        stores.append(level if part else level.release())
+    reads = [store.files.counts.reads if isinstance(store, HostLevel) else 0 for store in stores]
+    alone = {key: read(store, key) for store in stores[:1] for key in all_keys(EXPERTS)} if model == 1 else {}
+    both = join(*stores)
+    assert both.experts.layers == (1, 2, 3, 5, 6, 7)
+    files = both.files if isinstance(both, HostLevel) else both
+    for key in all_keys(EXPERTS):
+        for shift in (0, 3):
+            got = read(both, replace(key, layer=key.layer + shift))
+            assert torch.equal(got, alone.get(key, got))
+            assert torch.equal(got, read(both, key))
+    if (model, draft) == (1, 1):
+        assert both.whole
+        assert files.counts.reads == reads[0]
+    if model:
+        budget = sum(share(part) for part in (model, draft))
+        assert (both.whole, both.slots.limit) == (draft == 1, budget)
+        runtime = make_runtime(both, "25%", link_gbps=50.0)
+        run(runtime, STEPS)
+        both.check_integrity()
+        if not both.whole:
+            assert 0 < runtime.stats().host_bytes <= budget
+            resize_host_memory(runtime, share(0.4))
+            run(runtime, STEPS)
+            assert runtime.stats().host_bytes <= share(0.4)
+        runtime.engine.close()
 
 
 def test_a_disk_that_fails_fails_its_step_and_no_other(make_level, monkeypatch):

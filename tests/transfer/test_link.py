@@ -29,7 +29,7 @@ def punctual(attempt):
 
 
 def link(seconds=SECONDS):
-    return make_engine(STORE, torch.device("cpu"), 0, NBYTES, timeout=10, link_gbps=NBYTES / seconds / 1e9)
+    return make_engine(STORE, torch.device("cpu"), NBYTES, timeout=10, link_gbps=NBYTES / seconds / 1e9)
 
 
 def submit(engine, expert, reason=Reason.DEMAND):
@@ -113,4 +113,4 @@ def test_a_waiting_thread_leaves_the_link_to_the_links_thread():
 
 def test_a_device_with_a_link_of_its_own_is_not_emulated():
     with pytest.raises(ValueError, match="link_gbps emulates a link on a CPU"):
-        make_engine(STORE, torch.device("cuda"), 1, NBYTES, link_gbps=1.0)
+        make_engine(STORE, torch.device("cuda"), NBYTES, link_gbps=1.0)

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from tests.support.happens_before import History
+from tests.support.memory_writer import MemoryStore, staged
 from tests.support.recorded_device import COMPUTATION, RecordedStreams
 from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.format import BlobKey, Format, ModelExperts
-from vllm_dymoe.store import MemoryStore
 from vllm_dymoe.transfer import Reason
-from vllm_dymoe.transfer.cuda import PinnedDelivery, StagedDelivery
+from vllm_dymoe.transfer.cuda import StreamDelivery
 from vllm_dymoe.transfer.engine import TransferEngine
 
 KEY = BlobKey(1, 3, 4)
@@ -36,11 +36,10 @@ class Device:
         self.history = History()
         self.streams = Waits(self.history, lambda: None, lambda: True)
         if kind == "pinned":
-            self.engine = TransferEngine(PinnedDelivery(store, self.streams, worth_a_copy), 0, eager=True)
+            self.engine = TransferEngine(StreamDelivery(store, self.streams, (), worth_a_copy), 0, eager=True)
         else:
             buffers = [torch.empty(1 << 16, dtype=torch.uint8) for _ in range(2)]
-            delivery = StagedDelivery(store, self.streams, buffers, worth_a_copy=worth_a_copy)
-            self.engine = TransferEngine(delivery, 0)
+            self.engine = TransferEngine(StreamDelivery(staged(store), self.streams, buffers, worth_a_copy), 0)
         fmt = store.experts.formats[4]
         self.sections = fmt.sections
         self.slot = torch.full((fmt.nbytes,), 0xEE, dtype=torch.uint8)
@@ -100,6 +99,6 @@ def test_a_copy_more_is_made_where_it_is_worth_it(hidden, intermediate, bits, co
     experts = ModelExperts((0,), 1, 1, {bits: Format(hidden, intermediate, code_of(bits), 64, torch.bfloat16)})
     store = MemoryStore(experts)
     streams = Waits(History(), lambda: None, lambda: True)
-    engine = TransferEngine(PinnedDelivery(store, streams), 0, eager=True)
+    engine = TransferEngine(StreamDelivery(store, streams), 0, eager=True)
     engine.submit(BlobKey(0, 0, bits), torch.empty(experts.formats[bits].nbytes, dtype=torch.uint8), Reason.DEMAND)
     assert streams.copies == copies

@@ -12,7 +12,7 @@ from tests.store.stores import write
 from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.residency.code import MXFP4
 from vllm_dymoe.residency.format import Format, ModelExperts, all_keys, stored_formats
-from vllm_dymoe.store import FileStore, HostPlace, Manifest, MemoryStore, StoreError, memory_bytes
+from vllm_dymoe.store import FileStore, HostPlace, Manifest, StoreError, whole_level
 from vllm_dymoe.store.files import file_name
 from vllm_dymoe.store.writer import StoreWriter
 from vllm_dymoe.transfer import HostLevel
@@ -27,8 +27,8 @@ from vllm_dymoe.vllm_adapter.model_store import (
 )
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-PINNED = HostPlace(True, "auto: there is room")
 EXPERTS = make_experts()
+PINNED = HostPlace(True, "auto: there is room", whole_level(EXPERTS))
 SPEC = LayerSpec("layers.1.mlp.experts", 6, 2, 64, 32, torch.bfloat16, False, 0, 1, 0, 1)
 
 
@@ -51,7 +51,9 @@ def lock(monkeypatch):
 def test_memory_is_filled_and_locked_where_there_is_a_gpu(files, lock, device, locked, capsys):
     with_files = FileStore(files.folder)
     store, place = place_experts(files, PINNED, device, asked_for=False)
-    assert isinstance(store, MemoryStore)
+    assert isinstance(store, HostLevel)
+    assert store.whole
+    assert store.readable
     assert place == PINNED
     assert len(lock.locked) == locked
     for key in all_keys(store.experts):
@@ -67,9 +69,9 @@ def test_memory_that_cannot_be_locked_is_refused_where_it_was_asked_for(files, l
     assert place_experts(files, HostPlace(False), CUDA, asked_for=False) == (files, HostPlace(False))
     assert lock.calls == []
     lock._refuse = 1
-    sentence = r"locking failed at layer 2 \(CUDA error 2: out of memory\).*; use host_store = \"file\", or \"auto\"\."
+    sentence = r"locking failed \(CUDA error 2: out of memory\).*; lower host_memory, or use host_store = \"file\"\."
     with pytest.raises(StoreError, match=sentence):
-        place_experts(files, HostPlace(True), CUDA, asked_for=True)
+        place_experts(files, PINNED, CUDA, asked_for=True)
     assert not lock.locked
 
 
@@ -77,11 +79,20 @@ def test_and_otherwise_it_is_held_behind_buffers_and_the_line_says_why(files, lo
     lock._refuse = 0
     store, place = place_experts(files, PINNED, CUDA, asked_for=False)
     assert isinstance(store, HostLevel)
-    assert (len(store.slots.held), store.slots.locked) == (len(list(all_keys(files.experts))), 0)
-    assert "0 B of it page-locked, the rest goes through staging buffers" in store.description
-    assert not place.pinned
-    assert place.reason.startswith(f"auto: the experts need {memory_bytes(files.experts)} bytes of page-locked")
-    assert "CUDA error 2: out of memory" in place.reason
+    assert (store.whole, store.readable, store.slots.locked) == (True, False, 0)
+    assert "0 B of it page-locked, the rest behind staging buffers: CUDA error 2: out of memory" in store.description
+    assert place == PINNED
+    store.close()
+
+
+def test_memory_that_cannot_be_had_is_refused_where_it_was_asked_for_and_a_reason_elsewhere(files, monkeypatch):
+    monkeypatch.setattr("vllm_dymoe.transfer.level_slots.available_host_memory", lambda: 1000)
+    for place in (PINNED, HostPlace(False, "", PINNED.level)):
+        with pytest.raises(StoreError, match=f"would be {PINNED.level} bytes, but 1000 are free; lower host_memory"):
+            place_experts(files, place, CPU, asked_for=place.pinned)
+    store, place = place_experts(files, PINNED, CPU, asked_for=False)
+    assert (store, place.level) == (files, 0)
+    assert place.reason.endswith("but 1000 are free")
 
 
 @pytest.mark.parametrize(

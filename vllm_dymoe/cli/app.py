@@ -149,11 +149,13 @@ def inspect(
     path: Annotated[Path, typer.Argument(help="Folder of an expert store, a dymoe checkpoint or a MoE checkpoint.")],
     verify: Annotated[bool, typer.Option("--verify", help="Read every expert and check its checksums.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    budget: Annotated[str, typer.Option(help="Budget for which to say what is where.")] = "25%",
+    host_memory: Annotated[str, typer.Option(help="The same of host memory.")] = "auto",
 ) -> None:
-    """Show layers, experts, bytes and feasible budgets of a store or a checkpoint."""
+    """Show layers, experts, bytes and feasible budgets of a store or a checkpoint, and what each level would hold."""
     from vllm_dymoe.cli.inspect import run
 
-    run(path, verify=verify, as_json=as_json)
+    run(path, budget, host_memory, verify=verify, as_json=as_json)
 
 
 @app.command()

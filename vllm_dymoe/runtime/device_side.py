@@ -19,7 +19,7 @@ from vllm_dymoe.residency.table import CODES, Counter, Table, set_pools, set_pre
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.counters import PrefetchStats, ResidencyCounts
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS
-from vllm_dymoe.store import ReadableStore
+from vllm_dymoe.store import HostStore
 from vllm_dymoe.systems import System
 from vllm_dymoe.transfer import Reason, TransferStats
 
@@ -32,7 +32,7 @@ class DeviceSide:
     shares: Mapping[int, Sequence[int]]  # experts that each layer keeps, by LOW and HIGH of the tiers in use
     staging: Mapping[int, int]  # slots of each that no layer keeps, and that are not for guesses
 
-    def __init__(self, store: ReadableStore, device: torch.device) -> None:
+    def __init__(self, store: HostStore, device: torch.device) -> None:
         experts = store.experts
         self._store, self.most_ahead = store, 0
         self.table = Table.allocate(

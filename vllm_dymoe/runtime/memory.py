@@ -17,7 +17,7 @@ from vllm_dymoe.runtime.device_memory import DeviceMemory
 from vllm_dymoe.runtime.device_side import DeviceSide
 from vllm_dymoe.runtime.pools import SlotPools
 from vllm_dymoe.runtime.sizing import SlotPlan
-from vllm_dymoe.store import HostStore, ReadableStore
+from vllm_dymoe.store import HostStore
 
 
 class Writer(StrEnum):
@@ -49,7 +49,7 @@ class ExpertMemory:
         self.bits: dict[Tier, int] = {}  # of what the slots of each tier hold
         self.device_side: DeviceSide | None = None  # what steps without the host go by
         if writer is not Writer.HOST:
-            assert isinstance(store, ReadableStore)
+            assert store.readable
             self.device_side = DeviceSide(store, device)
 
     def allocate(self, plan: SlotPlan, bits: Mapping[Tier, int], *, reuse_high: bool) -> None:
@@ -149,7 +149,6 @@ def views(store: HostStore) -> Callable[[int, int, tuple[int, ...]], Expert]:
 
     @cache
     def view(layer: int, expert: int, bits: tuple[int, ...]) -> Expert:
-        assert isinstance(store, ReadableStore)
         found: Expert | None = None
         for width in bits:
             found = store.experts.formats[width].view(store.blob(BlobKey(layer, expert, width)), found)

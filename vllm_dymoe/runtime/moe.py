@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_dymoe.config import ConfigError, ExpertBudget, Options
-from vllm_dymoe.host_memory import available_host_memory, whole_pages
+from vllm_dymoe.host_memory import whole_pages
 from vllm_dymoe.kernels import CpuKernel, ExpertKernel, make_kernel
 from vllm_dymoe.observe.timeline import CudaClock, HostClock, Timeline
 from vllm_dymoe.predict import Measured, Predictor
@@ -41,7 +41,7 @@ from vllm_dymoe.runtime.sizing import (
     workspace_bytes,
 )
 from vllm_dymoe.runtime.stats import RuntimeStats
-from vllm_dymoe.store import FileStore, HostStore, ReadableStore, StoreError
+from vllm_dymoe.store import FileStore, HostStore, StoreError
 from vllm_dymoe.store.memory import host_memory_bytes
 from vllm_dymoe.store.page_lock import CudaPageLock
 from vllm_dymoe.systems import System, make_system
@@ -135,17 +135,16 @@ class MoERuntime:
         except ValueError as error:
             raise ConfigError(f"vllm-dymoe: {error}") from error
         largest, timeout = max(fmt.nbytes for fmt in formats), options.transfer_timeout_s or None
-        self.engine = engine or make_engine(store, device, None, largest, timeout, options.link_gbps)
+        self.engine = engine or make_engine(store, device, largest, timeout, options.link_gbps)
         obstacle = DRAFTED if self.experts.draft_layers else obstacle
-        readable = isinstance(store, ReadableStore)
-        if readable and not obstacle and not parts.device_memory.shares_addresses():
+        if store.readable and not obstacle and not parts.device_memory.shares_addresses():
             obstacle = "this device has other addresses for page-locked host memory than the host"
-        if options.misses != "fetch" and not readable:
+        if options.misses != "fetch" and not store.readable:
             raise ConfigError(
                 f'vllm-dymoe: misses = "{options.misses}" is impossible, because the experts are not in memory; use '
                 'host_store "pinned", or leave the option out.'
             )
-        decides, why_not = device_decides(options, system, device.type, readable=readable, obstacle=obstacle)
+        decides, why_not = device_decides(options, system, device.type, readable=store.readable, obstacle=obstacle)
         decoding = None
         if decides:
             decoding, why_not = _make_decode_kernel(parts, self.kernel, self.experts, options)
@@ -155,8 +154,8 @@ class MoERuntime:
         self.memory = parts.memory(store, Writer.HOST if decoding is None else writer)
         self.decode = None if decoding is None else _make_decode_path(parts, self.memory, decoding, system, predictor)
         measured = None if predictor is None else Measured(predictor)
-        self.level, foresees = store if isinstance(store, HostLevel) else None, self.decode is None
-        self.serving = Serving(self.memory, self.kernel, self.engine, measured, self.level, foresees=foresees)
+        self.level = store if isinstance(store, HostLevel) and not store.whole else None
+        self.serving = Serving(self.memory, self.kernel, self.engine, measured, self.level, foresees=decoding is None)
         self.host_side.join(self.serving, rates)
         files = self.level.files if self.level else store
         if isinstance(files, FileStore):
@@ -334,9 +333,6 @@ def resize_host_memory(runtime: MoERuntime, wanted: Any) -> None:
     why = "say how many bytes it is to be" if level else f"experts are in {runtime.store.description}"
     if level is None or nbytes is None:
         raise ConfigError(f"vllm-dymoe: host_memory stays as it was: {why}.")
-    more = nbytes - level.slots.nbytes
-    if more > (free := available_host_memory()):
-        raise ConfigError(f"vllm-dymoe: host_memory would take {more} bytes more, and {free} are free; lower it.")
     if not runtime.serving.end():
         raise ConfigError("vllm-dymoe: host_memory cannot change while reads have not ended; try again later.")
     try:

@@ -1,9 +1,9 @@
 """Packed experts outside the device: in files, or in host memory."""
 
-from vllm_dymoe.store.base import HostMemoryError, HostStore, ReadableStore, StoreError, blob_name
+from vllm_dymoe.store.base import HostMemoryError, HostStore, StoreError, blob_name
 from vllm_dymoe.store.files import FileStore
 from vllm_dymoe.store.manifest import MANIFEST, READABLE_VERSIONS, STORE_VERSION, ErrorRecord, Manifest
-from vllm_dymoe.store.memory import HostPlace, HostRoom, MemoryStore, choose_host_place, memory_bytes
+from vllm_dymoe.store.memory import HostPlace, HostRoom, choose_host_place, smallest_level, whole_level
 
 __all__ = [
     "MANIFEST",
@@ -16,10 +16,9 @@ __all__ = [
     "HostRoom",
     "HostStore",
     "Manifest",
-    "MemoryStore",
-    "ReadableStore",
     "StoreError",
     "blob_name",
     "choose_host_place",
-    "memory_bytes",
+    "smallest_level",
+    "whole_level",
 ]

@@ -1,6 +1,8 @@
 """What every store of packed experts is asked for, and how it fails."""
 
-from typing import Protocol, runtime_checkable
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 
@@ -15,23 +17,42 @@ class HostMemoryError(StoreError):
     """Host memory that cannot be had or be locked; the message says why, and the caller adds what to do."""
 
 
-class HostStore(Protocol):
+class Lent(Protocol):
+    """A slice in host memory that stays there while it is lent."""
+
+    blob: torch.Tensor  # uint8 [bytes of the slice]
+    locked: bool  # a device's copy engine reads it by itself
+    last_read: Any  # event behind the last copy out of it, for whatever enqueues one to set
+
+
+class HostStore(ABC):
     """Reads blobs; safe to call from several threads."""
 
     experts: ModelExperts
+    whole = False
+    """All slices are in memory for good, and checked."""
 
     @property
+    @abstractmethod
     def description(self) -> str:
         """Where the bytes lie, for people."""
 
     @property
+    def readable(self) -> bool:
+        """The experts' device can read every blob by itself."""
+        return False
+
+    @property
     def depth(self) -> int:
         """Reads at once that are worth it."""
+        return 1
 
     @property
     def occupies_cores(self) -> bool:
         """Whether a read may be a copy by a core, and not a wait for a disk."""
+        return True
 
+    @abstractmethod
     def read_into(
         self, key: BlobKey, destination: torch.Tensor, projections: range = EVERY_PROJECTION, *, wait: bool = True
     ) -> None:
@@ -46,15 +67,22 @@ class HostStore(Protocol):
             BlockingIOError: without ``wait``, they are not in memory; ``destination`` may be half-written.
         """
 
+    def hold(
+        self, key: BlobKey, projections: range = EVERY_PROJECTION, *, wait: bool = True
+    ) -> AbstractContextManager[Lent | None]:
+        """A slice where it lies in host memory; None from a store that has none. Arguments and errors as above."""
+        return nullcontext()
+
+    def blob(self, key: BlobKey) -> torch.Tensor:
+        """The bytes themselves, of a store that is ``whole``: uint8 [bytes of the slice]."""
+        raise NotImplementedError
+
+    def take(self, other: "HostStore", experts: ModelExperts) -> None:
+        """Have the layers of another store of this kind behind one's own; ``experts`` are those of both."""
+        raise NotImplementedError
+
+    @abstractmethod
     def close(self) -> None: ...
-
-
-@runtime_checkable
-class ReadableStore(HostStore, Protocol):
-    """A store in memory that the experts' device can read by itself, complete and checked from the start on."""
-
-    def blob(self, key: BlobKey, projections: range = EVERY_PROJECTION) -> torch.Tensor:
-        """The bytes themselves: uint8 [bytes of the projections]."""
 
 
 def blob_name(store: HostStore, key: BlobKey) -> str:

@@ -1,8 +1,8 @@
 """How the files of a store are read: past the page cache or through it, how many reads at once, and how fast that was.
 
-The first start measures and keeps what it found in ``disk.json`` beside the store. Which way is better depends on
-memory as well: what the page cache holds is copied as fast as memory, but what comes from the disk through it takes a
-core, and may be read in small pieces.
+The first starts measure, and ``disk.json`` beside the store keeps the best: a disk that others use looks slow. Which
+way is better depends on memory as well: what the page cache holds is copied as fast as memory, but what comes from the
+disk through it takes a core, and may be read in small pieces.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ from vllm_dymoe.store.durable import write_synced
 from vllm_dymoe.store.manifest import BLOCK
 
 RATES = "disk.json"
+MEASURED_STARTS = 3
 _DEPTHS = (1, 2, 4, 8, 16)
 _MEASURED_BYTES = 32 << 20  # for each depth: 0.2 s and less, on a disk worth serving from
 _ENOUGH = 0.9  # of the best rate; deeper queues only lengthen each read
@@ -38,11 +39,18 @@ class DiskRates:
         direct: past the page cache, by reads at once; empty on a file system that cannot.
         cached: through the page cache, by one reader, of what was not in it.
         warm: of what was.
+        measured: how often; this is the best of them.
     """
 
     direct: dict[int, float]
     cached: float
     warm: float
+    measured: int = 1
+
+    def best(self, other: "DiskRates") -> "DiskRates":
+        direct = {depth: max(rate, self.direct.get(depth, 0.0)) for depth, rate in other.direct.items()}
+        cached, warm = max(self.cached, other.cached), max(self.warm, other.warm)
+        return DiskRates(direct, cached, warm, self.measured + other.measured)
 
     @property
     def depth(self) -> int:
@@ -176,7 +184,7 @@ def known_rates(folder: Path) -> DiskRates | None:
     try:
         said = json.loads((folder / RATES).read_text())
         direct = {int(depth): float(rate) for depth, rate in said["direct"].items()}
-        rates = DiskRates(direct, float(said["cached"]), float(said["warm"]))
+        rates = DiskRates(direct, float(said["cached"]), float(said["warm"]), int(said.get("measured", 1)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return rates if min(rates.cached, rates.warm, *rates.direct.values()) > 0 else None

@@ -12,13 +12,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import xxhash
 
-from vllm_dymoe.residency.format import EVERY_PROJECTION, BlobKey, Projection
-from vllm_dymoe.store.base import StoreError
+from vllm_dymoe.residency.format import EVERY_PROJECTION, BlobKey, ModelExperts, Projection, SlicePlace, all_keys
+from vllm_dymoe.store.base import HostStore, StoreError
 from vllm_dymoe.store.disk import (
+    MEASURED_STARTS,
     DiskCounts,
     DiskRates,
     Pacer,
@@ -44,7 +46,15 @@ def checksum(section: memoryview) -> int:
     return ctypes.c_int64(xxhash.xxh3_64_intdigest(section)).value
 
 
-class FileStore:
+class _Layer(NamedTuple):
+    path: Path
+    file: int
+    direct: int | None  # the same past the page cache
+    begins: dict[int, tuple[int, int]]  # by bits: first byte, and from one slice to the next
+    expected: dict[int, torch.Tensor]  # checksums by bits: int64 [experts, projections]
+
+
+class FileStore(HostStore):
     """Blobs in safetensors shards.
 
     Reads are ``preadv``: a truncated or failing file is an error that a request can report, where a mapping would kill
@@ -69,22 +79,20 @@ class FileStore:
             )
         self.experts = held if layers is None else replace(held, layers=layers)
         self.reading, self.counts, self._pacer = Reading(), DiskCounts(), Pacer()
-        self._places = held.places_at(self.manifest.alignment)
-        self._files: list[int] = []
-        self._direct: list[int | None] = []  # the same past the page cache
-        self._blobs: list[dict[int, int]] = []  # of each layer: first byte, by bits
-        self._expected: list[dict[int, torch.Tensor]] = []
+        self._layers: list[_Layer] = []
+        self._descriptors: list[int] = []
         self._verified: dict[BlobKey, frozenset[int]] = {}
         try:
             for layer_index in self.experts.layers:
-                self._open(folder / file_name(layer_index))
+                self._open(folder / file_name(layer_index), held.places_at(self.manifest.alignment))
         except BaseException:
             self.close()
             raise
 
     @property
     def description(self) -> str:
-        return f"files in {self.folder}{self.reading.description}"
+        folders = dict.fromkeys(str(layer.path.parent) for layer in self._layers)
+        return f"files in {' and '.join(folders)}{self.reading.description}"
 
     @property
     def depth(self) -> int:
@@ -95,28 +103,27 @@ class FileStore:
         return not self.reading.direct
 
     def rates(self) -> DiskRates:
-        """How fast its disk is: what an earlier start has kept beside it, or a measurement of a second.
+        """How fast its disk is: the best of what the first starts have measured, a second each, and kept beside it.
 
         Raises:
             StoreError: the files cannot be read.
         """
         found = known_rates(self.folder)
-        if found is None:
+        if found is None or found.measured < MEASURED_STARTS:
             bits, fmt = max(self.experts.formats.items(), key=lambda item: item[1].nbytes)
-            keys = [BlobKey(layer, expert, bits) for layer in range(len(self._files))
-                    for expert in range(self.experts.num_experts)]  # fmt: skip
+            keys = [key for key in all_keys(self.experts) if key.bits == bits]
+            whole, direct = fmt.span(EVERY_PROJECTION), all(layer.direct is not None for layer in self._layers)
 
             def read(number: int, reading: Reading) -> int:
-                self._fill(
-                    keys[number], torch.empty(fmt.nbytes, dtype=torch.uint8), fmt.span(EVERY_PROJECTION), reading
-                )
+                self._fill(keys[number], torch.empty(fmt.nbytes, dtype=torch.uint8), whole, reading)
                 return fmt.nbytes
 
             def forget(number: int) -> None:
                 key = keys[number]
-                os.posix_fadvise(self._files[key.layer], self._begin(key), fmt.nbytes, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(self._layers[key.layer].file, self._begin(key), fmt.nbytes, os.POSIX_FADV_DONTNEED)
 
-            found = measure_rates(read, forget, range(len(keys)), fmt.nbytes, None not in self._direct)
+            now = measure_rates(read, forget, range(len(keys)), fmt.nbytes, direct)
+            found = now if found is None else found.best(now)
             keep_rates(self.folder, found)
         return found
 
@@ -129,14 +136,22 @@ class FileStore:
         if reading.check == "always" or not self._verified.get(key, _NOTHING).issuperset(projections):
             self._check(key, destination.numpy().data, projections)
 
+    def take(self, other: HostStore, experts: ModelExperts) -> None:
+        assert isinstance(other, FileStore)
+        self.experts = experts
+        self._layers += other._layers
+        self._descriptors += other._descriptors
+        other._descriptors = []
+
     def _begin(self, key: BlobKey) -> int:
         """First byte of a slice."""
-        return self._blobs[key.layer][key.bits] + key.expert * self._places[key.bits].stride
+        begin, stride = self._layers[key.layer].begins[key.bits]
+        return begin + key.expert * stride
 
     def _fill(
         self, key: BlobKey, destination: torch.Tensor, span: slice, reading: Reading, *, wait: bool = True
     ) -> None:
-        begun, file, direct = time.perf_counter(), self._files[key.layer], self._direct[key.layer]
+        begun, path, file, direct = time.perf_counter(), *self._layers[key.layer][:3]
         offset, nbytes = self._begin(key) + span.start, span.stop - span.start
         past = reading.direct and direct is not None
         if not wait and (past or reading.bytes_per_second):
@@ -151,11 +166,11 @@ class FileStore:
             if not wait and error.errno in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL):
                 raise BlockingIOError(error.errno, error.strerror) from None
             raise StoreError(
-                f"{self._path(key.layer)} cannot be read at expert {key.expert} ({error.strerror}); check its disk."
+                f"{path} cannot be read at expert {key.expert} ({error.strerror}); check its disk."
             ) from error
         if done < nbytes:
             raise StoreError(
-                f"{self._path(key.layer)} ends at byte {offset + done}, inside expert {key.expert}; "
+                f"{path} ends at byte {offset + done}, inside expert {key.expert}; "
                 f"the file was truncated: {_again(self.folder)}."
             )
         if reading.drops and not past:
@@ -164,12 +179,12 @@ class FileStore:
             self._pacer.wait(nbytes, begun, reading.bytes_per_second)
 
     def close(self) -> None:
-        for file in self._files + [file for file in self._direct if file is not None]:
-            os.close(file)
-        self._files, self._direct = [], []
+        while self._descriptors:
+            os.close(self._descriptors.pop())
 
     def _check(self, key: BlobKey, read: memoryview, projections: range) -> None:
-        expected = self._expected[key.layer][key.bits][key.expert].tolist()
+        layer = self._layers[key.layer]
+        expected = layer.expected[key.bits][key.expert].tolist()
         sections = self.experts.formats[key.bits].sections
         begin = sections[projections.start].start
         for projection in projections:
@@ -177,23 +192,21 @@ class FileStore:
             there = read[section.start - begin : section.stop - begin]
             if there and checksum(there) != expected[projection]:
                 raise StoreError(
-                    f"{self._path(key.layer)} is corrupted: the {Projection(projection).name.lower()} projection of "
+                    f"{layer.path} is corrupted: the {Projection(projection).name.lower()} projection of "
                     f"expert {key.expert} at {key.bits} bits does not match its checksum; {_again(self.folder)}."
                 )
         self._verified[key] = self._verified.get(key, _NOTHING).union(projections)
 
-    def _path(self, layer: int) -> Path:
-        return self.folder / file_name(self.experts.layers[layer])
-
-    def _open(self, path: Path) -> None:
+    def _open(self, path: Path, slices: Mapping[int, SlicePlace]) -> None:
         try:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise StoreError(
                 f"{path} of the expert store cannot be opened ({error.strerror}); {_again(path.parent)}."
             ) from error
-        self._files.append(file)
-        self._direct.append(open_direct(path))
+        self._descriptors.append(file)
+        if (direct := open_direct(path)) is not None:
+            self._descriptors.append(direct)
         size = os.fstat(file).st_size
         places = read_header(path, file)
         promised = max((place.end for place in places.values()), default=0)
@@ -203,13 +216,12 @@ class FileStore:
                 f"the file was truncated: {_again(path.parent)}."
             )
         count, begins, expected = self.experts.num_experts, {}, {}
-        for bits, (blob, stride, start, number, slices) in self._places.items():
-            begins[bits] = _locate(path, places, f"{blob}bit.blobs", count * stride).begin + start
-            place = _locate(path, places, f"{blob}bit.xxh3", count * slices * len(Projection) * 8)
+        for bits, (blob, stride, start, number, parts) in slices.items():
+            begins[bits] = _locate(path, places, f"{blob}bit.blobs", count * stride).begin + start, stride
+            place = _locate(path, places, f"{blob}bit.xxh3", count * parts * len(Projection) * 8)
             checks = bytearray(os.pread(file, place.nbytes, place.begin))
-            expected[bits] = torch.frombuffer(checks, dtype=torch.int64).view(count, slices, len(Projection))[:, number]
-        self._blobs.append(begins)
-        self._expected.append(expected)
+            expected[bits] = torch.frombuffer(checks, dtype=torch.int64).view(count, parts, len(Projection))[:, number]
+        self._layers.append(_Layer(path, file, direct, begins, expected))
 
 
 def _read_cached(file: int, view: memoryview, offset: int, flags: int) -> int:

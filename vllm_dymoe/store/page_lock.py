@@ -77,7 +77,7 @@ class Arena:
             self.unbound = prefer_node(self.memory, page_lock.node)
 
     def lock(self) -> str | None:
-        """Lock it, best once it is filled: by then its pages are there. Returns what is in the way, or None."""
+        """Lock it, once its pages are there. Returns what is in the way, or None."""
         if self._page_lock is None or self.memory.numel() == 0:
             return None
         address = self.memory.data_ptr()

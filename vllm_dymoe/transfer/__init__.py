@@ -5,29 +5,27 @@ import functools
 import torch
 
 from vllm_dymoe.observe.timeline import Lane
-from vllm_dymoe.store import FileStore, HostStore, MemoryStore
+from vllm_dymoe.store import FileStore, HostStore
 from vllm_dymoe.transfer.engine import TransferEngine
-from vllm_dymoe.transfer.level import HostLevel
+from vllm_dymoe.transfer.level import HostLevel, join
 from vllm_dymoe.transfer.ticket import Reason, Ticket, TransferError, TransferStats
 
 
 def make_engine(
     store: HostStore,
     device: torch.device,
-    io_threads: int | None,
     largest_blob: int,
     timeout: float | None = None,
     link_gbps: float | None = None,
+    io_threads: int | None = None,
 ) -> TransferEngine:
-    """The engine for ``device``.
+    """The engine for ``device``, where the slots are.
 
     Args:
-        store: where the bytes come from.
-        device: where the slots are.
-        io_threads: threads that read ahead, 0 for none; as many as the store says if None.
         largest_blob: bytes of the largest blob, the size of a staging buffer.
         timeout: seconds that a transfer is waited for; None for ever.
         link_gbps: 1e9 bytes per second of an emulated link, on a CPU; None for none.
+        io_threads: threads that read ahead, 0 for none; as many as the store says if None.
 
     Raises:
         ValueError: an emulated link on a device that has a real one.
@@ -47,21 +45,20 @@ def make_engine(
         raise ValueError(
             f"vllm-dymoe: link_gbps emulates a link on a CPU, but {device.type} devices have one; leave link_gbps out."
         )
-    from vllm_dymoe.transfer.cuda import CudaStreams, LevelDelivery, PinnedDelivery, StagedDelivery
+    from vllm_dymoe.transfer.cuda import CudaStreams, StreamDelivery
 
     streams = CudaStreams(device)
     # A new thread begins on the first device, which may be another rank's.
     index = torch.cuda.current_device() if device.index is None else device.index
     enter = functools.partial(torch.cuda.set_device, index)
-    if isinstance(store, MemoryStore):
+    if store.readable:
         # Enqueueing a copy is all the host does for demand; the thread meters out what is not urgent.
-        return TransferEngine(PinnedDelivery(store, streams), threads=1, eager=True, enter=enter)
+        return TransferEngine(StreamDelivery(store, streams), threads=1, eager=True, enter=enter)
     # What waits for a disk has one buffer each, and the link one more to copy from.
     buffers = [torch.empty(largest_blob, dtype=torch.uint8, pin_memory=True) for _ in range(1 + max(1, threads))]
     if isinstance(store, HostLevel):
         store.delivery.synchronize = streams.synchronize
-        return TransferEngine(LevelDelivery(store, streams, buffers), 1, timeout=timeout, enter=enter)
-    return TransferEngine(StagedDelivery(store, streams, buffers), threads, timeout=timeout, enter=enter)
+    return TransferEngine(StreamDelivery(store, streams, buffers), threads, timeout=timeout, enter=enter)
 
 
 __all__ = [
@@ -71,5 +68,6 @@ __all__ = [
     "TransferEngine",
     "TransferError",
     "TransferStats",
+    "join",
     "make_engine",
 ]

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from vllm_dymoe.residency.format import BlobKey, Projection
-from vllm_dymoe.store import HostStore, MemoryStore
+from vllm_dymoe.store import HostStore
 from vllm_dymoe.transfer.delivery import Delivery, Streams
-from vllm_dymoe.transfer.level import HostLevel
 from vllm_dymoe.transfer.ticket import ALL, Reason, Ticket
 
 WORTH_A_COPY = 256 << 10
@@ -73,24 +72,34 @@ class CudaStreams:
         return event.begun
 
 
-class _StreamDelivery(Delivery):
-    """Copies by a copy engine.
+class StreamDelivery(Delivery):
+    """Copies by a copy engine: straight out of memory that is locked for it, all else through page-locked buffers.
 
     Args:
-        store: where the bytes come from.
-        streams: the device's streams.
+        buffers: uint8, each as large as the largest blob; as many transfers can be under way through them.
         worth_a_copy: bytes of a down projection from which on it gets a copy of its own.
+        concurrency: has Lock and Condition.
     """
 
     streams: Streams
 
-    def __init__(self, store: HostStore, streams: Streams, worth_a_copy: int = WORTH_A_COPY) -> None:
+    def __init__(
+        self,
+        store: HostStore,
+        streams: Streams,
+        buffers: Sequence[torch.Tensor] = (),
+        worth_a_copy: int = WORTH_A_COPY,
+        concurrency: Any = threading,
+    ) -> None:
         super().__init__(store)
         self.streams = streams
         self._at_once = {
             bits: Projection.DOWN if fmt.matrices[Projection.DOWN].nbytes >= worth_a_copy else ALL
             for bits, fmt in store.experts.formats.items()
         }
+        # Oldest first: each buffer with the event of the copy that still may read it.
+        self._buffers: deque[tuple[torch.Tensor, Any]] = deque((buffer, None) for buffer in buffers)
+        self._returned = concurrency.Condition(concurrency.Lock())
 
     def demanded_at_once(self, key: BlobKey) -> int:
         """Gate and up, which one launch computes, and down by itself where that is worth another copy."""
@@ -100,46 +109,15 @@ class _StreamDelivery(Delivery):
         begun = self.streams.begun(event)
         return None if begun is None else (begun, event)
 
-    def _enqueue(self, ticket: Ticket, projections: range, source: torch.Tensor, destination: torch.Tensor) -> Any:
-        # Behind the slot's last reader once: later pieces follow the first, on its stream or because it was waited for.
-        after = ticket.after if projections.start == 0 else None
-        return self.streams.copy(source, destination, urgent=ticket.reason is Reason.DEMAND, after=after)
-
-
-class PinnedDelivery(_StreamDelivery):
-    """From page-locked memory: one asynchronous copy for each piece."""
-
-    store: MemoryStore
-
     def deliver(self, ticket: Ticket, projections: range, destination: torch.Tensor, *, wait: bool = True) -> Any:
-        return self._enqueue(ticket, projections, self.store.blob(ticket.key, projections), destination)
+        with self.store.hold(ticket.key, projections, wait=wait) as held:
+            if held is None or not held.locked:
+                return self._through_buffer(ticket, projections, destination, wait)
+            source = held.blob[self.store.experts.formats[ticket.key.bits].span(projections)]
+            held.last_read = event = self._enqueue(ticket, projections, source, destination)
+            return event
 
-
-class StagedDelivery(_StreamDelivery):
-    """From files, through page-locked buffers.
-
-    Args:
-        store: where the bytes come from.
-        streams: the device's streams.
-        buffers: uint8, each as large as the largest blob; as many transfers can be under way.
-        concurrency: has Lock and Condition.
-        worth_a_copy: as above; here the first piece also travels while the second is read.
-    """
-
-    def __init__(
-        self,
-        store: HostStore,
-        streams: Streams,
-        buffers: Sequence[torch.Tensor],
-        concurrency: Any = threading,
-        worth_a_copy: int = WORTH_A_COPY,
-    ) -> None:
-        super().__init__(store, streams, worth_a_copy)
-        # Oldest first: each buffer with the event of the copy that still may read it.
-        self._buffers: deque[tuple[torch.Tensor, Any]] = deque((buffer, None) for buffer in buffers)
-        self._returned = concurrency.Condition(concurrency.Lock())
-
-    def deliver(self, ticket: Ticket, projections: range, destination: torch.Tensor, *, wait: bool = True) -> Any:
+    def _through_buffer(self, ticket: Ticket, projections: range, destination: torch.Tensor, wait: bool) -> Any:
         with self._returned:
             while not self._buffers:
                 if not wait:
@@ -159,16 +137,7 @@ class StagedDelivery(_StreamDelivery):
                 self._buffers.append((buffer, event))
                 self._returned.notify()
 
-
-class LevelDelivery(StagedDelivery):
-    """From a level in host memory: straight out of slots that are page-locked, otherwise through the buffers."""
-
-    store: HostLevel
-
-    def deliver(self, ticket: Ticket, projections: range, destination: torch.Tensor, *, wait: bool = True) -> Any:
-        with self.store.hold(ticket.key, projections, wait=wait) as held:
-            if not held.locked:
-                return super().deliver(ticket, projections, destination, wait=wait)
-            source = held.blob[self.store.experts.formats[ticket.key.bits].span(projections)]
-            held.last_read = event = self._enqueue(ticket, projections, source, destination)
-            return event
+    def _enqueue(self, ticket: Ticket, projections: range, source: torch.Tensor, destination: torch.Tensor) -> Any:
+        # Behind the slot's last reader once: later pieces follow the first, on its stream or because it was waited for.
+        after = ticket.after if projections.start == 0 else None
+        return self.streams.copy(source, destination, urgent=ticket.reason is Reason.DEMAND, after=after)

@@ -1,20 +1,24 @@
 """Host memory as a level: slots in an arena with a hard budget, between the disk and a device with memory of its own.
 
-The device's rule decides what stays, over a table of the level's own whose uses are the device's misses: what the
-device keeps cools down here and makes room for what it does not. Reads are tickets of an engine of the level's own, as
-many at once as the disk wants. A guess takes a slot that no layer keeps, and is dropped when anything is in demand.
+Where all slices fit they are read at start, and stay. Otherwise the device's rule decides what stays, over a table of
+the level's own whose uses are the device's misses: what the device keeps cools down here and makes room for what it
+does not. Reads are tickets of an engine of the level's own, as many at once as the disk wants. A guess takes a slot
+that no layer keeps, and is dropped when anything is in demand.
 """
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from vllm_dymoe.observe.timeline import Lane
-from vllm_dymoe.residency.format import EVERY_PROJECTION, BlobKey, layer_keys
-from vllm_dymoe.store import FileStore, HostMemoryError, StoreError
+from vllm_dymoe.residency.format import EVERY_PROJECTION, BlobKey, ModelExperts
+from vllm_dymoe.store import FileStore, HostMemoryError, HostStore, StoreError
 from vllm_dymoe.store.page_lock import CudaPageLock
 from vllm_dymoe.transfer.engine import TransferEngine
 from vllm_dymoe.transfer.host import CpuDelivery
@@ -38,7 +42,7 @@ class _DiskDelivery(CpuDelivery):
         super().deliver(ticket, projections, destination, wait=wait)
 
 
-class HostLevel:
+class HostLevel(HostStore):
     """A store whose slices are in host memory as far as a budget goes, and in files otherwise.
 
     Args:
@@ -60,7 +64,6 @@ class HostLevel:
         self, files: FileStore, nbytes: int, page_lock: CudaPageLock | None = None, timeout: float | None = None
     ) -> None:
         self.experts, self.files, self._page_lock = files.experts, files, page_lock
-        self.depth, self.occupies_cores = files.depth, files.occupies_cores
         self.delivery = _DiskDelivery(files)
         self.engine = TransferEngine(self.delivery, files.depth, timeout=timeout, waiters_move=False, lane=Lane.DISK)
         self._changed = threading.Condition()
@@ -72,18 +75,32 @@ class HostLevel:
             raise
 
     @property
+    def occupies_cores(self) -> bool:
+        return self.whole or self.files.occupies_cores
+
+    @property
+    def readable(self) -> bool:
+        return self.whole and (self._page_lock is None or self.slots.locked == self.slots.nbytes)
+
+    @property
     def description(self) -> str:
-        slots = sum(len(pool.slots) for pool in self.slots.pools.values())
-        every = len(self.experts.layers) * self.experts.num_experts * len(self.slots.pools)
-        locked = (
-            "page-locked" if self.slots.locked == self.slots.nbytes else f"{size(self.slots.locked)} of it page-locked"
-        )
-        if self._page_lock is None:
-            locked = "not page-locked: there is no CUDA device"
-        elif self.slots.locked < self.slots.nbytes:
-            locked += ", the rest goes through staging buffers"
-        part = f"{size(self.slots.nbytes)} of host memory ({locked}) for {slots} of {every} slices"
-        return f"{part}, over {self.files.description}"
+        slots, where = self.slots, "not page-locked: there is no CUDA device"
+        if self._page_lock is not None:
+            where = "page-locked"
+            if slots.locked < slots.nbytes:
+                where = f"{size(slots.locked)} of it page-locked, the rest behind staging buffers: {slots.refused}"
+            if self._page_lock.node is not None:
+                near = "on" if slots.unbound is None else "not near the GPU on"
+                where += f", {near} NUMA node {self._page_lock.node}{f' ({slots.unbound})' if slots.unbound else ''}"
+        said = f"{size(slots.nbytes)} of host memory ({where})"
+        if self.whole:
+            return said
+        count = sum(len(pool.slots) for pool in slots.pools.values())
+        every = len(self.experts.layers) * self.experts.num_experts * len(slots.pools)
+        return f"{said} for {count} of {every} slices, over {self.files.description}"
+
+    def blob(self, key: BlobKey) -> torch.Tensor:
+        return self.slots.held[key].blob
 
     def read_into(
         self, key: BlobKey, destination: torch.Tensor, projections: range = EVERY_PROJECTION, *, wait: bool = True
@@ -91,19 +108,16 @@ class HostLevel:
         with self.hold(key, projections, wait=wait) as held:
             destination.copy_(held.blob[self.experts.formats[key.bits].span(projections)])
 
+    def hold(
+        self, key: BlobKey, projections: range = EVERY_PROJECTION, *, wait: bool = True
+    ) -> contextlib.AbstractContextManager[Held]:
+        """With the first projection it is used, if ``expect`` has not said so; what is not there is asked for."""
+        if self.whole:
+            return contextlib.nullcontext(self.slots.held[key])
+        return self._hold(key, projections, wait)
+
     @contextlib.contextmanager
-    def hold(self, key: BlobKey, projections: range = EVERY_PROJECTION, *, wait: bool = True) -> Iterator[Held]:
-        """A slice in host memory, which stays there meanwhile; whatever enqueues a copy sets ``last_read``.
-
-        Args:
-            key: which one.
-            projections: that are wanted now; with the first one it is used, if ``expect`` has not said so.
-            wait: for a disk, if need be.
-
-        Raises:
-            StoreError: it cannot be read.
-            BlockingIOError: without ``wait``, it is not there; it has been asked for.
-        """
+    def _hold(self, key: BlobKey, projections: range, wait: bool) -> Iterator[Held]:
         held = self._arrive(key, wait, first=projections.start == 0)
         try:
             yield held
@@ -157,18 +171,27 @@ class HostLevel:
                 self.slots.passing.move_to_end(key)
             return held
 
-    def fill(self) -> None:
-        """Read everything, where there is room for it; closed if the files cannot be read (StoreError)."""
+    def fill(self, progress: Callable[[int], object] = lambda nbytes: None) -> None:
+        """Read and check everything; there has to be room for it. Closed if the files cannot be read (StoreError).
+
+        Args:
+            progress: is told of bytes that have come.
+        """
+
+        def read(held: Held) -> int:
+            assert held.key is not None
+            self.files.read_into(held.key, held.blob)
+            return held.blob.numel()
+
         try:
-            for layer in range(len(self.experts.layers)):
-                keys = list(layer_keys(self.experts, layer))
-                self.expect(layer, keys)
-                for key in keys:
-                    with self.hold(key):
-                        pass
+            # Reading and checking both leave the interpreter: threads are worth it even where the files are in memory.
+            with ThreadPoolExecutor(max(self.files.depth, min(8, os.cpu_count() or 1))) as pool:
+                for nbytes in pool.map(read, self.slots.assign_all()):
+                    progress(nbytes)
         except BaseException:
             self.close()
             raise
+        self.whole = True
 
     def expect(self, layer: int, keys: list[BlobKey]) -> None:
         """What a layer's step needs and the device lacks: decide what stays, and begin all reads at once."""
@@ -213,22 +236,50 @@ class HostLevel:
                 if held.last_read is not None:
                     self.delivery.synchronize(held.last_read)
             self.slots.forget()
+            self.whole = False
             try:
                 self.slots.make(nbytes)
             except HostMemoryError:
                 self.slots.make(before)
                 raise
 
+    def take(self, other: HostStore, experts: ModelExperts) -> None:
+        """As a store, with the host memory of both; empty unless both are whole. No step may be running."""
+        limit, self.experts, self.slots.experts = self.slots.limit, experts, experts
+        if isinstance(other, HostLevel) and self.whole and other.whole:
+            other.engine.close()
+            self.files.take(other.files, experts)
+            self.slots.take(other.slots)
+            return
+        if isinstance(other, HostLevel):
+            limit, other = limit + other.slots.limit, other.release()
+        self.files.take(other, experts)
+        self.resize(limit)
+
+    def release(self) -> FileStore:
+        """End the reads and give the memory back; returns the files."""
+        self.engine.close()
+        self.slots.forget()
+        return self.files
+
     def reset_stats(self) -> None:
         self.slots.counts, self.engine.stats = LevelCounts(), TransferStats()
 
     def close(self) -> None:
-        """End the reads, give the memory back, and close the files."""
-        self.engine.close()
-        self.slots.forget()
-        self.files.close()
+        self.release().close()
 
     def check_integrity(self) -> None:
-        """Between steps; see :meth:`LevelSlots.check_integrity`."""
         with self._changed:
             self.slots.check_integrity()
+
+
+def join(model: HostStore, draft: HostStore) -> HostStore:
+    """One store of both, the draft's layers last; those whose indices are the model's count on from its highest."""
+    mine, drafted = model.experts.layers, draft.experts.layers
+    shift = max(mine) + 1 if set(mine) & set(drafted) else 0
+    layers = (*mine, *(layer + shift for layer in drafted))
+    experts = replace(model.experts, layers=layers, draft_layers=len(drafted))
+    if isinstance(draft, HostLevel) and not isinstance(model, HostLevel):
+        draft = draft.release()
+    model.take(draft, experts)
+    return model

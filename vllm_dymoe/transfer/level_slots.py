@@ -4,18 +4,18 @@ Mechanism of :class:`~vllm_dymoe.transfer.level.HostLevel`, which holds its lock
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_dymoe.residency.format import BlobKey, ModelExperts
+from vllm_dymoe.host_memory import available_host_memory, whole_pages
+from vllm_dymoe.residency.format import BlobKey, ModelExperts, all_keys
 from vllm_dymoe.residency.rule import HIGH, HIT, PASS
 from vllm_dymoe.residency.table import Table, check_integrity, layer_shares, set_pools
 from vllm_dymoe.residency.tier import Tier
-from vllm_dymoe.store import HostMemoryError
-from vllm_dymoe.store.memory import slot_bytes, smallest_level
+from vllm_dymoe.store import HostMemoryError, smallest_level
 from vllm_dymoe.store.page_lock import Arena, CudaPageLock
 from vllm_dymoe.transfer.engine import TransferEngine
 from vllm_dymoe.transfer.ticket import Reason, Ticket
@@ -102,6 +102,7 @@ class LevelSlots:
         limit: bytes that slots may take.
         nbytes: bytes that they take.
         locked: those that are locked for the device.
+        refused: why not all of them are, where there is one.
         counts: since the start or the last reset.
         held: what is in slots, or comes.
         passing: that of it which no layer keeps, what was used last at the end.
@@ -123,10 +124,11 @@ class LevelSlots:
         self.coming: set[BlobKey] = set()
         self.orphans: list[Held] = []
         self.limit = self.nbytes = self.locked = 0
+        self.refused: str | None = None
         self.make(nbytes)
 
     def make(self, nbytes: int) -> None:
-        sizes = {bits: slot_bytes(fmt.nbytes) for bits, fmt in self.experts.formats.items()}
+        sizes = {bits: whole_pages(fmt.nbytes) for bits, fmt in self.experts.formats.items()}
         least = smallest_level(self.experts)
         if nbytes < least:
             raise HostMemoryError(
@@ -135,8 +137,10 @@ class LevelSlots:
             )
         every = len(self.experts.layers) * self.experts.num_experts
         count = min(every, nbytes // sum(sizes.values()))
+        if (free := available_host_memory()) < count * sum(sizes.values()):
+            raise HostMemoryError(f"host_memory would be {nbytes} bytes, but {free} are free")
         self.limit, self.nbytes, self.locked = nbytes, 0, 0
-        can_lock = self._page_lock is not None
+        self.refused = None
         try:
             for bits, each in sizes.items():
                 slots: list[Held] = []
@@ -145,15 +149,45 @@ class LevelSlots:
                     arena = Arena(part * each, self._page_lock)
                     self._arenas.append(arena)
                     arena.memory.fill_(0)  # so that it is there: a machine short of it would end the process later
-                    can_lock = can_lock and arena.lock() is None
-                    self.locked += part * each * can_lock
+                    self.refused = self.refused or arena.lock()
+                    locks = self._page_lock is not None and self.refused is None
+                    self.locked += part * each * locks
                     blobs = arena.memory.view(part, each)[:, : self.experts.formats[bits].nbytes]
-                    slots += [Held(blob, len(slots) + i, can_lock) for i, blob in enumerate(blobs)]
+                    slots += [Held(blob, len(slots) + i, locks) for i, blob in enumerate(blobs)]
                 self.nbytes += count * each
                 self.pools[bits] = _Pool(self._table(count, every), slots)
         except OSError as error:
             self.forget()
             raise HostMemoryError(f"{nbytes} bytes of host memory could not be had ({error.strerror})") from error
+
+    def assign_all(self) -> list[Held]:
+        """Give every slice a slot for good, and return them; there are as many slots as slices, all free."""
+        free = {bits: iter(pool.slots) for bits, pool in self.pools.items()}
+        for key in all_keys(self.experts):
+            held = self.held[key] = next(free[key.bits])
+            held.key, held.kept = key, True
+        for pool in self.pools.values():
+            pool.free.clear()
+        return list(self.held.values())
+
+    def take(self, other: "LevelSlots") -> None:
+        """Hold what another one has, where both hold everything; its layers come behind one's own."""
+        behind = len(self.experts.layers) - len(other.experts.layers)
+        for bits, pool in other.pools.items():
+            for held in pool.slots:
+                assert held.key is not None
+                held.key = replace(held.key, layer=held.key.layer + behind)
+                held.index += len(self.pools[bits].slots)
+                self.held[held.key] = held
+            self.pools[bits].slots += pool.slots
+        self._arenas += other._arenas
+        self.limit, self.nbytes = self.limit + other.limit, self.nbytes + other.nbytes
+        self.locked += other.locked
+
+    @property
+    def unbound(self) -> str | None:
+        """Why some of it does not lie near the device; None if it does, or need not."""
+        return next((arena.unbound for arena in self._arenas if arena.unbound), None)
 
     def _table(self, count: int, every: int) -> Table:
         layers, each = len(self.experts.layers), self.experts.num_experts

@@ -21,9 +21,9 @@ from vllm_dymoe.runtime import MoERuntime, minimum_budget
 from vllm_dymoe.runtime.decisions import DRAFTED, without_device
 from vllm_dymoe.runtime.migration import Agree
 from vllm_dymoe.runtime.sizing import workspace_bytes
-from vllm_dymoe.store import HostStore, MemoryStore
-from vllm_dymoe.store.memory import join
+from vllm_dymoe.store import HostStore
 from vllm_dymoe.systems import make_system
+from vllm_dymoe.transfer import join
 from vllm_dymoe.vllm_adapter.announcements import announce
 from vllm_dymoe.vllm_adapter.automatic_budget import automatic_budget, budget_in_host_memory
 from vllm_dymoe.vllm_adapter.failures import make_step_failures
@@ -203,7 +203,7 @@ class Loading:
             fingerprint="" if predictor is None else self._model.model_fingerprint,
             device=torch.device(self._vllm_config.device_config.device),
             predictor=predictor,
-            horizon=1 if isinstance(self._model.store, MemoryStore) else FAR,
+            horizon=1 if self._model.store is not None and self._model.store.whole else FAR,
         )
 
     def _recordable(self) -> dict[str, Any] | None:

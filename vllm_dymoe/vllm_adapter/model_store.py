@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import re
+import resource
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -35,13 +36,10 @@ from vllm_dymoe.store import (
     HostRoom,
     HostStore,
     Manifest,
-    MemoryStore,
     StoreError,
     choose_host_place,
-    memory_bytes,
 )
 from vllm_dymoe.store.disk import Reading
-from vllm_dymoe.store.memory import whole_level
 from vllm_dymoe.store.page_lock import CudaPageLock
 from vllm_dymoe.store.writer import StoreWriter
 from vllm_dymoe.transfer import HostLevel
@@ -370,43 +368,42 @@ def cached_store(folder: Path, manifest: Manifest) -> FileStore | None:
 
 def held_bytes(store: HostStore | None) -> int:
     """Of host memory, by the experts of a model."""
-    if isinstance(store, HostLevel):
-        return store.slots.nbytes
-    return memory_bytes(store.experts) if isinstance(store, MemoryStore) else 0
+    return store.slots.nbytes if isinstance(store, HostLevel) else 0
 
 
 def place_experts(
     files: FileStore, place: HostPlace, device: torch.device, *, asked_for: bool, timeout: float | None = None
 ) -> tuple[HostStore, HostPlace]:
-    """Fill memory from files, with progress, if they are to be there; returns the store and where it is.
+    """Make host memory a level over files, and fill it, with progress, if all of them are to be there.
 
-    What cannot be locked whole, and was not ``asked_for``, is a level that is locked as far as the system allows.
-    StoreError if files cannot be read, or memory that was asked for cannot be had.
+    Returns:
+        The store, and where it is. What cannot be locked whole, and was not asked for, is locked as far as the system
+        allows; where there is no memory after all, experts stay in files.
+
+    Raises:
+        StoreError: the files cannot be read, or memory that was ``asked_for`` cannot be had or locked.
     """
-    if not place.pinned and not place.level:
+    if not place.level:
         return files, place
-    page_lock = CudaPageLock(device) if device.type == "cuda" else None
-    nbytes, what = files.experts.stored_nbytes, "Reading experts into memory"
-    if not place.pinned:
-        try:
-            return HostLevel(files, place.level, page_lock, timeout), place
-        except HostMemoryError as error:
-            raise StoreError(f'{error}; lower host_memory, or use host_store = "file".') from error
+    lock = CudaPageLock(device) if device.type == "cuda" else None
     try:
-        with tqdm(total=nbytes, desc=what, unit="B", unit_scale=True, dynamic_ncols=True) as progress:
-            memory = MemoryStore.from_files(files, page_lock, progress.update)
+        level = HostLevel(files, place.level, lock, timeout)
+        if place.pinned and asked_for and (refused := level.slots.refused) is not None:
+            level.release()
+            limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+            raise HostMemoryError(
+                f"the experts need {place.level} bytes of page-locked host memory, and locking failed ({refused})"
+                + f", the limit on locked memory (ulimit -l) is {limit} bytes" * (limit != resource.RLIM_INFINITY)
+            )
     except HostMemoryError as error:
-        if asked_for:
-            raise StoreError(f'{error}; use host_store = "file", or "auto".') from error
-        place = HostPlace(False, f"auto: {error}", whole_level(files.experts))
-        try:
-            level = HostLevel(files, place.level, page_lock, timeout)
-        except HostMemoryError:
-            return files, replace(place, level=0)
-        level.fill()
-        return level, place
-    files.close()
-    return memory, place
+        if asked_for or not place.pinned:
+            raise StoreError(f'{error}; lower host_memory, or use host_store = "file".') from error
+        return files, HostPlace(False, f"auto: {error}")
+    if place.pinned:
+        total, what = files.experts.stored_nbytes, "Reading experts into memory"
+        with tqdm(total=total, desc=what, unit="B", unit_scale=True, dynamic_ncols=True) as progress:
+            level.fill(progress.update)
+    return level, place
 
 
 def check_belongs(store: FileStore, experts: ModelExperts, spec: LayerSpec) -> None:

@@ -20,13 +20,13 @@ from vllm_dymoe.residency.format import BlobKey, Format, ModelExperts
 from vllm_dymoe.residency.routing import Phase, Routing
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime import MoERuntime
-from vllm_dymoe.store import FileStore, HostStore, Manifest, MemoryStore
+from vllm_dymoe.store import FileStore, HostStore, Manifest, whole_level
 from vllm_dymoe.store.page_lock import CudaPageLock
 from vllm_dymoe.store.writer import StoreWriter
 from vllm_dymoe.systems import System
 from vllm_dymoe.systems.base import Precision
 from vllm_dymoe.systems.exact import Exact
-from vllm_dymoe.transfer import make_engine
+from vllm_dymoe.transfer import HostLevel, make_engine
 
 DTYPE = torch.bfloat16
 DEVICE = torch.device("cuda")
@@ -84,9 +84,9 @@ def pinned_store(model: Model, bits: Sequence[int], seed: int = 0) -> HostStore:
     """In page-locked memory, filled from files as at a start."""
     with tempfile.TemporaryDirectory() as folder:
         files = file_store(model, bits, Path(folder) / "store", seed)
-        store = MemoryStore.from_files(files, CudaPageLock(DEVICE))
-        files.close()
-    return store
+        level = HostLevel(files, whole_level(files.experts), CudaPageLock(DEVICE))
+        level.fill()
+    return level
 
 
 def file_store(model: Model, bits: Sequence[int], folder: Path, seed: int = 0) -> FileStore:
@@ -143,7 +143,7 @@ class Stack:
         chosen = Options(hi=hi, lo=lo, group_size=m.group, expert_budget="100%", **({"decisions": "host"} | options))
         foresight = FORESIGHT[prefetch]
         largest = max(fmt.nbytes for fmt in store.experts.formats.values())
-        engine = None if threads is None else make_engine(store, DEVICE, threads, largest)
+        engine = None if threads is None else make_engine(store, DEVICE, largest, io_threads=threads)
         if system is None:
             system = ByNumber(look_ahead=foresight.foresight is not None) if lo else foresight
         predictor = foresight.foresight and foresight.foresight.make(routed)

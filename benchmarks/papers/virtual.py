@@ -99,7 +99,7 @@ class Replay:
         with contextlib.ExitStack() as stack:
             for module in (engine, link, mover, queue, accuracy):
                 stack.enter_context(patch.object(module, "time", clock))
-            stack.enter_context(patch.object(link, "_sleep_until", threads.sleep_until))
+            stack.enter_context(patch.object(disk, "sleep_until", threads.sleep_until))
             return self._serve(threads, options, budget, link_share)
 
     def _serve(

@@ -161,7 +161,7 @@ def test_what_decides_is_checked(memory_store, tmp_path):
     said = device_decides(Options(), Exact(), "cuda", readable=True, obstacle=ON_INPUT)
     assert said == (False, ON_INPUT), "where the device was not asked for the host takes over, and says why"
     with pytest.raises(ConfigError, match="host_store"):
-        make_runtime(SimpleNamespace(experts=memory_store.experts, depth=1), decisions="device")
+        make_runtime(SimpleNamespace(experts=memory_store.experts, depth=1, readable=False), decisions="device")
     for decisions in ("auto", "host"):
         assert make_runtime(memory_store, decisions=decisions).decode is None
     assert decided_runtime(memory_store).decode is not None

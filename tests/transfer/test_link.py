@@ -92,7 +92,7 @@ def test_the_link_begins_when_it_is_free_whenever_its_thread_comes():
         ticket = Ticket(BlobKey(0, 1, 4), torch.zeros(NBYTES, dtype=torch.uint8), Reason.DEMAND, ready=ready)
         for projection, section in enumerate(STORE.experts.formats[4].sections):
             link.deliver(ticket, range(projection, projection + 1), ticket.destination[section])
-    assert link._free == pytest.approx(ready + 3), "a second for each blob, all of them past"
+    assert link._pacer._free == pytest.approx(ready + 3), "a second for each blob, all of them past"
 
 
 def test_a_waiting_thread_leaves_the_link_to_the_links_thread():

@@ -15,9 +15,9 @@ from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.resolve import resolve_options
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.rates import RATES
-from vllm_dymoe.store import FileStore
-from vllm_dymoe.store.memory import MemoryStore
+from vllm_dymoe.store import FileStore, whole_level
 from vllm_dymoe.store.page_lock import CudaPageLock
+from vllm_dymoe.transfer import HostLevel
 from vllm_dymoe.units import size
 
 
@@ -51,7 +51,8 @@ def measure(folder: Path, link: str | None) -> None:
     given = {"hi": bits[0], "lo": bits[1] if len(bits) > 1 else 0, "link_gbps": link and parse_rate(link) / 1e9}
     options = Options.model_validate({"misses": "share", "expert_budget": "100%", **given})
     with byte_progress(f"Reading {folder.name} into memory", files.experts.stored_nbytes) as progress:
-        store = MemoryStore.from_files(files, CudaPageLock(device) if device.type == "cuda" else None, progress)
+        store = HostLevel(files, whole_level(files.experts), CudaPageLock(device) if device.type == "cuda" else None)
+        store.fill(progress)
     (folder / RATES).unlink(missing_ok=True)
     runtime = MoERuntime(store, options, device, rates=folder / RATES)
     typer.echo(f"Here {runtime.host_side.describe()}: kept in {folder / RATES}.")

@@ -18,7 +18,7 @@ from vllm_dymoe.residency.matrix import MatrixFormat, PackedMatrix
 from vllm_dymoe.residency.table import Table
 from vllm_dymoe.residency.wide_rule import THERE, WideShape, WideWork, plan_wide_plain
 from vllm_dymoe.runtime.there import Doorbell
-from vllm_dymoe.transfer.link import sleep_until
+from vllm_dymoe.store.disk import sleep_until
 
 
 class PlainDecode:

@@ -18,7 +18,6 @@ from vllm_dymoe.runtime.decode_path import DECODE_ROWS, DecodeKernel
 from vllm_dymoe.runtime.rates import Rates, costs, measure
 from vllm_dymoe.runtime.serving import Serving
 from vllm_dymoe.runtime.there import Beside, Doorbell, threads_beside
-from vllm_dymoe.store import ReadableStore
 
 _ANY_ROWS = 1 << 30
 
@@ -87,7 +86,6 @@ class HostSide:
         self.rates = None if kept is None else Rates.load(kept, measured_for)
         if self.rates is None:
             store = serving.memory.store
-            assert isinstance(store, ReadableStore)
             self.rates = measure(store, serving.engine, self._device, worker, measured_for)
             if kept is not None:
                 with contextlib.suppress(OSError):  # a checkpoint that only others may write

@@ -23,7 +23,7 @@ from vllm_dymoe.residency.decision import Decision, Grouped
 from vllm_dymoe.residency.format import BlobKey, Format, ModelExperts
 from vllm_dymoe.residency.rule import HIGH, LOW, NOWHERE
 from vllm_dymoe.runtime.memory import views
-from vllm_dymoe.store import ReadableStore
+from vllm_dymoe.store import HostStore
 from vllm_dymoe.transfer import Reason, TransferEngine
 
 RATES = "rates.json"
@@ -87,7 +87,7 @@ class Rates:
 
 
 def measure(
-    store: ReadableStore, engine: TransferEngine, device: torch.device, worker: Worker, measured_for: str = "",
+    store: HostStore, engine: TransferEngine, device: torch.device, worker: Worker, measured_for: str = "",
     seconds: float = _SECONDS,
 ) -> Rates:  # fmt: skip
     """Let both work for about a second.
@@ -138,7 +138,7 @@ def _keys(experts: ModelExperts, bits: int) -> Iterator[BlobKey]:
     return cycle(everything)
 
 
-def host_seconds(store: ReadableStore, fmt: Format, kernel: CpuKernel, rows: int, seconds: float) -> float:
+def host_seconds(store: HostStore, fmt: Format, kernel: CpuKernel, rows: int, seconds: float) -> float:
     """Of one expert, as the median call has it."""
     keys, view = _keys(store.experts, fmt.bits), views(store)
     activation = Activation.SILU if fmt.has_gate else Activation(Curve.RELU2, has_gate=False)

@@ -6,6 +6,7 @@ disk through it takes a core, and may be read in small pieces.
 """
 
 import contextlib
+import ctypes
 import json
 import mmap
 import os
@@ -29,23 +30,18 @@ _DEPTHS = (1, 2, 4, 8, 16)
 _MEASURED_BYTES = 32 << 20  # for each depth: 0.2 s and less, on a disk worth serving from
 _ENOUGH = 0.9  # of the best rate; deeper queues only lengthen each read
 _buffers = threading.local()
+_PR_SET_TIMERSLACK = 29  # linux/prctl.h
+_prctl = ctypes.CDLL(None).prctl
 
 
 @dataclass(frozen=True)
 class DiskRates:
-    """What a disk has reached, in bytes per second.
+    """What a disk has reached, in bytes per second."""
 
-    Attributes:
-        direct: past the page cache, by reads at once; empty on a file system that cannot.
-        cached: through the page cache, by one reader, of what was not in it.
-        warm: of what was.
-        measured: how often; this is the best of them.
-    """
-
-    direct: dict[int, float]
-    cached: float
-    warm: float
-    measured: int = 1
+    direct: dict[int, float]  # past the page cache, by reads at once; empty on a file system that cannot
+    cached: float  # through the page cache, by one reader, of what was not in it
+    warm: float  # of what was
+    measured: int = 1  # how often; this is the best of them
 
     def best(self, other: "DiskRates") -> "DiskRates":
         direct = {depth: max(rate, self.direct.get(depth, 0.0)) for depth, rate in other.direct.items()}
@@ -66,21 +62,13 @@ class DiskRates:
 
 @dataclass(frozen=True)
 class Reading:
-    """How a store's files are read.
+    """How a store's files are read."""
 
-    Attributes:
-        direct: past the page cache.
-        depth: reads at once.
-        drops: what was read through the page cache is not left in it.
-        check: sections are compared with their checksums when they are first read, or whenever they are.
-        bytes_per_second: of an emulated disk; None for the real one.
-    """
-
-    direct: bool = False
-    depth: int = 1
-    drops: bool = False
-    check: Literal["first", "always"] = "first"
-    bytes_per_second: float | None = None
+    direct: bool = False  # past the page cache
+    depth: int = 1  # reads at once
+    drops: bool = False  # what was read through the page cache is not left in it
+    check: Literal["first", "always"] = "first"  # when sections are compared with their checksums
+    bytes_per_second: float | None = None  # of an emulated disk
 
     @property
     def description(self) -> str:
@@ -90,19 +78,12 @@ class Reading:
 
 @dataclass
 class DiskCounts:
-    """What was read from files; several threads count.
+    """What was read from files; several threads count."""
 
-    Attributes:
-        reads: that have ended.
-        nbytes: that they brought.
-        under_way: reads that run now.
-        seconds: in which at least one ran.
-    """
-
-    reads: int = 0
-    nbytes: int = 0
-    under_way: int = 0
-    seconds: float = 0.0
+    reads: int = 0  # that have ended
+    nbytes: int = 0  # that they brought
+    under_way: int = 0  # reads that run now
+    seconds: float = 0.0  # in which at least one ran
     _since: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -135,11 +116,7 @@ class DiskCounts:
 def read_direct(file: int, destination: torch.Tensor, offset: int) -> int:
     """``preadv`` with O_DIRECT: straight where both sides are aligned, else through a buffer of the thread.
 
-    Returns:
-        Bytes that the file had, fewer than asked for at its end.
-
-    Raises:
-        OSError: the disk says so.
+    Returns how many bytes the file had, fewer than asked for at its end.
     """
     nbytes = destination.numel()
     begin = offset // BLOCK * BLOCK
@@ -228,12 +205,23 @@ def measure_rates(
 
 
 class Pacer:
-    """Reads end no sooner than from a disk of a given rate."""
+    """Bytes arrive no sooner than by way of one queue of a given rate, in wall-clock time."""
 
     def __init__(self) -> None:
-        self._lock, self._free = threading.Lock(), 0.0
+        self._lock, self._free = threading.Lock(), 0.0  # when the last byte that was promised so far arrives
 
-    def wait(self, nbytes: int, begun: float, bytes_per_second: float) -> None:
+    def wait(self, nbytes: int, ready: float, bytes_per_second: float) -> tuple[float, float]:
+        """Sleep until the last of these would be there; returns their begin and end."""
         with self._lock:
-            self._free = due = max(self._free, begun) + nbytes / bytes_per_second
-        time.sleep(max(0.0, due - time.perf_counter()))
+            # The queue begins when it is free and not when this thread was woken: a late thread loses no time.
+            begin = max(self._free, ready)
+            self._free = due = begin + nbytes / bytes_per_second
+        sleep_until(due)
+        return begin, due
+
+
+def sleep_until(due: float) -> None:
+    """Sleep until a moment of ``time.perf_counter``, exact to some microseconds."""
+    if (left := due - time.perf_counter()) > 0:
+        _prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # of this thread; the kernel may oversleep by 50 us otherwise
+        time.sleep(left)

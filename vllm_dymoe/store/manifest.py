@@ -48,18 +48,14 @@ def codes_of(quantizer: str) -> dict[str, Any]:
 class ErrorRecord:
     """Relative errors, one number for each MoE layer; root of the sum of squares over all of its experts.
 
-    Attributes:
-        weight: by bit-width below 16, |W - dequantized W| / |W|.
-        output: the same of X W^T, X being the inputs of a calibration; empty where there was none.
-        fallbacks: the experts of each layer that the calibration saw too rarely to be used.
-        experts: by bit-width, what each expert of each layer loses: the expected square of its output's error, where
-            its routing weight is 1; empty where there was no calibration.
+    All but ``weight`` are empty where there was no calibration.
     """
 
-    weight: Mapping[int, tuple[float, ...]]
-    output: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
-    fallbacks: tuple[tuple[int, ...], ...] = ()
+    weight: Mapping[int, tuple[float, ...]]  # by bit-width below 16, |W - dequantized W| / |W|
+    output: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # of X W^T, X being a calibration's inputs
+    fallbacks: tuple[tuple[int, ...], ...] = ()  # experts of each layer that it saw too rarely to be used
     experts: Mapping[int, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
+    """By bit-width, the expected square of each expert's output error, where its routing weight is 1."""
 
     def to_json(self) -> dict[str, Any]:
         def rounded(errors: Mapping[int, tuple[float, ...]]) -> dict[str, list[float]]:
@@ -91,23 +87,14 @@ def _short(error: float) -> float:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a store holds, and for which model.
-
-    Attributes:
-        experts: layers, counts and formats.
-        quantizer: how the bytes were made.
-        model: fingerprint of the checkpoint they were made from.
-        tensor_parallel: (rank, size) of the slice that the store holds.
-        errors: of the packed experts, None where they were not recorded; not part of the store's identity.
-        alignment: multiple of bytes that slices begin at in the files; neither.
-    """
+    """What a store holds, and for which model; errors and alignment are no part of its identity."""
 
     experts: ModelExperts
     quantizer: str
-    model: str
-    tensor_parallel: tuple[int, int] = (0, 1)
-    errors: ErrorRecord | None = field(default=None, compare=False)
-    alignment: int = field(default=BLOCK, compare=False)
+    model: str  # fingerprint of the checkpoint that it was made from
+    tensor_parallel: tuple[int, int] = (0, 1)  # rank and size of the slice that it holds
+    errors: ErrorRecord | None = field(default=None, compare=False)  # None where they were not recorded
+    alignment: int = field(default=BLOCK, compare=False)  # multiple of bytes that slices begin at in the files
 
     def to_json(self) -> dict[str, Any]:
         fmt = next(iter(self.experts.formats.values()))

@@ -26,36 +26,22 @@ def whole_level(experts: ModelExperts) -> int:
 
 @dataclass(frozen=True)
 class HostPlace:
-    """Where packed experts live, and why.
+    """Where packed experts live, and why."""
 
-    Attributes:
-        pinned: all in host memory, page-locked where there is a CUDA device.
-        reason: a remark for people.
-        level: bytes of host memory for them; 0 if they stay in files.
-    """
-
-    pinned: bool
-    reason: str = ""
-    level: int = 0
+    pinned: bool  # all in host memory, page-locked where there is a CUDA device
+    reason: str = ""  # a remark for people
+    level: int = 0  # bytes of host memory for them; 0 if they stay in files
 
 
 @dataclass(frozen=True)
 class HostRoom:
-    """What one rank may use.
+    """What one rank may use."""
 
-    Attributes:
-        available: bytes of host memory that all ranks on this machine can get.
-        ranks: on this machine.
-        wanted: the option ``host_memory``.
-        taken: bytes of it that another model's experts have on this rank.
-        separate: the device has memory of its own, real or emulated, beside which host memory is a level.
-    """
-
-    available: int
-    ranks: int = 1
-    wanted: ExpertBudget = AUTO
-    taken: int = 0
-    separate: bool = True
+    available: int  # bytes of host memory that all ranks on this machine can get
+    ranks: int = 1  # on this machine
+    wanted: ExpertBudget = AUTO  # the option ``host_memory``
+    taken: int = 0  # bytes of it that another model's experts have on this rank
+    separate: bool = True  # the device has memory of its own, real or emulated, beside which host memory is a level
 
     def limit(self, experts: ModelExperts) -> int | None:
         """Bytes that the user allows; None if that is left to us.

@@ -11,13 +11,9 @@ from vllm_dymoe.transfer.ticket import ALL, Ticket
 
 
 class Streams(Protocol):
-    """Asynchronous copies of a device, and events that order them with computation.
+    """Asynchronous copies of a device, and events that order them with computation."""
 
-    Attributes:
-        timed: whether copies record when they begin and end.
-    """
-
-    timed: bool
+    timed: bool  # copies record when they begin and end
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor, *, urgent: bool, after: Any) -> Any:
         """Enqueue a copy from page-locked memory behind ``after`` (an event or None); returns the event behind it."""
@@ -45,14 +41,10 @@ class Streams(Protocol):
 
 
 class Delivery(ABC):
-    """Moves bytes from a store into slots.
-
-    Attributes:
-        store: where the bytes come from.
-        streams: of a device that copies asynchronously; None where the bytes are there when ``deliver`` returns.
-    """
+    """Moves bytes from a store into slots."""
 
     streams: Streams | None = None
+    """Of a device that copies asynchronously; None where the bytes are there when ``deliver`` returns."""
 
     def __init__(self, store: HostStore) -> None:
         self.store = store
@@ -71,13 +63,7 @@ class Delivery(ABC):
 
     @abstractmethod
     def deliver(self, ticket: Ticket, projections: range, destination: torch.Tensor, *, wait: bool = True) -> Any:
-        """Move the bytes.
-
-        Args:
-            ticket: what for.
-            projections: of its blob.
-            destination: uint8 [bytes of the projections], the part of the slot.
-            wait: for a disk, if need be.
+        """Move some projections of a ticket's blob into their part of the slot, uint8 [bytes of the projections].
 
         Returns:
             The event behind the copy; None without streams.

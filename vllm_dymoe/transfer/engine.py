@@ -30,8 +30,7 @@ class TransferEngine:
     """Moves blobs into slots, demand before prefetch before migration.
 
     Args:
-        delivery: the device's way of moving bytes.
-        threads: threads that serve the queue; with 0 the thread that waits moves.
+        threads: that serve the queue; with 0 the thread that waits moves.
         eager: deliver demand transfers inside ``submit``, for devices where that only enqueues.
         timeout: seconds that a transfer is waited for; None for ever.
         waiters_move: whether a thread that waits moves bytes too; not over a link whose transfers have an order.
@@ -61,12 +60,11 @@ class TransferEngine:
 
     @property
     def occupies_cores(self) -> bool:
-        """Whether transfers take the cores that compute: then the two are better done in turn than side by side."""
+        """Whether transfers take the cores that compute: then the two are better done in turn."""
         return self._delivery.occupies_cores
 
     @property
     def stats(self) -> TransferStats:
-        """What was moved since the start, or since other counts were set."""
         return self._queue.stats
 
     @stats.setter
@@ -75,7 +73,6 @@ class TransferEngine:
 
     @property
     def timeline(self) -> Timeline | None:
-        """Records transfers and waits; None for no record."""
         return self._mover.timeline
 
     @timeline.setter
@@ -87,18 +84,7 @@ class TransferEngine:
     def submit(
         self, key: BlobKey, destination: torch.Tensor, reason: Reason, after: Any = None, projections: int = ALL
     ) -> Ticket:
-        """Ask for a transfer and return at once.
-
-        Args:
-            key: which blob.
-            destination: uint8 [nbytes], the slot.
-            reason: its priority.
-            after: event behind the slot's last reader; None if it is done.
-            projections: how many of them are asked for, from the first; the rest only on demand.
-
-        Raises:
-            RuntimeError: the engine is closed.
-        """
+        """Ask for a transfer and return at once; arguments as in :class:`Ticket`. RuntimeError if it is closed."""
         at_once = self._delivery.demanded_at_once(key)
         ticket = Ticket(key, destination, reason, after, projections, at_once, ready=time.perf_counter())
         piece = self._queue.submit(ticket)

@@ -26,31 +26,18 @@ _FEWEST = 2  # slots that no layer keeps
 
 @dataclass(eq=False, slots=True)
 class Held:
-    """A slot of the level, while something is in it.
+    """A slot of the level, and what is in it, as ``store.base.Lent``."""
 
-    Attributes:
-        blob: uint8 [bytes of the slice].
-        index: of the slot in its pool.
-        locked: a device's copy engine reads it by itself.
-        key: what is in it, or comes.
-        ticket: of the read that fills it; None once that has ended.
-        kept: a layer keeps it; otherwise it goes when its slot is wanted.
-        guess: it was read ahead for a layer that has not come yet.
-        users: copies out of it that have not been enqueued so far.
-        last_read: event behind the last of them.
-        dropped: it is free when the last user has gone.
-    """
-
-    blob: torch.Tensor
-    index: int
+    blob: torch.Tensor  # uint8 [bytes of the slice]
+    index: int  # of the slot in its pool
     locked: bool
-    key: BlobKey | None = None
-    ticket: Ticket | None = None
-    kept: bool = False
-    guess: bool = False
-    users: int = 0
+    key: BlobKey | None = None  # what is in it, or comes
+    ticket: Ticket | None = None  # of the read that fills it, until that has ended
+    kept: bool = False  # a layer keeps it; otherwise it goes when its slot is wanted
+    guess: bool = False  # it was read ahead for a layer that has not come yet
+    users: int = 0  # copies out of it that have not been enqueued so far
     last_read: Any = None
-    dropped: bool = False
+    dropped: bool = False  # it is free when the last user has gone
 
 
 @dataclass
@@ -64,16 +51,10 @@ class Guesses:
 
 @dataclass
 class LevelCounts:
-    """What became of the device's misses.
+    """What became of the device's misses."""
 
-    Attributes:
-        hits: slices that were in host memory, or on their way there as guesses in time.
-        misses: slices that had to be read.
-        guesses: slices that were to be read ahead.
-    """
-
-    hits: int = 0
-    misses: int = 0
+    hits: int = 0  # slices that were in host memory, or on their way there as guesses in time
+    misses: int = 0  # slices that had to be read
     guesses: Guesses = field(default_factory=Guesses)
 
 
@@ -92,16 +73,8 @@ class _Pool:
 class LevelSlots:
     """An arena of slots with a hard budget, and a table for each version of what layers keep in them.
 
-    Args:
-        experts: of the store.
-        nbytes: of host memory.
-        page_lock: of the device, where there is one.
-        engine: reads.
-
     Attributes:
-        limit: bytes that slots may take.
-        nbytes: bytes that they take.
-        locked: those that are locked for the device.
+        limit: bytes that slots may take, ``nbytes`` those that they take, ``locked`` those locked for the device.
         refused: why not all of them are, where there is one.
         counts: since the start or the last reset.
         held: what is in slots, or comes.
@@ -321,11 +294,7 @@ class LevelSlots:
             self._arenas.pop().close()
 
     def check_integrity(self) -> None:
-        """Between steps: every slot is free or holds one slice, layers keep no more than their shares, budget kept.
-
-        Raises:
-            AssertionError: it is not so.
-        """
+        """Between steps, assert: every slot is free or holds one slice, layers keep no more than their shares."""
         self.collect()
         assert self.nbytes <= self.limit
         assert self.passing.keys() == {key for key, held in self.held.items() if not held.kept}

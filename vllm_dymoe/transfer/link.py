@@ -6,35 +6,22 @@ transfers, which runs beside computation and takes no core but for the copy itse
 the last byte would arrive.
 """
 
-import ctypes
-import threading
-import time
 from typing import Any
 
 import torch
 
 from vllm_dymoe.residency.format import BlobKey
+from vllm_dymoe.store.disk import Pacer
 from vllm_dymoe.transfer.delivery import Delivery
 from vllm_dymoe.transfer.ticket import Ticket
 
-_PR_SET_TIMERSLACK = 29  # linux/prctl.h
-_prctl = ctypes.CDLL(None).prctl
-
 
 class EmulatedLink(Delivery):
-    """A delivery at the rate of a link.
-
-    Args:
-        delivery: moves the bytes, on return of its ``deliver``.
-        bytes_per_second: of the link.
-    """
+    """What ``delivery`` moves, at the rate of a link."""
 
     def __init__(self, delivery: Delivery, bytes_per_second: float) -> None:
         super().__init__(delivery.store)
-        self._delivery = delivery
-        self._bytes_per_second = bytes_per_second
-        self._lock = threading.Lock()
-        self._free = 0.0  # when the last byte that was promised so far arrives
+        self._delivery, self._bytes_per_second, self._pacer = delivery, bytes_per_second, Pacer()
         self._last = 0.0, 0.0  # when the last transfer began and ended
 
     def demanded_at_once(self, key: BlobKey) -> int:
@@ -43,21 +30,8 @@ class EmulatedLink(Delivery):
 
     def deliver(self, ticket: Ticket, projections: range, destination: torch.Tensor, *, wait: bool = True) -> None:
         self._delivery.deliver(ticket, projections, destination, wait=wait)
-        with self._lock:
-            # The link begins when it is free and not when this thread was woken: a late thread loses no link time.
-            begin = max(self._free, ticket.ready)
-            self._free = due = begin + destination.numel() / self._bytes_per_second
-            self._last = begin, due
-        sleep_until(due)
+        self._last = self._pacer.wait(destination.numel(), ticket.ready, self._bytes_per_second)
 
     def moments(self, event: Any) -> tuple[Any, Any]:
         """When the link was busy with the last transfer, which one thread served."""
         return self._last
-
-
-def sleep_until(due: float) -> None:
-    """Sleep until a moment of ``time.perf_counter``, exact to some microseconds."""
-    left = due - time.perf_counter()
-    if left > 0:
-        _prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # of this thread; the kernel may oversleep by 50 us otherwise
-        time.sleep(left)

@@ -17,16 +17,7 @@ from vllm_dymoe.transfer.ticket import ALL, Piece, Reason, Ticket
 
 
 class Mover:
-    """Runs pieces on the thread that calls.
-
-    Args:
-        delivery: the device's way of moving bytes.
-        queue: is told how each piece ended.
-        lane: of the timeline, that shows them.
-
-    Attributes:
-        timeline: records every piece; None for no record.
-    """
+    """Runs pieces on the thread that calls, and tells the queue how each ended; a ``timeline`` records them."""
 
     def __init__(self, delivery: Delivery, queue: TicketQueue, lane: Lane = Lane.LINK) -> None:
         self._lane = lane

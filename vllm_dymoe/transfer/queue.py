@@ -21,16 +21,11 @@ class TicketQueue:
         eager: the thread that submits a demand ticket begins it.
         left: whether demand is left to the thread that waits for it: then no other is woken to compete with it.
         concurrency: has Lock and Condition.
-
-    Attributes:
-        stats: what has arrived.
-        lock: held to change anything here or in a ticket.
-        closed: no ticket is accepted any more.
     """
 
     def __init__(self, served: bool, eager: bool, left: Callable[[], bool], concurrency: Any) -> None:
         self.stats = TransferStats()
-        self.lock = concurrency.Lock()
+        self.lock = concurrency.Lock()  # held to change anything here or in a ticket
         self.closed = False
         self._served, self._eager, self._left = served, eager, left
         self._order = itertools.count()

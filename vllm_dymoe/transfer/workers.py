@@ -20,13 +20,9 @@ _Take = Callable[[], tuple[Ticket, Piece] | None]
 
 
 class Workers:
-    """Threads that take pieces and run them.
+    """Threads that take pieces from a queue and ``run`` them: so many serve it, and one more waits for disks.
 
     Args:
-        queue: where they take them from.
-        run: moves a piece.
-        threads: how many serve the queue.
-        disk: whether one more waits for disks.
         concurrency: has Condition and Thread.
         enter: called first by every thread.
     """

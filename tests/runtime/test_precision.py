@@ -18,10 +18,11 @@ from vllm_dymoe.quantize.packer import ExpertPacker
 from vllm_dymoe.residency.routing import PromptTokens
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime import MoERuntime, precision_of
-from vllm_dymoe.store import Manifest, MemoryStore
+from vllm_dymoe.store import Manifest, whole_level
 from vllm_dymoe.store.writer import StoreWriter
 from vllm_dymoe.systems import System
 from vllm_dymoe.systems.base import Precision
+from vllm_dymoe.transfer import HostLevel
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 4
 SIZES = {"layers": LAYERS, "num_experts": EXPERTS, "top_k": TOP_K}
@@ -51,7 +52,8 @@ def test_thresholds_begin_by_the_curves_of_a_store(decisions, tmp_path):
     writer = StoreWriter(tmp_path / "store", Manifest(replace(experts, curves=(prompts, tokens)), "gptq", "random"))
     packer = ExpertPacker(experts, QUANTIZERS["rtn"], writer)
     fill(packer)
-    store = MemoryStore.from_files(packer.finish())
+    store = HostLevel(packer.finish(), whole_level(experts))
+    store.fill()
     options = {"retention": 0.5, "reuse_high": False}
     runtime = steps.make_runtime(store, "50%", "dymoe", lo=2, decisions=decisions, system_options=options)
     table, (of_prompts, of_tokens) = runtime.memory.table, runtime.system.precision.thresholds

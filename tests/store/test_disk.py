@@ -48,9 +48,6 @@ def test_all_ways_and_versions_have_the_same_bytes(tmp_path, old, nested):
             assert torch.equal(read(store, key), memory.blob(key))
     part = torch.full_like(memory.blob(BlobKey(1, 3, 4), range(1, 2)), 0xEE)
     store.reading = WAYS[0]
-    if nested:  # one copy moves the whole expert
-        base, fine = (memory.blob(BlobKey(1, 3, bits)) for bits in (2, 4))
-        assert fine.data_ptr() == base.data_ptr() + base.numel()
     store.read_into(BlobKey(1, 3, 4), part, range(1, 2))
     assert torch.equal(part, memory.blob(BlobKey(1, 3, 4), range(1, 2)))
     assert store.counts.reads == len(WAYS) * len(list(all_keys(experts))) + 1

@@ -43,6 +43,7 @@ class MemoryStore(HostStore):
 def staged(store):
     """The same store, which lends nothing: copies go through buffers."""
     store = copy.copy(store)
+    store.whole = store.readable = False
     store.hold = lambda *asked, **more: contextlib.nullcontext()
     return store
 

@@ -34,8 +34,9 @@ from vllm_dymoe.predict import RoutedModel, accuracy
 from vllm_dymoe.predict.gate import Gate
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.store import disk
 from vllm_dymoe.systems import make_system
-from vllm_dymoe.transfer import engine, link, mover, queue
+from vllm_dymoe.transfer import engine, mover, queue
 from vllm_dymoe.transfer.engine import TransferEngine
 from vllm_dymoe.transfer.host import CpuDelivery
 from vllm_dymoe.transfer.link import EmulatedLink
@@ -97,7 +98,7 @@ class Replay:
         threads = VirtualTime()
         clock = SimpleNamespace(perf_counter=lambda: threads.now, monotonic=time.monotonic)
         with contextlib.ExitStack() as stack:
-            for module in (engine, link, mover, queue, accuracy):
+            for module in (engine, disk, mover, queue, accuracy):
                 stack.enter_context(patch.object(module, "time", clock))
             stack.enter_context(patch.object(disk, "sleep_until", threads.sleep_until))
             return self._serve(threads, options, budget, link_share)

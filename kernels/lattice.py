@@ -63,7 +63,7 @@ def rotate(x: Tensor, block: int, *, back: bool = False) -> Tensor:
     shape, half = out.shape, 1
     out = out.reshape(-1, block)
     while half < block:
-        pairs = out.view(len(out), -1, 2, half)
+        pairs = out.view(len(out), block // (2 * half), 2, half)
         out = torch.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), 2).flatten(1)
         half *= 2
     out = (out * block**-0.5).view(shape)

@@ -2,9 +2,10 @@
 
 All combinations of tiers, tiles, dtype, bias, activation, group size and way of launching would take days. Planned are
 
-- on every architecture every width by itself, the mixes 4/2 and 16/4, and each kind of published floats, in decode and
-  grouped on the largest tile; in decode these as the device's own steps launch them (fetching, weighted, with indices
-  of 32 bits), and many options at once; the weighted sum, what places experts, decides a step, and fetches ahead;
+- on every architecture every width by itself, the mixes 4/2 and 16/4, each kind of published floats and points of a
+  lattice, in decode and grouped on the largest tile; in decode these as the device's own steps launch them (fetching,
+  weighted, with indices of 32 bits), and many options at once; the weighted sum, rotations, what places experts,
+  decides a step, and fetches ahead;
 - on the oldest and the newest one also every other mix that a runtime can have, grouped on every tile, and each option
   by itself: in decode at 4 bits, grouped at 4/2, and what checkpoints of other tools have at 4/2 and 8/4: float16 and
   zeros in steps, without and with an order of columns.
@@ -44,10 +45,11 @@ from vllm_dymoe.kernels.triton import (
     grouped_gate_up,
     launch,
     place,
+    rotate,
     wide,
 )
 from vllm_dymoe.kernels.triton.wide import plan_wide
-from vllm_dymoe.residency.code import CODEBOOKS, WHOLE
+from vllm_dymoe.residency.code import CODEBOOKS, E8, E8_NESTED, WHOLE
 from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.decode_ahead import Copies
 from vllm_dymoe.residency.table import Table
@@ -69,10 +71,11 @@ _TYPES = {
 }
 _WIDE = ("count", "list", "place_pairs")  # around the products of a wide step
 _MODULES = {
-    "gate_up": ("activation", "combine", "decode", "fetch", "float_rows", "rows", "section"),
-    "down": ("activation", "combine", "decode", "fetch", "float_rows", "rows", "section"),
-    "grouped_gate_up": ("activation", "float_rows", "float_tiles", "grouped", "section"),
-    "grouped_down": ("activation", "float_rows", "float_tiles", "grouped", "section"),
+    "gate_up": ("activation", "combine", "decode", "fetch", "float_rows", "rotate", "rows", "section"),
+    "down": ("activation", "combine", "decode", "fetch", "float_rows", "rotate", "rows", "section"),
+    "grouped_gate_up": ("activation", "float_rows", "float_tiles", "grouped", "rotate", "section"),
+    "grouped_down": ("activation", "float_rows", "float_tiles", "grouped", "rotate", "section"),
+    "rotate": ("rotate",),
     "combine": ("combine",),
     "place": ("place",),
     "decide": ("decide",),
@@ -102,7 +105,14 @@ class Variant:
     @property
     def code(self) -> Any:
         """The kernel itself; by name, because Triton's functions cannot travel to another process."""
-        others = {"combine": combine, "place": place, "decide": decide, "name_ahead": ahead, "fetch_ahead": ahead}
+        others = {
+            "combine": combine,
+            "place": place,
+            "decide": decide,
+            "rotate": rotate,
+            "name_ahead": ahead,
+            "fetch_ahead": ahead,
+        }
         others |= dict.fromkeys(_WIDE, wide)
         others |= dict.fromkeys(("post", "wait", "collect"), doorbell)
         module = others.get(self.kernel, launch)
@@ -142,7 +152,7 @@ class Case:
     def shape(self) -> ExpertShape:
         """As launches want it."""
         flags = frozenset(self.steps), frozenset(self.ordered)
-        nested = self.bits[0] if self.bits in ((8, 4), (4, 2)) else 0
+        nested = {(8, 4): 8, (4, 2): 4, _POINTS: 4}.get(self.bits, 0)
         return ExpertShape(
             *self.sizes, self.group, self.dtype, self.bias, *flags, self.activation.has_gate, nested=nested
         )
@@ -174,11 +184,13 @@ _INTEGERS = tuple(
     for bits in ((4, 2), (8, 4))
     for note, ordered in (("fp16, zeros in steps", ()), ("fp16, zeros in steps, ordered", bits))
 )
-_FLOATS = tuple(Case(bits=(book.tag,)) for book in CODEBOOKS.values())
+_POINTS = E8_NESTED.tag, E8.tag
+# Published floats, and points of a lattice.
+_OTHERS = (*(Case(bits=(book.tag,)) for book in CODEBOOKS.values()), Case(bits=(E8.tag,)), Case(bits=_POINTS))
 # As `DecodeStep.run` launches: misses are fetched on the way, experts weighted, indices the device's own.
 _DEVICE = tuple(
     replace(case, note=", ".join(filter(None, ("device", case.note))), fetch=True, weighted=True, index=torch.int32)
-    for case in (*(Case(bits=bits) for bits in ((16,), (8,), (4,), (2,), (4, 2), (8, 4))), *_FLOATS)
+    for case in (*(Case(bits=bits) for bits in ((16,), (8,), (4,), (2,), (4, 2), (8, 4))), *_OTHERS)
 )
 _DEVICE_AT_ONCE = tuple(replace(_DEVICE[0], note=f"device, {case.note}", bits=case.bits, **_ODD) for case in _AT_ONCE)
 # Hidden size, top_k, dtype, and whether pairs can be absent: DeepSeek-V3's, gpt-oss's, and an odd one of 22.
@@ -220,12 +232,12 @@ def variants(architecture: int) -> Iterator[Variant]:
     mixes = [Case(bits=bits) for bits in MIXES if every or len(bits) == 1 or bits in ((4, 2), (16, 4))]
     options = _BOTH_CLASSES if every else ()
     alone, together = [replace(case, bits=(4,)) for case in options], _INTEGERS if every else ()
-    for case in [*mixes, *alone, *together, *_FLOATS, *_DEVICE, *_DEVICE_AT_ONCE]:
+    for case in [*mixes, *alone, *together, *_OTHERS, *_DEVICE, *_DEVICE_AT_ONCE]:
         yield from (_experts(architecture, kernel, case) for kernel in ("gate_up", "down"))
     for case in mixes:
         tiles = range(len(choose_tiles(architecture, *case.sizes).grouped_down)) if every else (-1,)
         yield from (_experts(architecture, kernel, case, number) for number in tiles for kernel in _GROUPED)
-    for case in [*options, *together, *_AT_ONCE, *_FLOATS]:
+    for case in [*options, *together, *_AT_ONCE, *_OTHERS]:
         yield from (_experts(architecture, kernel, case) for kernel in _GROUPED)
     for case in _GATE if every else ():
         yield _experts(architecture, "gate_up", replace(case, bits=(4,)))
@@ -264,6 +276,9 @@ def _others(architecture: int) -> Iterator[Variant]:
         pairs = Pairs(out, torch.empty(1, top_k), *((ids, ids[0], True) if absent else (None, None, False)))
         key = architecture, "combine", str(hidden), "", f"top {top_k}, {name}"
         yield _noted(key, combine.combine_on_gpu, pairs, into)
+    for hidden in (2880, 2048, 4096):
+        x, block = torch.empty(1, hidden, dtype=torch.bfloat16), hidden & -hidden
+        yield _noted((architecture, "rotate", str(hidden), "", f"blocks of {block}"), rotate.rotate_inputs, x, x, block)
     table = torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int32)
     one = place.Place(0, (0, 0, 0), (4, 4, 4))
     yield _noted((architecture, "place", "", "", ""), place.place_experts, *table, [one])

@@ -58,9 +58,9 @@ class Variant:
 def planned_bytes(scores: Scores, variant: Variant, formats: Mapping[int, Format]) -> float:
     """Bytes of the experts that a step computed, wherever they were."""
     bits = variant.options
-    nbytes = scores.planned["hi"] * formats[bits["hi"]].nbytes
+    nbytes = scores.planned["hi"] * formats[bits["hi"]].whole_nbytes
     if bits.get("lo"):
-        nbytes += scores.planned["lo"] * formats[bits["lo"]].nbytes
+        nbytes += scores.planned["lo"] * formats[bits["lo"]].whole_nbytes
     return nbytes / scores.steps
 
 

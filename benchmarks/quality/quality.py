@@ -70,8 +70,8 @@ class Measurement:
             self._reference[decode] = self.bench.score(EXACT, texts, decode=decode)
         scores = self.bench.score(variant, texts, decode=decode, share=share)
         found = losses(scores, self._reference[decode], texts)
-        if "e8" not in variant.quantizer:
-            found["planned_bytes_per_step"] = planned_bytes(scores, variant, self.bench.experts.formats)
+        bytes_of = self.bench.store(variant.quantizer) if "e8" in variant.quantizer else self.bench
+        found["planned_bytes_per_step"] = planned_bytes(scores, variant, bytes_of.experts.formats)
         if share is not None:
             found["moved_bytes_per_token"] = scores.moved / sum(map(len, texts))
             found["hit_rate"] = scores.hit_rate
@@ -101,13 +101,14 @@ class Measurement:
         """The paper's Table 2, in both phases; ways to choose, and what becomes of skipped experts' weights."""
         rows = [uniform(4), uniform(2), *(dymoe(r, 2) for r in RETENTIONS)]
         rows += [dymoe(r, 2, high_by=way) for r in (0.75, 0.5) for way in ("depth", "equal")]
-        rows += [dymoe(r, 2, "gptq") for r in (0.75, 0.5)]
+        rows += [*(dymoe(r, 2, "gptq") for r in (0.75, 0.5)), nested(dymoe(0.75, 2, "e8"))]
         rows += [dymoe(0.75, 0, skipped_weights=rule) for rule in ("renormalize", "keep")]
         for row in rows:
             rule = row.options.get("system_options", {}).get("skipped_weights", "")
             for decode in (False, True):
                 phase = "decode" if decode else "prompt"
-                place = {"experts": row.name, "quantizer": row.quantizer, "skipped_weights": rule, "phase": phase}
+                quantizer = row.quantizer.removeprefix("nested ")
+                place = {"experts": row.name, "quantizer": quantizer, "skipped_weights": rule, "phase": phase}
                 yield self.row("tiers", place, row, decode=decode)
 
     def budgets(self) -> Iterator[dict[str, Any]]:

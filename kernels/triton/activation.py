@@ -1,9 +1,12 @@
-"""What experts do between their projections, for the epilogues of kernels; the plain twin is Activation.gated."""
+"""What experts do between their projections, for the epilogues of kernels; the plain twins are Activation.gated and
+lattice.rotate."""
 
 import triton
 import triton.language as tl
 
 from vllm_dymoe.kernels.activation import Activation, Curve
+from vllm_dymoe.kernels.triton.rotate import rotate
+from vllm_dymoe.kernels.triton.section import down_rotation
 
 _CURVES = {
     Curve.SWIGLU: 0,
@@ -20,6 +23,15 @@ def constants(activation: Activation) -> tuple[int, float, float, float, bool]:
     """What a kernel's ACTIVATION holds: the curve's number, limit, alpha, beta, and whether there is a gate."""
     limit = min(activation.limit, _NO_LIMIT)
     return _CURVES[activation.curve], limit, activation.alpha, activation.beta, activation.has_gate
+
+
+@triton.jit
+def down_inputs(gate, up, first, ROWS: tl.constexpr, TIERS: tl.constexpr, ACTIVATION: tl.constexpr):
+    """What down multiplies, float32, of gate and up [positions, rows] from row `first` on, in whole rotated blocks."""
+    result = gated(gate, up, ACTIVATION)
+    if down_rotation(ROWS, TIERS) > 0:
+        result = rotate(result, first, down_rotation(ROWS, TIERS))
+    return result
 
 
 @triton.jit

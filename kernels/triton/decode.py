@@ -29,7 +29,7 @@ stored in an order of their own. SPLIT is the number of parts of the columns, WA
 import triton
 import triton.language as tl
 
-from vllm_dymoe.kernels.triton.activation import gated
+from vllm_dymoe.kernels.triton.activation import down_inputs
 from vllm_dymoe.kernels.triton.combine import rounded, widened
 from vllm_dymoe.kernels.triton.fetch import fetch_fine, fetch_share
 from vllm_dymoe.kernels.triton.rows import row_products
@@ -163,7 +163,8 @@ def _gate_up(
     inside = (position < last) & (row < ROWS)
     hidden_at = hidden + position.to(tl.int64) * ROWS + row
     if SPLIT == 1:
-        tl.store(hidden_at, gated(gate, up, ACTIVATION).to(hidden.dtype.element_ty), mask=inside)
+        inner = down_inputs(gate, up, block * 64, ROWS, TIERS, ACTIVATION)
+        tl.store(hidden_at, inner.to(hidden.dtype.element_ty), mask=inside)
     else:
         BLOCKS: tl.constexpr = (ROWS + 63) // 64
         PADDED: tl.constexpr = BLOCKS * 64
@@ -176,7 +177,8 @@ def _gate_up(
             for part in tl.static_range(SPLIT):
                 gate += tl.load(partials_at + part * 2 * PADDED, mask=inside, other=0.0, cache_modifier=".cg")
                 up += tl.load(partials_at + part * 2 * PADDED + PADDED, mask=inside, other=0.0, cache_modifier=".cg")
-            tl.store(hidden_at, gated(gate, up, ACTIVATION).to(hidden.dtype.element_ty), mask=inside)
+            inner = down_inputs(gate, up, block * 64, ROWS, TIERS, ACTIVATION)
+            tl.store(hidden_at, inner.to(hidden.dtype.element_ty), mask=inside)
 
 
 @triton.jit

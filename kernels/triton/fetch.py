@@ -7,9 +7,9 @@ bit for bit, and no second copy is needed.
 
 A share is what one program computes from: of a block of 64 rows one of SPLIT parts of the
 columns (``rows`` cuts them), their weights, scales and zeros. The first part has the
-bias, and what pads a section. All shares together are the section. An order of columns, or
-a factor, belongs to every block: each fetches its part, before it computes, and stores
-the same bytes as the others.
+bias, and what pads a section. All shares together are the section. An order of columns, a
+factor, or a lattice's scales belong to several: each fetches them, before it computes, and
+stores the same bytes as the others.
 """
 
 import triton
@@ -21,6 +21,8 @@ from vllm_dymoe.kernels.triton.section import (
     code_bits,
     factor_bytes,
     group_size,
+    is_float,
+    is_lattice,
     order_offset,
     padded_columns,
     scale_bytes,
@@ -62,12 +64,13 @@ def fetch_share(
             if bits == (1 << width):
                 if width == 4:
                     _fetch_plain(source, destination, block, split, ROWS, COLUMNS, SPLIT, WARPS)
-                elif width > 4:
+                elif is_float(1 << width):
                     _fetch_floats(source, destination, block, split, ROWS, COLUMNS, GROUP, 1 << width, SPLIT, WARPS)
                 else:
                     _fetch_quantized(
                         source, destination, block, split,
-                        ROWS, COLUMNS, GROUP, 1 << width, NESTED, ORDERED >> width & 1, BIAS, SPLIT, WARPS,
+                        ROWS, COLUMNS, GROUP, code_bits(1 << width), 4 if is_lattice(1 << width) else NESTED,
+                        ORDERED >> width & 1, BIAS, is_lattice(1 << width), SPLIT, WARPS,
                     )  # fmt: skip
                 if BIAS:
                     if split == 0:
@@ -122,7 +125,7 @@ def _fetch_plain(
 def _fetch_quantized(
     source, destination, block, split,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, NESTED: tl.constexpr,
-    ORDERED: tl.constexpr, BIAS: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr,
+    ORDERED: tl.constexpr, BIAS: tl.constexpr, LATTICE: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Codes of whole strips of whole groups, four bytes a bit for each column; at 8 bits half of them in each plane."""
     PADDED_ROWS: tl.constexpr = (ROWS + 63) // 64 * 64
@@ -134,9 +137,9 @@ def _fetch_quantized(
     begin = split * SHARE
     end = tl.minimum(begin + SHARE, STRIPS)
     _copy_codes(source, destination, block, begin * STRIP, end * STRIP, PADDED_COLUMNS, STORED)
-    # 256 bytes for each group.
-    first_group = begin * STRIP // GROUP
-    last_group = end * STRIP // GROUP
+    # 256 bytes for each group; of a lattice, which has one, every part fetches them.
+    first_group = begin * (0 if LATTICE else STRIP) // GROUP
+    last_group = first_group + 1 if LATTICE else end * STRIP // GROUP
     first = weight_bytes(ROWS, COLUMNS, GROUP, STORED) + block.to(tl.int64) * 256
     source_words = tl.multiple_of((source + first).to(tl.pointer_type(tl.int32)), 16)
     destination_words = tl.multiple_of((destination + first).to(tl.pointer_type(tl.int32)), 16)

@@ -17,13 +17,16 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from vllm_dymoe.kernels.triton.activation import gated
+from vllm_dymoe.kernels.triton.activation import down_inputs
 from vllm_dymoe.kernels.triton.float_rows import load_factor
 from vllm_dymoe.kernels.triton.float_tiles import load_floats, load_row_scales
 from vllm_dymoe.kernels.triton.section import (
     DESCRIPTIONS,
     TAG_BITS,
+    code_bits,
     factor_bytes,
+    is_float,
+    is_lattice,
     load_bias,
     order_offset,
     stored_bits,
@@ -83,7 +86,7 @@ def grouped_gate_up_kernel(
     )  # fmt: skip
     row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     at = hidden + position.to(tl.int64)[:, None] * ROWS + row[None, :]
-    result = gated(gate, up, ACTIVATION).to(hidden.dtype.element_ty)
+    result = down_inputs(gate, up, tile * BLOCK_N, ROWS, TIERS, ACTIVATION).to(hidden.dtype.element_ty)
     tl.store(at, result, mask=inside[:, None] & (row < ROWS)[None, :])
 
 
@@ -160,14 +163,15 @@ def tile_products(
                         x = tl.load(x_rows + place[None, :], mask=x_inside, other=0.0)
                     else:
                         x = tl.load(x_rows + column[None, :], mask=x_inside, other=0.0)
-                    if width > 4:
+                    if is_float(1 << width):
                         weights = load_floats(
                             section, tile, start, ROWS, COLUMNS, GROUP, 1 << width, BLOCK_N, BLOCK_K, FLOAT16
                         )
                     else:
                         weights = load_weights(
                             section, fine, tile, start,
-                            ROWS, COLUMNS, GROUP, 1 << width, NESTED, STEPS >> width & 1, BLOCK_N, BLOCK_K, FLOAT16,
+                            ROWS, COLUMNS, GROUP, code_bits(1 << width), 4 if is_lattice(1 << width) else NESTED,
+                            STEPS >> width & 1, is_lattice(1 << width), BLOCK_N, BLOCK_K, FLOAT16,
                         )  # fmt: skip
                     if _INTERPRETED:
                         x = x.to(tl.float32)
@@ -179,6 +183,8 @@ def tile_products(
                         sums = tl.dot(x, weights, sums)
                 if factor_bytes(1 << width) > 0:
                     sums *= load_factor(section, ROWS, COLUMNS, GROUP, 1 << width)
+                if is_lattice(1 << width):
+                    sums *= _row_scales(section, row, ROWS, COLUMNS, GROUP, 1 << width, FLOAT16)[None, :]
                 if BIAS:
                     sums += load_bias(section, row, ROWS, COLUMNS, GROUP, stored_bits(1 << width, NESTED), FLOAT16)[
                         None, :
@@ -187,13 +193,49 @@ def tile_products(
 
 
 @triton.jit
+def _numbers(words, offset, shift: tl.constexpr):
+    """One half of a word's codes, less `offset`: float32 [..., 2, 2] of words [...].
+
+    Joined, all codes of a word are one thread's, which finds their parity once; a dimension of 4 goes to four threads.
+    """
+    even = tl.join(_less(words >> shift, offset), _less(words >> (shift + 16), offset))
+    return tl.join(even, tl.join(_less(words >> (shift + 8), offset), _less(words >> (shift + 24), offset)))
+
+
+@triton.jit
+def _less(words, offset):
+    return ((words & 15) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0 - offset
+
+
+@triton.jit
+def _sign(words):
+    """1, or where the lowest bits of a word's eight codes have odd parity -1, float32; see rows.py."""
+    return (((words & 0x11111111) * -0x77777778 & -0x80000000) | 0x3F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _row_scales(
+    section, row, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TAG: tl.constexpr,
+    FLOAT16: tl.constexpr,
+):  # fmt: skip
+    """float32 of what load_weights returns of a lattice, for some rows."""
+    scales_at = (section + weight_bytes(ROWS, COLUMNS, GROUP, stored_bits(TAG, 0))).to(tl.pointer_type(tl.int32))
+    words = tl.load(scales_at + row, mask=row < (ROWS + 63) // 64 * 64, other=0)
+    low, high = unpack_scales(words, 0, FLOAT16)
+    return 0.25 * high if code_bits(TAG) == 4 else low
+
+
+@triton.jit
 def load_weights(
     section, fine, tile, start,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, NESTED: tl.constexpr,
-    STEPS: tl.constexpr,
+    STEPS: tl.constexpr, LATTICE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FLOAT16: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_K, BLOCK_N] of a transposed weight, dequantized; anything but NaN behind the last row or column."""
+    """[BLOCK_K, BLOCK_N] of a transposed weight, dequantized; anything but NaN behind the last row or column.
+
+    Of a lattice n, or 4 n + n_fine, which both dtypes hold exactly; scales are a row's.
+    """
     dtype: tl.constexpr = tl.float16 if FLOAT16 else tl.bfloat16
     column = start + tl.arange(0, BLOCK_K)
     if BITS == 16:
@@ -225,6 +267,19 @@ def load_weights(
         WHOLE: tl.constexpr = PADDED_ROWS % BLOCK_N == 0
         valid = block < PADDED_ROWS // 64
         words = tl.load(pointers) if WHOLE else tl.load(pointers, mask=valid, other=0)
+        if LATTICE:
+            second = 2 * (column % PART // FOLDED)[:, None, None]
+            words = (words >> second) & 0x33333333
+            offset = 1.5 - 0.25 * _sign(words)
+            if HALVES:
+                pointers = tl.multiple_of(tl.load(fine).to(tl.pointer_type(tl.int32)), 16) + at
+                below = tl.load(pointers) if WHOLE else tl.load(pointers, mask=valid, other=0)
+                below = (below >> second) & 0x33333333
+                words = (words << 2) | below
+                offset = 4 * offset + (1.5 - 0.25 * _sign(below))
+            # [BLOCK_K, BLOCKS, word, byte div 2, byte mod 2, half]
+            every = tl.join(_numbers(words, offset, 0), _numbers(words, offset, 4)).to(dtype)
+            return every.permute(0, 1, 5, 2, 3, 4).reshape(BLOCK_K, BLOCK_N)
         words = words[:, :, None, :, None]  # [BLOCK_K, BLOCKS, half, word, byte] below: rows in their order
         shift = 8 * byte + 4 * half
         if STORED == 2:

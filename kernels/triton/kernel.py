@@ -22,6 +22,7 @@ from vllm_dymoe.kernels.triton.launch import (
 )
 from vllm_dymoe.kernels.triton.place import Place, place_experts
 from vllm_dymoe.kernels.triton.plan import DECODE, Plan, plan
+from vllm_dymoe.kernels.triton.rotate import rotated_inputs
 from vllm_dymoe.kernels.triton.start import Start, compile_kernel, compiling_together, run_kernel
 from vllm_dymoe.kernels.triton.step import DecodeStep
 from vllm_dymoe.kernels.triton.tiles import Tiles, choose_tiles
@@ -107,6 +108,7 @@ class TritonKernel:
         place = Place(0, (1 << 40,) * 3, (16,) * 3)
         with compiling_together():
             place_experts(table.addresses, table.bits, [place], start=compile_kernel)
+            rotated_inputs(x, shape.rotation(table.tiers), start=compile_kernel)
             for grouped in range(DECODE, len(tiles.grouped_down)):
                 self.launch(grouped, x, x, table, work, activation, tiles, start=compile_kernel)
         self._compiled.add(kind)
@@ -260,6 +262,7 @@ class TritonStep:
                 self._formats.append(formats)
         if not self._row:
             self._describe(fresh)
+            self.x = rotated_inputs(self.x, self._formats[0][1].rotation)
         elif fresh:
             # Before anything is waited for: the device has it done while bytes are on their way.
             place_experts(self._addresses, self._bits, self._places(fresh))

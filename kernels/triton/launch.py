@@ -18,7 +18,7 @@ from vllm_dymoe.kernels.triton.grouped import grouped_down_kernel, grouped_gate_
 from vllm_dymoe.kernels.triton.start import Start, run_kernel
 from vllm_dymoe.kernels.triton.tiles import DecodeTile, GroupedTile
 from vllm_dymoe.residency.checks import check_tensor
-from vllm_dymoe.residency.code import NESTED, UPPER_HALVES, WHOLE
+from vllm_dymoe.residency.code import E8_BASE, E8_NESTED, NESTED, UPPER_HALVES, WHOLE
 from vllm_dymoe.residency.format import Format
 from vllm_dymoe.residency.matrix import GROUP_SIZES, MatrixFormat
 
@@ -43,44 +43,32 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """What all experts of a launch have in common.
-
-    Attributes:
-        hidden: H.
-        intermediate: I.
-        group_size: of every section below 16 bits.
-        dtype: of activations, scales and 16-bit weights.
-        bias: whether every projection has one.
-        integer_zeros: bit-widths whose zeros count steps of their scale.
-        act_order: bit-widths whose columns are stored in an order of their own.
-        has_gate: whether experts have one.
-        nested: bits of the codes that are two sections, of upper and of lower halves; half as many bits are the upper
-            halves alone. 0 if there are none.
-    """
+    """What all experts of a launch have in common."""
 
     hidden: int
     intermediate: int
-    group_size: int
-    dtype: torch.dtype
-    bias: bool = False
-    integer_zeros: frozenset[int] = frozenset()
-    act_order: frozenset[int] = frozenset()
+    group_size: int  # of every section below 16 bits
+    dtype: torch.dtype  # of activations, scales and 16-bit weights
+    bias: bool = False  # whether every projection has one
+    integer_zeros: frozenset[int] = frozenset()  # bit-widths whose zeros count steps of their scale
+    act_order: frozenset[int] = frozenset()  # bit-widths whose columns are stored in an order of their own
     has_gate: bool = True
     nested: int = 0
+    """Bits of the codes that are two sections, of upper and of lower halves; half as many are the upper halves alone. 0
+    if there are none."""
 
     @classmethod
     def of(cls, formats: Sequence[Formats], kinds: Iterable[Kind] = ()) -> "ExpertShape":
         """Of experts of some formats, and of what else launches hold; a group size counts below 16 bits only.
-
-        Raises:
-            ValueError: they cannot share a launch.
-        """
+        ValueError if they cannot share a launch."""
         every = [fmt for three in formats for fmt in three]
-        groups = {fmt.group_size for fmt in every if fmt.quantized and not _own_groups(fmt)}
+        groups = {fmt.group_size for fmt in every if fmt.quantized and not fmt.code.group_size}
         inner = {up.rows for _, up, _ in formats}
         for name, values in (("group sizes", groups), ("intermediate sizes", inner)):
             if len(values) > 1:
                 raise ValueError(f"work holds experts of different {name}: {', '.join(map(str, sorted(values)))}")
+        if len({fmt.code.lattice for fmt in every}) > 1:
+            raise ValueError("work holds points of a lattice, whose inputs are rotated, and other codes")
         if len({fmt.bias for fmt in every}) > 1:
             raise ValueError("work holds projections with a bias and projections without one")
         found = set(map(Kind.of, every)).union(kinds)
@@ -94,7 +82,7 @@ class ExpertShape:
         steps = frozenset(kind.bits for kind in found if kind.integer_zeros)
         act_order = frozenset(kind.bits for kind in found if kind.act_order)
         first = every[1]
-        group = groups.pop() if groups else GROUP_SIZES[0] if _own_groups(first) else first.group_size
+        group = groups.pop() if groups else max(first.group_size, GROUP_SIZES[0])
         shape = first.columns, first.rows, group, first.dtype, first.bias, steps, act_order
         return cls(*shape, has_gate=every[0].rows > 0, nested=max(nested, default=0))
 
@@ -102,40 +90,30 @@ class ExpertShape:
         """Gate [I, H] or [0, H], up [I, H] and down [H, I] at some bits, or with the codebook of a tag."""
         code = WHOLE[bits]
         if self.nested:
-            code = {self.nested: NESTED[self.nested], self.nested // 2: UPPER_HALVES[self.nested]}.get(bits, code)
+            halves = NESTED[self.nested], UPPER_HALVES[self.nested], E8_NESTED, E8_BASE
+            code = {half.tag: half for half in halves}.get(bits, code)
         flags = self.bias, bits in self.integer_zeros, bits in self.act_order, self.has_gate
         return Format(self.hidden, self.intermediate, code, self.group_size, self.dtype, *flags).matrices
 
-
-def _own_groups(format: MatrixFormat) -> bool:
-    return format.code.floats and format.code.group_size is not None
+    def rotation(self, tiers: frozenset[int]) -> int:
+        """Neighbouring inputs of gate and up that are rotated together before launches read them; 0 for none."""
+        return self.formats(max(tiers))[1].rotation
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertTable:
     """Where experts are. The tensors may be rewritten between launches; only `tiers` and the shape are compiled in.
-
-    Attributes:
-        shape: of every expert.
-        tiers: bit-widths, or codebooks' tags, that `bits` may hold.
-        addresses: int64 [experts, 3], sections of gate, up and down, each a multiple of 16.
-        bits: int32 [experts, 3].
-        destinations: int64 [experts, 3], where decode stores the sections too, 0 for nowhere; None to fetch nothing.
-        fine: int64 [experts, 3], sections of lower halves where bits are the shape's nested ones; None if it has none.
-        fine_destinations: like destinations, if there are both.
-
-    Raises:
-        TypeError: a tensor of another dtype.
-        ValueError: another shape, or a tensor that is missing.
-    """
+    TypeError or ValueError if a tensor has another dtype or shape, or is missing."""
 
     shape: ExpertShape
-    tiers: frozenset[int]
-    addresses: Tensor
-    bits: Tensor
+    tiers: frozenset[int]  # bit-widths, or codes' tags, that `bits` may hold
+    addresses: Tensor  # int64 [experts, 3], sections of gate, up and down, each a multiple of 16
+    bits: Tensor  # int32 [experts, 3]
     destinations: Tensor | None = None
+    """int64 [experts, 3], where decode stores the sections too, 0 for nowhere; None to fetch nothing."""
     fine: Tensor | None = None
-    fine_destinations: Tensor | None = None
+    """int64 [experts, 3], sections of lower halves where bits are the shape's nested ones; None if it has none."""
+    fine_destinations: Tensor | None = None  # like destinations, if there are both
 
     def __post_init__(self) -> None:
         check_tensor("addresses", self.addresses, shape=(None, 3), dtype=torch.int64)
@@ -171,21 +149,11 @@ class ExpertTable:
 
 @dataclass(frozen=True, eq=False)
 class WorkList:
-    """Tokens by expert.
+    """Tokens by expert. TypeError or ValueError if a tensor has another dtype or shape."""
 
-    Attributes:
-        items: int32 [items, 3]: expert of the table, first and last + 1 of its positions; empty ones are allowed.
-        rows: int32 or int64 [positions], rows of x.
-        pairs: int32 or int64 [positions], rows of the output, token * top_k + k.
-
-    Raises:
-        TypeError: a tensor of another dtype.
-        ValueError: another shape.
-    """
-
-    items: Tensor
-    rows: Tensor
-    pairs: Tensor
+    items: Tensor  # int32 [items, 3]: expert of the table, first and last + 1 of its positions; empty ones are allowed
+    rows: Tensor  # int32 or int64 [positions], rows of x
+    pairs: Tensor  # int32 or int64 [positions], rows of the output, token * top_k + k
 
     def __post_init__(self) -> None:
         check_tensor("items", self.items, shape=(None, 3), dtype=torch.int32)
@@ -204,28 +172,18 @@ class WorkList:
 
 @dataclass(frozen=True, eq=False)
 class Scratch:
-    """What decode needs beside its tensors when programs share a sum; one launch at a time may use it.
+    """What decode needs beside its tensors when programs share a sum; one launch at a time may use it."""
 
-    Attributes:
-        partials: float32, contents do not matter.
-        semaphores: int32, zeros before and after every launch.
-    """
-
-    partials: Tensor
-    semaphores: Tensor
+    partials: Tensor  # float32, contents do not matter
+    semaphores: Tensor  # int32, zeros before and after every launch
 
 
 @dataclass(frozen=True, eq=False)
 class Weighting:
-    """How decode_down sums a token's experts.
+    """How decode_down sums a token's experts."""
 
-    Attributes:
-        weights: float32 [tokens, top_k], of the router.
-        computed: int32 [tokens, top_k], 1 for the pairs that are in the work list, 0 for the others.
-    """
-
-    weights: Tensor
-    computed: Tensor
+    weights: Tensor  # float32 [tokens, top_k], of the router
+    computed: Tensor  # int32 [tokens, top_k], 1 for the pairs that are in the work list, 0 for the others
 
 
 def decode_gate_up(
@@ -242,19 +200,16 @@ def decode_gate_up(
     """hidden[position] = activation(gate x[row]) * up x[row], for few positions of each expert.
 
     Args:
-        x: [tokens, hidden] in the experts' dtype.
-        hidden: [positions, intermediate] like x, overwritten.
+        x: [tokens, hidden] in the experts' dtype, rotated where the shape says so.
+        hidden: [positions, intermediate] like x, overwritten with what down multiplies.
         table: the experts. With destinations, gate and up are stored there too, all bytes of their sections.
         work: an item has one or two positions; with destinations any number, because an expert is in one item only, so
             that its bytes are read once.
-        activation: of the gate.
         tile: size of a program; its split decides the order of sums, with and without destinations.
         scratch: if the tile's split is above 1.
         start: launch, or only compile.
 
-    Raises:
-        TypeError: a wrong dtype.
-        ValueError: sizes that disagree, or too little scratch.
+    TypeError at a wrong dtype, ValueError at sizes that disagree, or too little scratch.
     """
     _check_states(x, None, hidden, work, table.shape)
     blocks = -(-table.shape.intermediate // 64)
@@ -288,14 +243,9 @@ def decode_down(
         hidden: [positions, intermediate] in the experts' dtype.
         out: [tokens * top_k, hidden] or, with a weighting, [tokens, hidden]; overwritten where named.
         table: the experts. With destinations, down is stored there too.
-        work: as for decode_gate_up.
-        tile: as for decode_gate_up.
         scratch: as for decode_gate_up, or with a weighting.
-        weighting: of the router.
-        start: launch, or only compile.
 
-    Raises:
-        TypeError, ValueError: see decode_gate_up.
+    The others, and what is refused, are as for decode_gate_up.
     """
     shape, top_k = table.shape, 1
     if weighting is not None:
@@ -337,21 +287,8 @@ def grouped_gate_up(
     *,
     start: Start = run_kernel,
 ) -> None:
-    """The same as decode_gate_up on tensor cores, for many positions of each expert.
-
-    Args:
-        x: [tokens, hidden] in the experts' dtype.
-        hidden: [positions, intermediate] like x, overwritten.
-        table: the experts, without destinations.
-        work: an item has at most tile.block_m positions.
-        activation: of the gate.
-        tile: size of a program.
-        start: launch, or only compile.
-
-    Raises:
-        TypeError: a wrong dtype.
-        ValueError: sizes that disagree, or destinations.
-    """
+    """The same as decode_gate_up on tensor cores, for items of up to tile.block_m positions; destinations are a
+    ValueError."""
     _check_states(x, None, hidden, work, table.shape)
     sizes = {"ROWS": table.shape.intermediate, "COLUMNS": table.shape.hidden, "ACTIVATION": constants(activation)}
     _grouped(start, grouped_gate_up_kernel, table, work, tile, (x, hidden), work.rows, sizes)

@@ -44,7 +44,7 @@ def place_experts(addresses: Tensor, bits: Tensor, places: Sequence[Place], *, s
         some = [*some, *[some[-1]] * (AT_ONCE - len(some))]  # the last one again changes nothing
         numbers: list[int] = []
         for row, sections, (gate, up, down) in some:
-            numbers += row, *sections, gate | up << 8 | down << 16
+            numbers += row, *sections, gate | up << 16 | down << 32
         start(place_kernel, (1,), (addresses, bits, *numbers), {}, {"num_warps": 1})
 
 
@@ -60,7 +60,7 @@ def place_kernel(
     row2: tl.int64, gate2: tl.int64, up2: tl.int64, down2: tl.int64, widths2: tl.int64,
     row3: tl.int64, gate3: tl.int64, up3: tl.int64, down3: tl.int64, widths3: tl.int64,
 ):  # fmt: skip
-    """Rows of two tables; widths are one byte each, gate's the lowest.
+    """Rows of two tables; widths are two bytes each, gate's the lowest.
 
     Args:
         addresses: int64 [experts, 3].
@@ -78,6 +78,6 @@ def _place(addresses, bits, row, gate, up, down, widths):
     tl.store(addresses + 3 * row, gate)
     tl.store(addresses + 3 * row + 1, up)
     tl.store(addresses + 3 * row + 2, down)
-    tl.store(bits + 3 * row, (widths & 255).to(tl.int32))
-    tl.store(bits + 3 * row + 1, (widths >> 8 & 255).to(tl.int32))
-    tl.store(bits + 3 * row + 2, (widths >> 16 & 255).to(tl.int32))
+    tl.store(bits + 3 * row, (widths & 65535).to(tl.int32))
+    tl.store(bits + 3 * row + 1, (widths >> 16 & 65535).to(tl.int32))
+    tl.store(bits + 3 * row + 2, (widths >> 32 & 65535).to(tl.int32))

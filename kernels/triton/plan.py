@@ -15,34 +15,22 @@ DECODE = -1
 
 @dataclass(frozen=True)
 class Run:
-    """Positions that share the workspace.
+    """Positions that share the workspace: first to stop in the layer."""
 
-    Attributes:
-        grouped: index of the grouped tiles, DECODE for decode.
-        first: first of its positions in the layer.
-        stop: last + 1.
-    """
-
-    grouped: int
+    grouped: int  # index of the grouped tiles, DECODE for decode
     first: int
     stop: int
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is launched for experts of given numbers of tokens, in the order of their classes.
+    """What is launched for experts of given numbers of tokens, in the order of their classes."""
 
-    Attributes:
-        order: indices of the experts; rows of the table are in this order.
-        runs: positions that share the workspace.
-        items: [expert's row, first and last + 1 of its positions in their run].
-        pieces: of each row, (run, first and last + 1 of its items); several for what no run holds at once.
-    """
-
-    order: list[int]
+    order: list[int]  # indices of the experts; rows of the table are in this order
     runs: list[Run]
-    items: list[list[int]]
+    items: list[list[int]]  # expert's row, first and last + 1 of its positions in their run
     pieces: list[list[tuple[int, int, int]]]
+    """Of each row, (run, first and last + 1 of its items); several for what no run holds at once."""
 
 
 def plan(counts: Sequence[int], tiles: Tiles, limits: tuple[int, int]) -> Plan:

@@ -13,6 +13,8 @@ memory delivers one weight of 4 bits.
 - Scale and zero are applied once in a strip, to the strip's sums: that of x ((code - mid) scale + zero) is
   scale sum(x code) + (zero - mid scale) sum(x).
 - A warp owns a strip of up to 64 columns of one group, for the line above to be rare.
+- Eight codes of a thread's word are a lattice's point, whose parity moves all of them: it flips the sign of x in a sum
+  of its own, four instructions for eight weights. A scale is a row's, and applied at the end.
 - Where columns are stored in an order of their own, x is read in it: one more load for each of x, which all rows of a
   word share, an eighth to a sixth more instructions. A kernel of its own that sorts x would cost a launch.
 
@@ -25,6 +27,9 @@ import triton.language as tl
 from vllm_dymoe.kernels.triton.float_rows import float_rows, load_x
 from vllm_dymoe.kernels.triton.section import (
     TAG_BITS,
+    code_bits,
+    is_float,
+    is_lattice,
     load_bias,
     order_offset,
     stored_bits,
@@ -50,6 +55,7 @@ def quantized_rows(
     STEPS: tl.constexpr,
     ORDERED: tl.constexpr,
     BIAS: tl.constexpr,
+    LATTICE: tl.constexpr,
     TOKENS: tl.constexpr,
     SPLIT: tl.constexpr,
     WARPS: tl.constexpr,
@@ -68,6 +74,7 @@ def quantized_rows(
         STEPS: whether zeros count steps of their scale.
         ORDERED: whether stored columns have an order of their own.
         BIAS: whether there is one in front of that order.
+        LATTICE: whether codes are points of a lattice, NESTED then 4, and x rotated.
 
     Returns:
         float32 [TOKENS, 64].
@@ -87,7 +94,7 @@ def quantized_rows(
     # A share is a whole number of strips for each warp.
     SHARE: tl.constexpr = (STRIPS + SPLIT * WARPS - 1) // (SPLIT * WARPS) * WARPS
     EVEN: tl.constexpr = STRIPS % WARPS == 0 and COLUMNS == PADDED_COLUMNS
-    STEP: tl.constexpr = 1 << (WHOLE_BITS - BITS)
+    STEP: tl.constexpr = 1 if LATTICE else 1 << (WHOLE_BITS - BITS)
     CENTER: tl.constexpr = (1 << (WHOLE_BITS - 1)) - (STEP - 1) / 2
 
     # [TOKENS, 2, 4, THREADS]: token, half of the 64 rows, byte of a word, thread. All but the threads are registers:
@@ -132,6 +139,7 @@ def quantized_rows(
         products = tl.zeros([TOKENS, 2, 4, THREADS], tl.float32)
         total = tl.zeros([TOKENS, 1, 1, THREADS], tl.float32)
         ones = total
+        flipped = total
         for step in tl.static_range(STRIP // 4):
             if ORDERED:
                 some_x = _load_by(
@@ -156,7 +164,12 @@ def quantized_rows(
                     above = words[2 * step - STRIP // 4]
                     codes = (above & -0x33333334) | ((words[2 * step - STRIP // 4 + 1] >> 2) & 0x33333333)
                 products += some_x * _factors((codes << left) >> right, 0x078000 << nibble, one)
+                if LATTICE:
+                    flipped += _by_parity(some_x, codes, 0x44444444, 0x22222222)
+                    flipped += 0.25 * _by_parity(some_x, codes, 0x11111111, -0x77777778)
             else:
+                if LATTICE:
+                    flipped += 0.25 * _by_parity(some_x, words[step], 0x11111111, -0x77777778)
                 codes = (words[step] << left) >> right
                 products += some_x * _factors(codes, 0x018000 << nibble, one)
                 beyond = column + SPAN + 4 * step
@@ -165,13 +178,23 @@ def quantized_rows(
                 else:
                     some_x = load_x(x + beyond, apart, valid & (beyond < COLUMNS), TOKENS, EVEN)
                 total += some_x
+                if LATTICE:
+                    flipped += 0.25 * _by_parity(some_x, words[step], 0x44444444, 0x22222222)
                 # Its codes lie two bits higher in the mantissa, so a quarter of it brings them to the same sum.
                 some_x *= 0.25
                 ones += some_x
                 products += some_x * _factors(codes, 0x060000 << nibble, one)
-        scale, zero = unpack_scales(_load(scales_at + group * PADDED_ROWS, valid, EVEN), STEPS, FLOAT16)
-        sums += scale * ((products - ones) * factor) + (zero - scale * CENTER) * total
+        if LATTICE:
+            # A point is codes - 1.25 - p / 2, and x p is half of x less what its sign was flipped to; a fine one a
+            # quarter of that.
+            sums += (products - ones) * factor + (flipped - (7.5 if BITS == 4 else 1.5) * total)
+        else:
+            scale, zero = unpack_scales(_load(scales_at + group * PADDED_ROWS, valid, EVEN), STEPS, FLOAT16)
+            sums += scale * ((products - ones) * factor) + (zero - scale * CENTER) * total
         words = next_words
+    if LATTICE:
+        low, high = unpack_scales(tl.load(scales_at), 0, FLOAT16)
+        sums *= 0.25 * high if BITS == 4 else low
     # Row 32 half + 4 word + byte of [TOKENS, half, byte, word].
     rows = tl.sum(sums.reshape(TOKENS, 2, 4, 4 * WARPS, 8), 3)
     return rows.permute(0, 1, 3, 2).reshape(TOKENS, 64)
@@ -188,6 +211,12 @@ def _load_words(words_at, fine_at, strip, last, STRIP: tl.constexpr, BITS: tl.co
         if BITS == 8 or STORED < BITS:
             words = words + (tl.load(fine_at + at + 32 * step, mask=strip < last),)
     return words
+
+
+@triton.jit
+def _by_parity(x, words, mask, factor):
+    """x, or where the eight bits under a mask are of odd parity -x; `factor` adds all of them up in the last bit."""
+    return (((words & mask) * factor & -0x80000000) ^ x.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -313,14 +342,15 @@ def row_products(
             if bits == (1 << width):
                 if width == 4:
                     sums = plain_rows(section, block, x, apart, split, ROWS, COLUMNS, TOKENS, SPLIT, WARPS, FLOAT16)
-                elif width > 4:
+                elif is_float(1 << width):
                     sums = float_rows(
                         section, block, x, apart, split, ROWS, COLUMNS, GROUP, 1 << width, TOKENS, SPLIT, WARPS
                     )
                 else:
                     sums = quantized_rows(
                         section, fine, block, x, apart, split,
-                        ROWS, COLUMNS, GROUP, 1 << width, NESTED, STEPS >> width & 1, ORDERED >> width & 1, BIAS,
+                        ROWS, COLUMNS, GROUP, code_bits(1 << width), 4 if is_lattice(1 << width) else NESTED,
+                        STEPS >> width & 1, ORDERED >> width & 1, BIAS, is_lattice(1 << width),
                         TOKENS, SPLIT, WARPS, FLOAT16,
                     )  # fmt: skip
                 if BIAS:

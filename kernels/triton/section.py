@@ -6,7 +6,7 @@ Sizes are compile-time constants, so every offset but the block's and the group'
 import triton
 import triton.language as tl
 
-from vllm_dymoe.residency.code import WHOLE
+from vllm_dymoe.residency.code import E8, E8_NESTED, WHOLE
 
 DESCRIPTIONS = [
     "addresses", "destinations", "fine", "fine_destinations", "bits", "items", "rows", "pairs", "weights",
@@ -15,7 +15,7 @@ DESCRIPTIONS = [
 """Arguments that may begin anywhere: no kernel is compiled again because one of them is a slice of a tensor."""
 
 TAG_BITS = tl.constexpr(max(WHOLE).bit_length())
-"""Powers of two from 2 up to below 2 ** TAG_BITS are codes' tags; those from 32 on are published floats'."""
+"""Powers of two from 2 up to below 2 ** TAG_BITS are codes' tags; those from 32 on have a register of their own."""
 
 
 @triton.constexpr_function
@@ -26,7 +26,7 @@ def code_bits(tag):
 
 @triton.constexpr_function
 def group_size(tag, group):
-    """Columns that share a scale: the code's own, or the table's."""
+    """Columns that share a scale, or are padded together: the code's own, or the table's."""
     return WHOLE[tag].group_size or group
 
 
@@ -51,8 +51,28 @@ def padded_columns(columns, group, tag):
 
 
 @triton.constexpr_function
+def is_lattice(tag):
+    """Whether codes are points of a lattice."""
+    return WHOLE[tag].lattice
+
+
+@triton.constexpr_function
+def is_float(tag):
+    """Whether codes are published floats."""
+    return WHOLE[tag].floats
+
+
+@triton.constexpr_function
+def down_rotation(rows, tiers):
+    """Neighbouring inputs of down that are rotated together, 0 if tiers are no points of a lattice."""
+    return min(rows & -rows, 64) if tiers & (E8.tag | E8_NESTED.tag) else 0
+
+
+@triton.constexpr_function
 def stored_bits(bits, nested):
-    """Bits of each code in the first section of a matrix whose codes are two sections at `nested` bits."""
+    """Bits, or the tag, of what the first section of a matrix holds, whose codes are two at `nested` bits."""
+    if WHOLE[bits].lattice:
+        return E8.tag
     return bits // 2 if bits == nested else bits
 
 
@@ -76,7 +96,8 @@ def bias_offset(rows, columns, group, tag):
     if tag == 16:
         return weight_bytes(rows, columns, group, tag)
     padded = -(-rows // 64) * 64 * padded_columns(columns, group, tag)
-    scales = padded // group_size(tag, group) * scale_bytes(tag)
+    groups = 1 if WHOLE[tag].lattice else padded_columns(columns, group, tag) // group_size(tag, group)
+    scales = -(-rows // 64) * 64 * groups * scale_bytes(tag)
     return padded * code_bits(tag) // 8 + -(-scales // 256) * 256 + factor_bytes(tag)
 
 

@@ -1,4 +1,5 @@
-"""A decode step of one MoE layer in three launches, with no host in it: decide, gate and up, down.
+"""A decode step of one MoE layer in three launches, with no host in it: decide, gate and up, down. Points of a lattice
+take a fourth, which rotates their inputs.
 
 Everything that changes from step to step is in tensors that stay where they are, so that a CUDA graph can hold it.
 """
@@ -22,6 +23,7 @@ from vllm_dymoe.kernels.triton.launch import (
     decode_down,
     decode_gate_up,
 )
+from vllm_dymoe.kernels.triton.rotate import rotated_inputs
 from vllm_dymoe.kernels.triton.start import Start, compile_kernel, run_kernel
 from vllm_dymoe.kernels.triton.tiles import Tiles
 
@@ -39,23 +41,14 @@ class Door:
 
 @dataclass(frozen=True, eq=False)
 class DecodeStep:
-    """What all layers have in common.
-
-    Attributes:
-        shape: of every expert.
-        tiers: bit-widths, or codebooks' tags, that may occur.
-        tiles: sizes of programs.
-        activation: of the gate.
-        memory: uint8, at least :meth:`nbytes`; one layer at a time uses it.
-        semaphores: int32, zeros before and after every step, at least :meth:`counted`.
-    """
+    """What all layers have in common."""
 
     shape: ExpertShape
-    tiers: frozenset[int]
+    tiers: frozenset[int]  # bit-widths, or codes' tags, that may occur
     tiles: Tiles
     activation: Activation
-    memory: Tensor
-    semaphores: Tensor
+    memory: Tensor  # uint8, at least :meth:`nbytes`; one layer at a time uses it
+    semaphores: Tensor  # int32, zeros before and after every step, at least :meth:`counted`
 
     def nbytes(self, tokens: int, top_k: int) -> int:
         """Bytes of memory for hidden states and partial sums."""
@@ -114,6 +107,7 @@ class DecodeStep:
         fine = (addresses[-1], destinations[-1]) if self.shape.nested else (None, None)
         experts = ExpertTable(self.shape, self.tiers, addresses[0], decision["bits"], destinations[0], *fine)
         work, at = decision["work"], (decision["rows"], decision["pairs"])
+        x = rotated_inputs(x, self.shape.rotation(self.tiers), start=start)
         decode_gate_up(
             x, hidden, experts, WorkList(work[:-1], *at), self.activation, self.tiles.gate_up, scratch, start=start
         )

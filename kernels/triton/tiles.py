@@ -16,21 +16,13 @@ TABLE = Path(__file__).with_name("tiles.json")
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """A program of 64 rows.
+    """A program of 64 rows. ValueError at a number that kernels do not have."""
 
-    Attributes:
-        warps: each owns a strip of up to 64 columns at a time; 4 or 8.
-        split: programs that share the columns of one block of rows.
-        registers: limit for a thread, where warps is 4; None for as many as the compiler likes. It likes too few here
-            and there, and spills, for the sake of more programs at a time than it is given.
-
-    Raises:
-        ValueError: a number that kernels do not have.
-    """
-
-    warps: int
-    split: int
+    warps: int  # each owns a strip of up to 64 columns at a time; 4 or 8
+    split: int  # programs that share the columns of one block of rows
     registers: int | None = None
+    """Limit for a thread, where warps is 4; None for as many as the compiler likes. It likes too few here and there and
+    spills, for the sake of more programs at a time than it is given."""
 
     def __post_init__(self) -> None:
         _check_warps(self.warps)
@@ -48,24 +40,14 @@ class DecodeTile:
 
 @dataclass(frozen=True)
 class GroupedTile:
-    """A program of block_m positions and block_n rows that walks down the columns in steps of block_k.
+    """A program of block_m positions and block_n rows that walks down the columns in steps of block_k. ValueError at a
+    number that kernels do not have."""
 
-    Attributes:
-        block_m: positions, a power of two from 16 on.
-        block_n: rows, a power of two from 64 on.
-        block_k: columns, a power of two from 16 on; a group's size if that is smaller.
-        warps: 4 or 8.
-        stages: steps in flight.
-
-    Raises:
-        ValueError: a number that kernels do not have.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    warps: int
-    stages: int
+    block_m: int  # a power of two from 16 on
+    block_n: int  # a power of two from 64 on
+    block_k: int  # a power of two from 16 on; a group's size if that is smaller
+    warps: int  # 4 or 8
+    stages: int  # steps in flight
 
     def __post_init__(self) -> None:
         _check_warps(self.warps)
@@ -79,20 +61,12 @@ class GroupedTile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Everything that launches need to know for one shape on one architecture.
+    """Everything that launches need to know for one shape on one architecture."""
 
-    Attributes:
-        decode_tokens: an expert with at most so many tokens is decoded, one with more is grouped.
-        gate_up: of decode.
-        down: of decode.
-        grouped_gate_up: by ascending block_m; an expert takes the first that holds its tokens, or the last.
-        grouped_down: the same for down projections.
-    """
-
-    decode_tokens: int
+    decode_tokens: int  # an expert with at most so many tokens is decoded, one with more is grouped
     gate_up: DecodeTile
     down: DecodeTile
-    grouped_gate_up: tuple[GroupedTile, ...]
+    grouped_gate_up: tuple[GroupedTile, ...]  # by ascending block_m; the first that holds its tokens, or the last
     grouped_down: tuple[GroupedTile, ...]
 
     @classmethod

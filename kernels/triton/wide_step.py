@@ -22,6 +22,7 @@ from vllm_dymoe.kernels.triton.launch import (
     grouped_down,
     grouped_gate_up,
 )
+from vllm_dymoe.kernels.triton.rotate import rotated_inputs
 from vllm_dymoe.kernels.triton.start import Start, run_kernel
 from vllm_dymoe.kernels.triton.tiles import Tiles
 from vllm_dymoe.kernels.triton.wide import plan_wide
@@ -68,6 +69,7 @@ class TritonWide:
         groups = range(KEPT, PASSING + shape.passes + (shape.passes > 0))
         self._spans = {group: {"spans": self._wide.spans[shape.spans(group)]} for group in groups}
         fine = decision.addresses[-1] if experts.nested else None
+        self._rotation = experts.rotation(tiers)
         self._experts = ExpertTable(experts, tiers, decision.addresses[0], decision.bits, fine=fine)
         self._at = decision.rows, decision.pairs
         # Experts that are decoded come first, and share scratch by their positions.
@@ -84,7 +86,7 @@ class TritonWide:
             self._table, layer, ids, weights, rows, self._decision, self.shape, half, ahead, self._steps,
             vars(self._wide), marks, start=self._start,
         )  # fmt: skip
-        self._x, self._weights = x, weights
+        self._x, self._weights = rotated_inputs(x, self._rotation, start=self._start), weights
         self._hidden = x.new_empty(self.shape.positions, self._inner)
         self._out = x.new_empty(self.shape.positions, x.shape[1])
         if not self._launches:

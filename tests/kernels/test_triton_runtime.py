@@ -110,11 +110,15 @@ def test_what_is_fetched_ahead_changes_no_bit(on_triton):
 def test_so_have_those_of_every_kind_of_experts(on_triton, kind):
     store, activation = store_of(kind, dtype=torch.float16, hidden=96)
     high, steps, system = max(store.experts.formats), [(0, 0, 1), (2, 0, 3)], Dymoe(retention=0.5, reuse_high=False)
+    steps += [(4, 0, 40)] if kind == "e8" else []
     want = run(make_runtime(store, "100%", system, hi=high), steps, activation)
-    runtime = decided_runtime(store, "50%", system, hi=high)
-    assert isinstance(runtime.decode.kernel, TritonDecode)
-    got = run_decided(runtime, steps, activation)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    for budget in ("50%", "minimum") if kind == "e8" else ("50%",):
+        runtime = decided_runtime(store, budget, system, hi=high)
+        assert isinstance(runtime.decode.kernel, TritonDecode)
+        got = run_decided(runtime, steps, activation)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        by_host = run(with_budget(store, budget, system, hi=high), steps, activation)
+        assert all(torch.equal(a, b) for a, b in zip(by_host, want, strict=True))
     assert any(one.any() for one in want)
 
 

@@ -183,6 +183,7 @@ def test_the_quality_of_the_package_is_that_of_the_benchmark():
     root = Path(__file__).resolve().parents[2]
     sections = json.loads((root / "benchmarks/quality/results.json").read_text())["sections"]
     measured = {(f"{row['bits']}", row["quantizer"]): row["agreement"] for row in sections["uniform"]}
+    measured |= {(row["reading"], row["quantizer"]): row["agreement"] for row in sections["readings"]}
     for row in sections["tiers"]:
         if row["phase"] == "prompt" and row["skipped_weights"] != "renormalize" and ", r = 0.75" in row["experts"]:
             measured.setdefault((row["experts"].split(",")[0], row["quantizer"]), row["agreement"])

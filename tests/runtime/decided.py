@@ -9,12 +9,12 @@ from tests.small_model import make_experts
 from tests.support.memory_writer import MemoryWriter
 from vllm_dymoe.kernels import Activation, Curve
 from vllm_dymoe.quantize.dummy import random_store
-from vllm_dymoe.residency.code import CODEBOOKS
+from vllm_dymoe.residency.code import CODEBOOKS, E8_NESTED
 from vllm_dymoe.residency.format import BlobKey
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS
 
-KINDS = ("mxfp4", "nvfp4", "fp8", "without a gate")
+KINDS = ("mxfp4", "nvfp4", "fp8", "without a gate", "e8")
 
 
 def store_of(kind, **sizes):
@@ -23,6 +23,9 @@ def store_of(kind, **sizes):
     if kind == "without a gate":
         activation = Activation(Curve.RELU2, has_gate=False)
         formats = {bits: replace(fmt, has_gate=False) for bits, fmt in experts.formats.items()}
+    elif kind == "e8":
+        fine = replace(experts.formats[high], code=E8_NESTED)
+        formats = {high: fine, min(experts.formats): fine.base}
     else:
         formats = experts.formats | {high: replace(experts.formats[high], code=CODEBOOKS[kind])}
     experts = replace(experts, formats=formats)

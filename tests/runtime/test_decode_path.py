@@ -50,14 +50,14 @@ def test_a_device_and_the_host_move_one_threshold_alike(memory_store):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_experts_is_decided_and_computed(kind):
-    """Published floats beside a tier of steps, and experts without a gate, whose section of it has no bytes."""
+    """Published floats beside a tier of steps, points of a lattice, and experts without a gate, whose section of it has
+    no bytes."""
     store, activation = store_of(kind)
-    formats = store.experts.formats
-    high, low = formats
+    high, tags = max(store.experts.formats), [fmt.code.tag for fmt in store.experts.formats.values()]
     want = run(make_runtime(store, system=MIXED, hi=high), STEPS, activation)
     runtime = decided_runtime(store, "50%", MIXED, hi=high)
     assert equal(run_decided(runtime, STEPS, activation), want)
-    assert runtime.memory.device_side.table.bits[[LOW, HIGH]].tolist() == [low, formats[high].code.tag]
+    assert runtime.memory.device_side.table.bits[[LOW, HIGH]].tolist() == tags[::-1]
 
 
 @pytest.mark.parametrize("lo", [0, 2], ids=["one tier", "two tiers"])

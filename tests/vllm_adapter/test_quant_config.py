@@ -230,14 +230,3 @@ def test_what_vllm_cannot_run_is_said_to_be_its_limit(step, monkeypatch):
     )
     with pytest.raises(ConfigError, match=sentence):
         load()
-
-
-def test_points_of_a_lattice_are_refused_on_a_gpu():
-    ours = {"hi": 4, "lo": 2, "quantizer": "e8", "format_version": 6}
-    for device, refused in (("cpu", False), ("cuda", True)):
-        config = SimpleNamespace(additional_config={}, device_config=SimpleNamespace(device_type=device))
-        if not refused:
-            assert read_options(config, ours, PLAIN_READER).stored_bits == (4, 2)
-            continue
-        with pytest.raises(ConfigError, match="CPUs alone multiply so far; write it with"):
-            read_options(config, ours, PLAIN_READER)

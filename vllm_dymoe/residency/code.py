@@ -23,7 +23,7 @@ class Code:
     upper_of: int = 0
     """Bits of the codes whose upper halves these are, 0 for whole codes. Scale and zero are those of the whole code,
     which is taken to be in the middle of those with this half."""
-    group_size: int | None = None  # neighbouring columns of a row that share a scale; None where the matrix decides
+    group_size: int | None = None  # columns of a row that share a scale, or are padded; None where the matrix decides
     scale_dtype: torch.dtype | None = None
     """Of a published float's scale; None for steps of a grid, whose scales and zeros have the matrix's."""
     has_factor: bool = False  # whether a matrix has a factor of its own beside its scales
@@ -78,14 +78,14 @@ NESTED = {bits: Code(f"{bits}/{bits // 2}", bits, bits, bits // 2) for bits in (
 MXFP4 = Code("mxfp4", 4, 32, 4, group_size=32, scale_dtype=torch.float8_e8m0fnu)
 NVFP4 = Code("nvfp4", 4, 64, 4, group_size=16, scale_dtype=torch.float8_e4m3fn, has_factor=True)
 FP8 = Code("fp8", 8, 128, 8, scale_dtype=torch.float32, dtype=torch.float8_e4m3fn)
-E8 = Code("e8", 2, 256, 2, lattice=True)
-E8_NESTED = Code("e8+e8", 4, 512, 2, lattice=True)
-E8_BASE = Code("e8 of e8+e8", 2, 256, 2, upper_of=4, lattice=True)
+E8 = Code("e8", 2, 256, 2, group_size=64, lattice=True)
+E8_NESTED = Code("e8+e8", 4, 512, 2, group_size=64, lattice=True)
+E8_BASE = Code("e8 of e8+e8", 2, 256, 2, upper_of=4, group_size=64, lattice=True)
 
 CODEBOOKS = {code.name: code for code in (MXFP4, NVFP4, FP8)}
 LATTICES = {code.name: code for code in (E8, E8_NESTED)}
-WHOLE = {code.tag: code for code in (PLAIN, *STEPS.values(), *CODEBOOKS.values())}
-"""Codes of a version of its own, by tag."""
+WHOLE = {code.tag: code for code in (PLAIN, *STEPS.values(), *CODEBOOKS.values(), *LATTICES.values())}
+"""Codes of a version of its own, and of a lattice's both readings, by tag."""
 
 
 def code_of(bits: int, codebook: Code | None = None) -> Code:

@@ -87,8 +87,6 @@ class MatrixFormat:
     @cached_property
     def fold(self) -> int:
         """Neighbouring columns whose 2-bit codes share bytes, the first half of them with the second."""
-        if self.code.lattice:
-            return FOLD_COLUMNS
         halves = self.code.nested or self.code.upper_of
         return min(self.group_size, FOLD_COLUMNS) if halves else self.group_size
 
@@ -100,8 +98,6 @@ class MatrixFormat:
     @cached_property
     def padded_columns(self) -> int:
         """Columns that are stored: whole groups, or just the columns at 16 bits."""
-        if self.code.lattice:
-            return _round_up(self.columns, FOLD_COLUMNS)
         return _round_up(self.columns, self.group_size) if self.quantized else self.columns
 
     @cached_property

@@ -180,11 +180,6 @@ def read_options(
             f'vllm-dymoe: quantizer "{options.quantizer}" needs a calibration, which there is none of while a model '
             "loads; write a checkpoint with `vllm-dymoe quantize --calibration FOLDER` and serve that."
         )
-    if options.quantizer == "e8" and vllm_config.device_config.device_type != "cpu":
-        raise ConfigError(
-            "vllm-dymoe: this checkpoint holds points of a lattice (quantizer e8), which CPUs alone multiply so far; "
-            "write it with `vllm-dymoe quantize --quantizer gptq`."
-        )
     for option in ("hi", "lo", "group_size", "quantizer"):
         stored, wanted = (checkpoint or {}).get(option), getattr(options, option)
         if stored is not None and stored != wanted:

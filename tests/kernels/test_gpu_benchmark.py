@@ -120,7 +120,7 @@ def test_a_row_of_another_source_or_tile_is_stale(compile_table, variants, monke
     monkeypatch.setattr(variants, "_code", lambda module: source(module) + ("\npass" if module == "rows" else ""))
     kept = compile_table.fresh(rows, planned())
     others = {"combine", "place", "decide", "name_ahead", "fetch_ahead", "count", "list", "place_pairs"}
-    others |= {"post", "wait", "collect"}
+    others |= {"post", "wait", "collect", "rotate"}
     assert {row["kernel"] for row in kept} == {"grouped_gate_up", "grouped_down"} | others
 
 
@@ -133,7 +133,7 @@ def test_the_plan_has_every_option_on_both_ends_of_the_architectures(variants):
             mine = [variant for variant in planned if variant.kernel == kernel]
             assert {v.types["hidden" if "gate" in kernel else "out"] for v in mine} == {"*bf16", "*fp16"}
             wanted = {"BIAS": {False, True}, "GROUP": {32, 64, 128}, "NESTED": {0, 4, 8}}
-            wanted |= {"TIERS": {16, 8, 4, 2, 6, 12, 20, 24, 32, 64, 128, 18, 10}}
+            wanted |= {"TIERS": {16, 8, 4, 2, 6, 12, 20, 24, 32, 64, 128, 256, 768, 18, 10}}
             # At 4 bits alone, and of both readings of a nested code.
             wanted |= {"STEPS": {0, 4, 6, 12}, "ORDERED": {0, 4, 6, 12}}
             if kernel in ("gate_up", "down"):

@@ -26,8 +26,7 @@ from vllm_dymoe.residency.constants import Fate
 from vllm_dymoe.residency.decision import Decision
 
 ALIGNMENT = 128
-HEADER, CALL = 6, 8
-"""int64 numbers of an entry's header, and of a call."""
+HEADER, CALL = 6, 8  # int64 numbers of an entry's header, and of a call
 
 
 class Entry(NamedTuple):
@@ -44,12 +43,9 @@ class Entry(NamedTuple):
 class RingShape:
     """Sizes of a ring."""
 
-    depth: int
-    """Entries; more than layers, so that a step's own are not written again in it."""
-    tokens: int
-    """Of a step at most."""
-    top_k: int
-    """Experts of a token."""
+    depth: int  # entries; more than layers, so that a step's own are not written again in it
+    tokens: int  # of a step at most
+    top_k: int  # experts of a token
     experts: int
     hidden: int
     dtype: torch.dtype

@@ -15,8 +15,7 @@ class Fate(IntEnum):
 class Cost(IntEnum):
     """Columns of :attr:`Table.there`, for versions of a tier; nanoseconds unless said otherwise."""
 
-    LINK = 0
-    """To bring the version, or the slice; of NOWHERE: the way there and back of rows, whatever is computed."""
+    LINK = 0  # to bring the version, or the slice; of NOWHERE: the way there and back of rows, whatever is computed
     FIRST_ROW = 1  # of the host for the version and one row; 0 if it never computes one
     NEXT_ROW = 2  # for each further row
     MOST_ROWS = 3  # of an expert that the host computes

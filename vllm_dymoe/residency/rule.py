@@ -56,8 +56,8 @@ def decide(
     shares: Sequence[int],  # versions, or slices, that the layer may keep, by LOW and HIGH
     *,
     reuse_high: bool = True,
-    rows: Ints | None = None,
-    costs: Ints | None = None,
+    rows: Ints | None = None,  # int64 [n], of each expert; None where nothing is computed there
+    costs: Ints | None = None,  # int64 [3, 4], by tier and Cost
 ) -> Ints:
     """What becomes of each expert that a step uses (DyMoE 4.4.2: no duplication, promotion, conservative reuse).
 
@@ -70,8 +70,6 @@ def decide(
 
     Args:
         reuse_high: whether a high version serves where a low one is wanted; it always does where there are two slices.
-        rows: int64 [n], of each expert; None where nothing is computed there.
-        costs: int64 [3, 4], by tier and Cost.
     """
     has = held[active]
     if len(heat) == 1:

@@ -46,8 +46,7 @@ class Counter(IntEnum):
     AHEAD_BYTES = auto()
     AHEAD_USED = auto()  # those among the fetched that were found there, whole or in part
     AHEAD_USED_BYTES = auto()
-    THERE = auto()
-    """Computed where they lie in host memory."""
+    THERE = auto()  # computed where they lie in host memory
 
 
 def _column(*shape: str | int, dtype: str = "int64", fill: int = 0) -> Any:

@@ -26,8 +26,7 @@ from vllm_dymoe.runtime.memory import views
 from vllm_dymoe.store import HostStore
 from vllm_dymoe.transfer import Reason, TransferEngine
 
-RATES = "rates.json"
-"""Where they are kept, beside a store."""
+RATES = "rates.json"  # where they are kept, beside a store
 _ROWS = 8  # of an expert, whose time beside that of one row says what a row costs
 _SECONDS = 1.0
 _AT_ONCE = 8  # experts of a call, and transfers that the link has at a time
@@ -48,17 +47,13 @@ class Worker(Protocol):
 class Rates:
     """What was measured."""
 
-    link: float
-    """Bytes per second that arrive while the host computes."""
+    link: float  # bytes per second that arrive while the host computes
     first_row: Mapping[int, float]
     """Seconds of the host for an expert and one row while the link works, by tag of its code."""
-    next_row: Mapping[int, float]
-    """For each further row."""
-    round_trip: float
-    """Seconds until rows have crossed and came back."""
+    next_row: Mapping[int, float]  # for each further row
+    round_trip: float  # seconds until rows have crossed and came back
     threads: int
-    measured_for: str
-    """What this holds for; other numbers are measured anew."""
+    measured_for: str  # what this holds for; other numbers are measured anew
 
     def host(self, fmt: Format) -> float:
         """Bytes per second of the host, with one row."""

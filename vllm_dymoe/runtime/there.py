@@ -56,7 +56,6 @@ class Doorbell:
         turn: int64 [3] on the device: the last number that was posted, that of the running layer, or 0, and the
             ring's address.
         present: int32 on the device, scratch for pairs: what is to be summed.
-        on_failure: called with a sentence when an answer is given up, before the device goes on.
         failed: an answer was given up: from the next step on everything is fetched.
 
     Raises:
@@ -64,7 +63,7 @@ class Doorbell:
         OSError: the memory cannot be had.
     """
 
-    on_failure: Callable[[str], None]
+    on_failure: Callable[[str], None]  # called with a sentence when an answer is given up, before the device goes on
 
     def __init__(
         self, experts: ModelExperts, tokens: int, threads: int, timeout: float, activations: int, device: torch.device,

@@ -29,8 +29,7 @@ class HostStore(ABC):
     """Reads blobs; safe to call from several threads."""
 
     experts: ModelExperts
-    whole = False
-    """All slices are in memory for good, and checked."""
+    whole = False  # all slices are in memory for good, and checked
 
     @property
     @abstractmethod

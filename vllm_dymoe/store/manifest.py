@@ -17,8 +17,7 @@ STORE_VERSION = 6
 READABLE_VERSIONS = (5, STORE_VERSION)
 """Stores of version 5 have slices one behind the other, and are the same otherwise."""
 
-BLOCK = 4096
-"""Where slices of new stores begin, in bytes: what O_DIRECT reads straight into a slot."""
+BLOCK = 4096  # where slices of new stores begin, in bytes: what O_DIRECT reads straight into a slot
 
 _FLAGS = {"integer_zeros": "zeros_in_steps", "act_order": "ordered"}
 _CODEBOOKS = "codebooks"

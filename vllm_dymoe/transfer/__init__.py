@@ -14,18 +14,12 @@ from vllm_dymoe.transfer.ticket import Reason, Ticket, TransferError, TransferSt
 def make_engine(
     store: HostStore,
     device: torch.device,
-    largest_blob: int,
-    timeout: float | None = None,
-    link_gbps: float | None = None,
-    io_threads: int | None = None,
+    largest_blob: int,  # bytes of the largest blob, the size of a staging buffer
+    timeout: float | None = None,  # seconds that a transfer is waited for; None for ever
+    link_gbps: float | None = None,  # 1e9 bytes per second of an emulated link, on a CPU; None for none
+    io_threads: int | None = None,  # threads that read ahead, 0 for none; as many as the store says if None
 ) -> TransferEngine:
     """The engine for ``device``, where the slots are.
-
-    Args:
-        largest_blob: bytes of the largest blob, the size of a staging buffer.
-        timeout: seconds that a transfer is waited for; None for ever.
-        link_gbps: 1e9 bytes per second of an emulated link, on a CPU; None for none.
-        io_threads: threads that read ahead, 0 for none; as many as the store says if None.
 
     Raises:
         ValueError: an emulated link on a device that has a real one.

@@ -77,8 +77,6 @@ class StreamDelivery(Delivery):
 
     Args:
         buffers: uint8, each as large as the largest blob; as many transfers can be under way through them.
-        worth_a_copy: bytes of a down projection from which on it gets a copy of its own.
-        concurrency: has Lock and Condition.
     """
 
     streams: Streams
@@ -88,8 +86,8 @@ class StreamDelivery(Delivery):
         store: HostStore,
         streams: Streams,
         buffers: Sequence[torch.Tensor] = (),
-        worth_a_copy: int = WORTH_A_COPY,
-        concurrency: Any = threading,
+        worth_a_copy: int = WORTH_A_COPY,  # bytes of a down projection from which on it gets a copy of its own
+        concurrency: Any = threading,  # has Lock and Condition
     ) -> None:
         super().__init__(store)
         self.streams = streams

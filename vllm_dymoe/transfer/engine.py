@@ -30,25 +30,20 @@ class TransferEngine:
     """Moves blobs into slots, demand before prefetch before migration.
 
     Args:
-        threads: that serve the queue; with 0 the thread that waits moves.
-        eager: deliver demand transfers inside ``submit``, for devices where that only enqueues.
-        timeout: seconds that a transfer is waited for; None for ever.
         waiters_move: whether a thread that waits moves bytes too; not over a link whose transfers have an order.
-        enter: called first by every thread of the engine.
-        lane: of the timeline, that shows transfers.
         concurrency: has Lock, Condition and Thread; tests pass others than Python's own to record or decide schedules.
     """
 
     def __init__(
         self,
         delivery: Delivery,
-        threads: int,
+        threads: int,  # that serve the queue; with 0 the thread that waits moves
         *,
-        eager: bool = False,
-        timeout: float | None = None,
+        eager: bool = False,  # deliver demand transfers inside ``submit``, for devices where that only enqueues
+        timeout: float | None = None,  # seconds that a transfer is waited for; None for ever
         waiters_move: bool = True,
-        enter: Callable[[], None] = lambda: None,
-        lane: Lane = Lane.LINK,
+        enter: Callable[[], None] = lambda: None,  # called first by every thread of the engine
+        lane: Lane = Lane.LINK,  # of the timeline, that shows transfers
         concurrency: Any = threading,
     ) -> None:
         self._delivery = delivery

@@ -8,8 +8,7 @@ import torch
 
 from vllm_dymoe.residency.format import EVERY_PROJECTION, BlobKey
 
-ALL = len(EVERY_PROJECTION)
-"""Projections of a blob."""
+ALL = len(EVERY_PROJECTION)  # projections of a blob
 
 
 class TransferError(RuntimeError):

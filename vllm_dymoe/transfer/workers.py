@@ -20,12 +20,7 @@ _Take = Callable[[], tuple[Ticket, Piece] | None]
 
 
 class Workers:
-    """Threads that take pieces from a queue and ``run`` them: so many serve it, and one more waits for disks.
-
-    Args:
-        concurrency: has Condition and Thread.
-        enter: called first by every thread.
-    """
+    """Threads that take pieces from a queue and ``run`` them: so many serve it, and one more waits for disks."""
 
     def __init__(
         self,
@@ -33,8 +28,8 @@ class Workers:
         run: Callable[[Ticket, Piece], object],
         threads: int,
         disk: bool,
-        concurrency: Any,
-        enter: Callable[[], None],
+        concurrency: Any,  # has Condition and Thread
+        enter: Callable[[], None],  # called first by every thread
     ) -> None:
         self._queue = queue
         self._run = run

@@ -263,7 +263,7 @@ def test_copies_that_fail_or_hang_for_ever_cost_their_moves_and_no_step_waits(ne
 def test_the_hottest_are_those_that_weigh_most_or_that_are_used_most(hotness, high, low):
     """Expert 0 has a tenth of every token, 4 and 5 the rest of half of them, 4 of one more."""
     store = make_store(make_experts(layers=1, num_experts=EXPERTS, nested=True))
-    runtime = dynaexq(store, 2, plain_engine(store, CPU, 0, largest_blob=0), hotness=hotness)
+    runtime = dynaexq(store, 2, plain_engine(store, CPU, 0, io_threads=0), hotness=hotness)
     ids = torch.tensor([[0, 4], [5, 0], [0, 4], [5, 0], [0, 4]])
     weights = torch.where(ids == 0, 0.1, 0.9)
     x, _, _ = random_step(0, 5, store.experts)
@@ -281,7 +281,7 @@ def test_the_hottest_are_those_that_weigh_most_or_that_are_used_most(hotness, hi
 def test_no_more_moves_than_in_flight_and_the_link_rests_between_them():
     store = make_store(make_experts(layers=3, num_experts=EXPERTS, nested=True))
     now = [0.0]
-    runtime = dynaexq(store, 9, plain_engine(store, CPU, 0, largest_blob=0), in_flight=2, link_share=0.25)
+    runtime = dynaexq(store, 9, plain_engine(store, CPU, 0, io_threads=0), in_flight=2, link_share=0.25)
     migration = runtime.serving.migration
     migration._clock = lambda: now[0]
     migration._began = 0.0
@@ -308,7 +308,7 @@ def test_no_more_moves_than_in_flight_and_the_link_rests_between_them():
 def test_nested_versions_move_as_fast_as_the_link_has_time(nested, begun):
     """They need no slots of their own; a turn is a step, and two in each would take a large model hundreds."""
     store, now = make_store(make_experts(layers=3, num_experts=16, nested=nested)), [0.0]
-    runtime = dynaexq(store, 24, plain_engine(store, CPU, 0, largest_blob=0), in_flight=2, link_share=0.25)
+    runtime = dynaexq(store, 24, plain_engine(store, CPU, 0, io_threads=0), in_flight=2, link_share=0.25)
     migration = runtime.serving.migration
     migration._clock, migration._began = lambda: now[0], 0.0
     migration._migrating = DynaExq(**(AT_ONCE | {"window_s": 1e9, "link_share": 0.25})).residency.migrating

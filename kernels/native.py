@@ -168,9 +168,8 @@ class Library:
         what is left [columns, streams, rows], errors, codes of base and fine slice, factors and divisors."""
         columns, streams, rows = parts[0].shape
         addresses = [0 if part is None else part.data_ptr() for part in (*parts, before)]
-        self._library.dymoe_round_block(
-            ctypes.addressof(Rounding(rows, columns, streams, *addresses, low_share)), self.isa
-        )
+        block = Rounding(rows, columns, streams, *addresses, low_share)  # named: its address keeps nothing alive
+        self._library.dymoe_round_block(ctypes.addressof(block), self.isa)
 
 
 @cache

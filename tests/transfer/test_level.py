@@ -69,8 +69,8 @@ def test_every_slice_is_the_files_whatever_was_asked_before_and_the_budget_is_ke
 
     for round_ in range(4):
         layer = random_.randrange(3)
-        level.expect(layer, random_.sample(list(layer_keys(EXPERTS, layer)), 5))
-        level.prefetch(random_.sample(keys, 6))
+        level.reads.expect(layer, random_.sample(list(layer_keys(EXPERTS, layer)), 5))
+        level.reads.prefetch(random_.sample(keys, 6))
         threads = [threading.Thread(target=ask, args=(4 * round_ + number,)) for number in range(3)]
         for thread in threads:
             thread.start()
@@ -92,7 +92,7 @@ def test_what_fits_is_read_once_and_what_does_not_is_kept_by_heat(make_level):
     hot = [BlobKey(1, 2, 4), BlobKey(1, 5, 4)]
     for cold in range(40):
         asked = {*hot, BlobKey(1, cold % 8, 4)}
-        level.expect(1, list(asked))
+        level.reads.expect(1, list(asked))
         for key in asked:
             read(level, key)
     before, kept = level.files.counts.reads, level.slots.pools[4].table.residents(Tier.HI)
@@ -106,7 +106,7 @@ def test_all_that_a_step_needs_is_read_at_once(make_level, monkeypatch):
     level, together = make_level(share(0.8), depth=3), threading.Barrier(3, timeout=20)
     fill = FileStore._fill
     monkeypatch.setattr(FileStore, "_fill", lambda *arguments, **more: (together.wait(), fill(*arguments, **more)))
-    level.expect(0, [BlobKey(0, expert, 4) for expert in range(3)])
+    level.reads.expect(0, [BlobKey(0, expert, 4) for expert in range(3)])
     read(level, BlobKey(0, 0, 4))  # a barrier that three reads pass together, or none
 
 
@@ -120,14 +120,14 @@ def test_a_guess_waits_for_demand_and_is_dropped_by_it(make_level, monkeypatch):
         return fill(self, key, *arguments, **more)
 
     monkeypatch.setattr(FileStore, "_fill", slow)
-    level.expect(0, [BlobKey(0, 0, 4)])
-    level.prefetch([BlobKey(1, expert, 4) for expert in (1, 2)])
-    level.expect(0, [BlobKey(0, 3, 4)])
+    level.reads.expect(0, [BlobKey(0, 0, 4)])
+    level.reads.prefetch([BlobKey(1, expert, 4) for expert in (1, 2)])
+    level.reads.expect(0, [BlobKey(0, 3, 4)])
     go.set()
     read(level, BlobKey(0, 3, 4))
     assert set(order) == {0, 3}
     assert level.slots.counts.guesses.dropped == 2
-    level.prefetch([BlobKey(1, 2, 4)])
+    level.reads.prefetch([BlobKey(1, 2, 4)])
     read(level, BlobKey(1, 2, 4))
     assert level.slots.counts.guesses.useful == 1
 
@@ -171,7 +171,7 @@ def test_a_slice_that_cannot_be_read_fails_alone_and_is_tried_again(make_level, 
 
     monkeypatch.setattr(FileStore, "_fill", fails)
     for _ in range(3):
-        level.expect(1, [key, BlobKey(1, 4, 4)])
+        level.reads.expect(1, [key, BlobKey(1, 4, 4)])
         with pytest.raises(StoreError, match="the disk is gone"):
             read(level, key)
         read(level, BlobKey(1, 4, 4))
@@ -196,7 +196,7 @@ def test_a_read_that_hangs_fails_what_waits_for_it_and_gives_its_slot_back_when_
         if not level.slots.orphans:
             break
         threading.Event().wait(0.01)
-        level.expect(0, [])
+        level.reads.expect(0, [])
     level.check_integrity()
     level.resize(share(0.4))
 
@@ -210,7 +210,7 @@ def test_other_bytes_are_found_when_they_enter_memory_and_always_where_that_is_a
         files.reading = Reading(check=check)
         for expert in (4, 5, 6):  # push it out
             read(level, BlobKey(0, expert, 4))
-        assert not level.has(key)
+        assert not level.reads.has(key)
         if found:
             with pytest.raises(StoreError, match="corrupted: the gate projection of expert 1"):
                 read(level, key)

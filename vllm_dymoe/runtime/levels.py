@@ -19,7 +19,7 @@ def expect(level: HostLevel, memory: ExpertMemory, layer: int, wanted: Mapping[i
     for (expert, tier), place in zip(wanted.items(), places.T.tolist(), strict=True):
         parts = zip(memory.parts[tier], place, strict=False)
         keys += [BlobKey(layer, expert, memory.bits[part]) for part, found in parts if found != HIT]
-    level.expect(layer, keys)
+    level.reads.expect(layer, keys)
 
 
 class ReadAhead:
@@ -32,11 +32,11 @@ class ReadAhead:
         """Guesses about the layers after one, the best first, in place of those before."""
         behind = 1 + max((guess[0] for guess in guesses), default=layer)
         later = range(behind, min(layer + 1 + 2 * FAR, self._num_layers))
-        self._level.prefetch(chain.from_iterable(map(self._lacking, chain(guesses, self._used_last(later)))))
+        self._level.reads.prefetch(chain.from_iterable(map(self._lacking, chain(guesses, self._used_last(later)))))
 
     def has(self, guess: Guess) -> bool:
         """Whether the link could fetch it without waiting for the disk."""
-        return all(map(self._level.has, self._lacking(guess)))
+        return all(map(self._level.reads.has, self._lacking(guess)))
 
     def _lacking(self, guess: Guess) -> Iterable[BlobKey]:
         layer, expert, tier = guess

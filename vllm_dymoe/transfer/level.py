@@ -8,8 +8,7 @@ that no layer keeps, and is dropped when anything is in demand.
 
 import contextlib
 import os
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -18,15 +17,14 @@ import torch
 
 from vllm_dymoe.observe.timeline import Lane
 from vllm_dymoe.residency.format import EVERY_PROJECTION, BlobKey, ModelExperts
-from vllm_dymoe.store import FileStore, HostMemoryError, HostStore, StoreError
+from vllm_dymoe.store import FileStore, HostMemoryError, HostStore
 from vllm_dymoe.store.page_lock import CudaPageLock
 from vllm_dymoe.transfer.engine import TransferEngine
 from vllm_dymoe.transfer.host import CpuDelivery
+from vllm_dymoe.transfer.level_reads import LevelReads
 from vllm_dymoe.transfer.level_slots import Held, LevelCounts, LevelSlots
-from vllm_dymoe.transfer.ticket import Reason, State, Ticket, TransferError, TransferStats
+from vllm_dymoe.transfer.ticket import Ticket, TransferStats
 from vllm_dymoe.units import size
-
-_POLL_SECONDS = 1e-3  # where more slices are asked for at once than there are slots
 
 
 class _DiskDelivery(CpuDelivery):
@@ -53,6 +51,7 @@ class HostLevel(HostStore):
 
     Attributes:
         slots: what is in host memory.
+        reads: what steps ask of it.
         engine: reads the files.
         delivery: how; ``synchronize`` is set where copies out of slots are asynchronous.
 
@@ -66,13 +65,12 @@ class HostLevel(HostStore):
         self.experts, self.files, self._page_lock = files.experts, files, page_lock
         self.delivery = _DiskDelivery(files)
         self.engine = TransferEngine(self.delivery, files.depth, timeout=timeout, waiters_move=False, lane=Lane.DISK)
-        self._changed = threading.Condition()
-        self._expected: set[BlobKey] = set()  # of the layer that computes: the rule knows
         try:
             self.slots = LevelSlots(files.experts, nbytes, page_lock, self.engine)
         except BaseException:
             self.engine.close()
             raise
+        self.reads = LevelReads(self.slots, self.engine)
 
     @property
     def occupies_cores(self) -> bool:
@@ -114,62 +112,7 @@ class HostLevel(HostStore):
         """With the first projection it is used, if ``expect`` has not said so; what is not there is asked for."""
         if self.whole:
             return contextlib.nullcontext(self.slots.held[key])
-        return self._hold(key, projections, wait)
-
-    @contextlib.contextmanager
-    def _hold(self, key: BlobKey, projections: range, wait: bool) -> Iterator[Held]:
-        held = self._arrive(key, wait, first=projections.start == 0)
-        try:
-            yield held
-        finally:
-            self._leave(held)
-
-    def _arrive(self, key: BlobKey, wait: bool, first: bool) -> Held:
-        while True:
-            held = self._use(key, wait, first)
-            first = False
-            ticket = held.ticket
-            if ticket is None:
-                return held
-            try:
-                if not wait and not self.engine.arrived(ticket):
-                    raise BlockingIOError("a disk has to be waited for")
-                self.engine.wait(ticket)
-            except BaseException as error:
-                self._leave(held)
-                if not isinstance(error, TransferError):
-                    raise
-                if ticket.state is not State.CANCELLED:  # a guess that was dropped just now is asked for again
-                    raise StoreError(str(error)) from error
-            else:
-                return held
-
-    def _leave(self, held: Held) -> None:
-        with self._changed:
-            held.users -= 1
-            self.slots.collect()
-            if held.dropped and not held.users:
-                self.slots.free(held)
-            self._changed.notify_all()
-
-    def _use(self, key: BlobKey, wait: bool, first: bool) -> Held:
-        with self._changed:
-            self.slots.collect()
-            if first and key not in self._expected:
-                self.slots.expect(key.layer, [key])
-            while key not in self.slots.held and not self.slots.begin(key, Reason.DEMAND):
-                if not wait:
-                    raise BlockingIOError("every slot is in use")
-                in_use = any(one.users for one in (*self.slots.held.values(), *self.slots.orphans))
-                if not self.slots.coming and not in_use:
-                    raise StoreError("every slot of host memory belongs to a read that has not ended; check the disk.")
-                self._changed.wait(_POLL_SECONDS)
-                self.slots.collect()
-            held = self.slots.held[key]
-            held.users += 1
-            if key in self.slots.passing:
-                self.slots.passing.move_to_end(key)
-            return held
+        return self.reads.hold(key, projections, wait)
 
     def fill(self, progress: Callable[[int], object] = lambda nbytes: None) -> None:
         """Read and check everything; there has to be room for it. Closed if the files cannot be read (StoreError).
@@ -193,30 +136,6 @@ class HostLevel(HostStore):
             raise
         self.whole = True
 
-    def expect(self, layer: int, keys: list[BlobKey]) -> None:
-        """What a layer's step needs and the device lacks: decide what stays, and begin all reads at once."""
-        with self._changed:
-            self.slots.collect()
-            for held in self.slots.passing.values():
-                held.guess &= held.key is not None and held.key.layer != layer
-            self._expected = set(keys)
-            self.slots.expect(layer, keys)
-
-    def prefetch(self, keys: Iterable[BlobKey]) -> None:
-        """Guesses about later layers, the best first: read them into slots that are idle, when nothing is in demand."""
-        with self._changed:
-            self.slots.collect()
-            for key in keys:
-                if key not in self.slots.held and not self.slots.begin(key, Reason.PREFETCH):
-                    return
-
-    def has(self, key: BlobKey) -> bool:
-        """Whether a slice is there, so that nothing waits for a disk."""
-        with self._changed:
-            self.slots.collect()
-            held = self.slots.held.get(key)
-            return held is not None and held.ticket is None
-
     def resize(self, nbytes: int) -> None:
         """Another budget; the level is empty afterwards. No step may be running.
 
@@ -224,7 +143,7 @@ class HostLevel(HostStore):
             HostMemoryError: it has no room for two slices of each version, or cannot be had; the old one stays.
         """
         before = self.slots.limit
-        with self._changed:
+        with self.reads.changed:
             for key in list(self.slots.coming):
                 self.engine.cancel(self.slots.ticket(key))
             if (
@@ -269,7 +188,7 @@ class HostLevel(HostStore):
         self.release().close()
 
     def check_integrity(self) -> None:
-        with self._changed:
+        with self.reads.changed:
             self.slots.check_integrity()
 
 

@@ -108,8 +108,7 @@ class LevelSlots:
                 f"host_memory is {nbytes} bytes, but two slices of each version need {least}; set host_memory to at "
                 f"least {least} bytes"
             )
-        every = len(self.experts.layers) * self.experts.num_experts
-        count = min(every, nbytes // sum(sizes.values()))
+        count = min(len(self.experts.layers) * self.experts.num_experts, nbytes // sum(sizes.values()))
         if (free := available_host_memory()) < count * sum(sizes.values()):
             raise HostMemoryError(f"host_memory would be {nbytes} bytes, but {free} are free")
         self.limit, self.nbytes, self.locked = nbytes, 0, 0
@@ -128,7 +127,7 @@ class LevelSlots:
                     blobs = arena.memory.view(part, each)[:, : self.experts.formats[bits].nbytes]
                     slots += [Held(blob, len(slots) + i, locks) for i, blob in enumerate(blobs)]
                 self.nbytes += count * each
-                self.pools[bits] = _Pool(self._table(count, every), slots)
+                self.pools[bits] = _Pool(_table(self.experts, count), slots)
         except OSError as error:
             self.forget()
             raise HostMemoryError(f"{nbytes} bytes of host memory could not be had ({error.strerror})") from error
@@ -162,14 +161,6 @@ class LevelSlots:
         """Why some of it does not lie near the device; None if it does, or need not."""
         return next((arena.unbound for arena in self._arenas if arena.unbound), None)
 
-    def _table(self, count: int, every: int) -> Table:
-        layers, each = len(self.experts.layers), self.experts.num_experts
-        table = Table.allocate(layers, each)
-        passing = 0 if count == every else max(_FEWEST, min(count // 8, self.experts.top_k * 4))
-        shares = layer_shares(count, [1.0] * layers, min(passing, count), each)
-        set_pools(table, {HIGH: (0, 0, count)}, {HIGH: shares})
-        return table
-
     def expect(self, layer: int, keys: list[BlobKey]) -> None:
         if any(key not in self.held for key in keys):
             self._drop_guesses(keys)
@@ -192,7 +183,8 @@ class LevelSlots:
                 if place == HIT:
                     continue
                 if place >= 0:
-                    self._evict(pool, BlobKey(layer, place, bits))
+                    pool.table.remove(layer, place)
+                    self._release(self.held.pop(BlobKey(layer, place, bits)))
                 if held is None and not self.begin(key, Reason.DEMAND):
                     continue
                 held = self.held[key]
@@ -261,10 +253,6 @@ class LevelSlots:
         else:
             held.kept, self.passing[key] = False, held
 
-    def _evict(self, pool: _Pool, key: BlobKey) -> None:
-        pool.table.remove(key.layer, key.expert)
-        self._release(self.held.pop(key))
-
     def _release(self, held: Held) -> None:
         if held.users:
             held.dropped = True
@@ -308,3 +296,13 @@ class LevelSlots:
                 held = self.held[BlobKey(layer, expert, bits)]
                 assert held.index == pool.table.slot[0, layer, expert], "a row names another slot"
                 assert held.kept, "a row names what passes"
+
+
+def _table(experts: ModelExperts, count: int) -> Table:
+    """Of what layers keep in so many slots."""
+    layers, each = len(experts.layers), experts.num_experts
+    table = Table.allocate(layers, each)
+    passing = 0 if count == layers * each else max(_FEWEST, min(count // 8, experts.top_k * 4))
+    shares = layer_shares(count, [1.0] * layers, min(passing, count), each)
+    set_pools(table, {HIGH: (0, 0, count)}, {HIGH: shares})
+    return table

@@ -76,10 +76,13 @@ def test_steps_without_the_host_have_the_bits_of_steps_with_it(on_triton, nested
     """
     store = make_store(make_experts(dtype=torch.float16, nested=nested))
     steps = [(0, 0, 1), (1, 1, 3), (2, 0, 3), (3, 1, 1), (4, 0, 40), (5, 0, 2)]
-    system = Dymoe(retention=0.5, reuse_high=False)
-    want = run(with_budget(store, "100%", system), steps)
+
+    def system():
+        return Dymoe(retention=0.5, reuse_high=False)  # one for each runtime: its thresholds move with the steps
+
+    want = run(with_budget(store, "100%", system()), steps)
     for budget in ("50%", "minimum"):
-        runtime = decided_runtime(store, budget, system)
+        runtime = decided_runtime(store, budget, system())
         assert isinstance(runtime.decode.kernel, TritonDecode)
         assert all(torch.equal(a, b) for a, b in zip(run_decided(runtime, steps), want, strict=True)), budget
 

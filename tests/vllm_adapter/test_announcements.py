@@ -69,7 +69,7 @@ def test_the_first_line_says_what_is_active(store):
     ):
         assert part in line, part
     assert line.endswith("host store: host memory.")
-    assert describe(runtime, place="auto: for a reason").endswith("no CUDA device) (auto: for a reason).")
+    assert describe(runtime, place="auto: for a reason").endswith("host store: host memory (auto: for a reason).")
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def dymoe(packed: Path, options: dict[str, Any], cache: int | None, soak: float 
 
         found = measure(ask, begin, counts)
         (stats,) = llm.collective_rpc("dymoe_stats")
-        return found | {"experts_bytes": limit.peak + stats["peak_expert_bytes"], "uses": uses}
+        return found | {"experts_bytes": limit.peak + stats["peak_expert_bytes"]}
 
 
 def endure(llm: Any, seconds: float) -> dict[str, Any]:
@@ -255,7 +255,7 @@ def report(found: dict[str, Any], experts: int, memory: int, past: float) -> Non
     ]
     lines = []
     for label, run in found.items():
-        cells, _ = [label], run.pop("uses", None)  # which ``replay.py`` reads
+        cells = [label]
         for part in (run["one"], run["eight"]):
             part.pop("answers", None)
             cells += [f"{part['tokens_per_second']:.1f}", f"{part['read_bytes_per_token'] / 1e6:.1f}"]

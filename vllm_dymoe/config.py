@@ -98,9 +98,9 @@ class Options(BaseModel):
     """Host memory for experts, on each rank: "auto", bytes ("16GiB"), or a share of all."""
     checksums: Literal["first", "always"] = "first"
     """When an expert's bytes are checked: as they are first read from the disk, or each time."""
-    misses: Literal["fetch", "compute", "share"] = "fetch"
+    misses: Literal["auto", "fetch", "compute", "share"] = "auto"
     """Experts without a slot are fetched, or, free slots filled, computed by the host where they lie in its memory, or
-    shared between both as their measured rates say."""
+    shared between both as their measured rates say; "auto" computes them on a CPU with `host_store` "pinned"."""
     misses_rows: int = Field(default=16, ge=1)
     """Rows of an expert that the host computes beside a device at most; with more it is fetched."""
     decisions: Literal["auto", "host", "device"] = "auto"
@@ -160,9 +160,14 @@ class Options(BaseModel):
         if self.host_store == "file" and not self.host_memory.is_auto:
             raise ValueError('host_memory is how much of the experts is held, which host_store = "file" leaves to the '
                              "page cache; leave one of them out")  # fmt: skip
-        if self.misses != "fetch" and self.host_store == "file":
+        if self.computes_misses and self.host_store == "file":
             raise ValueError(f'misses is "{self.misses}", which needs experts in memory, and not in files')
         return self
+
+    @property
+    def computes_misses(self) -> bool:
+        """Whether the host computes experts without a slot; False where that is not settled so far."""
+        return self.misses in ("compute", "share")
 
     @property
     def stored_bits(self) -> tuple[int, ...]:

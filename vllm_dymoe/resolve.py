@@ -61,7 +61,7 @@ def resolve_options(
         place = written.get(error.option, _ADDITIONAL + error.option)
         raise ConfigError(f"vllm-dymoe: {place}: {error}.") from None
     defaults: dict[str, Any] = {"expert_budget": system.default_budget, "host_store": system.default_host_store}
-    if options.misses != "fetch":
+    if options.computes_misses:
         defaults["host_store"] = "pinned"
     chosen = {name: value for name, value in defaults.items() if value and name not in options.model_fields_set}
     return options.model_copy(update=chosen) if chosen else options

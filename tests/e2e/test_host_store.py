@@ -19,5 +19,7 @@ def test_a_second_start_never_quantizes_again(tmp_path, monkeypatch):
         with engine(dymoe=options | {"host_store": host_store}) as llm:
             assert type(runtime_of(llm).store) is kind
             tokens.append([a.tokens for a in answer(llm, prompts()[:4], max_tokens=16, logprobs=None)])
+            counts = runtime_of(llm).serving.counts
+        assert (counts.there > 0) is (host_store == "pinned"), "where all are in memory, a slot is the same memory"
         assert len(packed) == count
     assert tokens[0] == tokens[1]

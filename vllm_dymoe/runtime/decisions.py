@@ -31,7 +31,7 @@ def device_decides(
 def _obstacle(options: Options, system: System, readable: bool) -> str:
     if not system.residency.on_device:
         return f'what the system "{system.name}" chooses with its options needs the host'
-    if options.misses != "fetch" and native.load() is None:
+    if options.computes_misses and native.load() is None:
         return "the host answers a device with the native library only, which was not built here"
     if not readable:
         return 'not all experts are in host memory, as with host_store "pinned", and a device cannot wait for a disk'

@@ -48,7 +48,7 @@ class HostSide:
         self._options, self._experts, self._device = options, experts, device
         self.worker: Doorbell | Beside | None = None
         self.rates: Rates | None = None
-        if options.misses == "fetch":
+        if not options.computes_misses:
             return
         how = threads_beside(device.type), options.transfer_timeout_s, options.activations
         if decoding is not None:
@@ -93,7 +93,7 @@ class HostSide:
 
     def costs(self, serving: Serving) -> NDArray[np.int64]:
         """What the rule goes by, for the tiers that are served now."""
-        if self._options.misses == "fetch":
+        if not self._options.computes_misses:
             return np.zeros((3, len(Cost)), np.int64)
         by_tier = {HIGH: serving.bits[Tier.HI], LOW: serving.bits[Tier.LO]}
         formats = {code: self._experts.formats.get(bits) for code, bits in by_tier.items()}
@@ -105,7 +105,7 @@ class HostSide:
 
     def describe(self) -> str:
         """What becomes of misses, in words; empty if all are fetched."""
-        if self._options.misses == "fetch":
+        if not self._options.computes_misses:
             return ""
         if self.worker is None:
             return "misses are computed where they lie"

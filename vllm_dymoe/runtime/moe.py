@@ -139,7 +139,7 @@ class MoERuntime:
         obstacle = DRAFTED if self.experts.draft_layers else obstacle
         if store.readable and not obstacle and not parts.device_memory.shares_addresses():
             obstacle = "this device has other addresses for page-locked host memory than the host"
-        if options.misses != "fetch" and not store.readable:
+        if options.computes_misses and not store.readable:
             raise ConfigError(
                 f'vllm-dymoe: misses = "{options.misses}" is impossible, because the experts are not in memory; use '
                 'host_store "pinned", or leave the option out.'

@@ -181,6 +181,9 @@ class Loading:
             budget = 0  # resizing to it is refused while the model is served
         if device.type == "cpu" and options.link_gbps is None:
             budget = budget_in_host_memory(options, experts, budget, workspace_bytes(experts))
+        on_cpu = device.type == "cpu" and options.link_gbps is None and options.decisions != "device"
+        if options.misses == "auto" and on_cpu and store.whole:
+            options = options.model_copy(update={"misses": "compute"})  # a slot is the same memory
         given: dict[str, Any] = {"predictor": predictor, "obstacle": obstacle, "agree": _agreement(config)}
         if not self._model.dummy and make_system(mine).residency.migrating is not None:
             given["hotness"] = self._model.hotness_file

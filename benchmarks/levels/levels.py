@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 import belady  # noqa: E402
 import model  # noqa: E402
-from limits import Limit  # noqa: E402
+from limits import Limit, anonymous_bytes  # noqa: E402
 from readme import markdown, put  # noqa: E402
 
 TIMES = 2.5
@@ -49,25 +50,24 @@ def read_bytes() -> int:
     return int(lines["read_bytes"])
 
 
-def anonymous_bytes() -> int:
-    """Memory of this process that is no file's."""
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status["RssAnon"].split()[0]) * 1024
-
-
-def measure(ask: Ask, begin: Callable[[str], None], counts: Callable[[], dict[str, float]]) -> dict[str, Any]:
+def measure(
+    ask: Ask, limit: Limit, begin: Callable[[], None], counts: Callable[[], dict[str, float]]
+) -> dict[str, Any]:
     """One request at a time with pauses, then eight at once."""
-    texts = prompts()
+    texts, cached = prompts(), 0
+    ask(texts[:8])  # as much memory as it will need
+    limit.hold()
     ask(texts[:1])
     found: dict[str, Any] = {}
     for name, batch, asked in (("one", 1, texts[1 : 1 + REQUESTS]), ("eight", 8, texts[1 + REQUESTS :])):
-        begin(name)
+        begin()
         seconds, before, said = [], read_bytes(), []
         for first in range(0, len(asked), batch):
             time.sleep(PAUSE_SECONDS)
             started = time.perf_counter()
             said += ask(asked[first : first + batch])
             seconds.append(time.perf_counter() - started)
+            cached = max(cached, limit.cached())
         tokens = TOKENS * len(asked)
         found[name] = {
             "tokens_per_second": TOKENS * batch / statistics.median(seconds),
@@ -75,7 +75,7 @@ def measure(ask: Ask, begin: Callable[[str], None], counts: Callable[[], dict[st
             "answers": said,
             **counts(),
         }
-    return found | {"anonymous_bytes": anonymous_bytes()}
+    return found | {"anonymous_bytes": anonymous_bytes(), "experts_bytes": cached}
 
 
 def llama(gguf: Path, memory: int) -> dict[str, Any]:
@@ -87,28 +87,16 @@ def llama(gguf: Path, memory: int) -> dict[str, Any]:
     params.n_ctx, params.n_parallel, params.warmup = 8 * 512, 8, False
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     params.n_gpu_layers, params.cache_ram_mib, params.verbosity = 0, 0, 0
-    with Limit([gguf], memory, mapped=True) as limit:
-        server = xllamacpp.Server(params)
+    limit = Limit([gguf], memory)
+    server = xllamacpp.Server(params)
+    fixed = {"n_predict": TOKENS, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
 
-        def ask(texts: Sequence[str]) -> list[str]:
-            from concurrent.futures import ThreadPoolExecutor
+    def ask(texts: Sequence[str]) -> list[str]:
+        with ThreadPoolExecutor(8) as pool:
+            answers = pool.map(lambda text: server.handle_completions({"prompt": text, **fixed}), texts)
+            return [answer["choices"][0]["text"] for answer in answers]
 
-            def one(text: str) -> str:
-                asked = {
-                    "prompt": text,
-                    "n_predict": TOKENS,
-                    "temperature": 0,
-                    "ignore_eos": True,
-                    "cache_prompt": False,
-                }
-                answer = server.handle_completions(asked)
-                return answer["choices"][0]["text"]
-
-            with ThreadPoolExecutor(8) as pool:
-                return list(pool.map(one, texts))
-
-        found = measure(ask, lambda name: limit.forget_peak(), dict)
-        return found | {"experts_bytes": limit.peak}
+    return measure(ask, limit, lambda: None, dict)
 
 
 def dymoe(packed: Path, options: dict[str, Any], cache: int | None, soak: float = 0) -> dict[str, Any]:
@@ -124,41 +112,38 @@ def dymoe(packed: Path, options: dict[str, Any], cache: int | None, soak: float 
         return forward(self, routing, *more)
 
     Serving.forward = logged  # type: ignore[method-assign]
-    with Limit(sorted(packed.glob("dymoe-experts-*.safetensors")), cache) as limit:
-        llm = LLM(
-            str(packed), enforce_eager=True, max_model_len=512, max_num_seqs=8, enable_prefix_caching=False,
-            additional_config={"dymoe": options},
-        )  # fmt: skip
-        if soak:
-            return endure(llm, soak)
-        uses.clear()
-        sampling, first = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True), [0]
+    limit = Limit(sorted(packed.glob("dymoe-experts-*.safetensors")), cache)
+    llm = LLM(
+        str(packed), enforce_eager=True, max_model_len=512, max_num_seqs=8, enable_prefix_caching=False,
+        additional_config={"dymoe": options},
+    )  # fmt: skip
+    if soak:
+        return endure(llm, soak)
+    uses.clear()
+    sampling, first = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True), [0]
 
-        def ask(texts: Sequence[str]) -> list[list[int]]:
-            answers = llm.generate(list(texts), sampling, use_tqdm=False)
-            return [list(answer.outputs[0].token_ids) for answer in answers]
+    def ask(texts: Sequence[str]) -> list[list[int]]:
+        answers = llm.generate(list(texts), sampling, use_tqdm=False)
+        return [list(answer.outputs[0].token_ids) for answer in answers]
 
-        def begin(name: str) -> None:
-            llm.collective_rpc("dymoe_reset_stats")
-            limit.forget_peak()
-            first[0] = len(uses)
+    def begin() -> None:
+        llm.collective_rpc("dymoe_reset_stats")
+        first[0] = len(uses)
 
-        def counts() -> dict[str, float]:
-            (stats,) = llm.collective_rpc("dymoe_stats")
-            slots = sum(stats["slots"].values())
-            return {
-                "hits": stats["hits"] / (stats["hits"] + stats["misses"]),
-                "fetched_bytes": sum(stats["bytes_moved"].values()),
-                "disk_bytes_per_second": stats["disk_bytes"] / max(stats["disk_seconds"], 1e-9),
-                "fetched": sum(stats["transfers"].values()),
-                "belady": belady.misses(uses, slots, first[0]),
-                "slots": slots,
-                "first_use": first[0],
-            }
-
-        found = measure(ask, begin, counts)
+    def counts() -> dict[str, float]:
         (stats,) = llm.collective_rpc("dymoe_stats")
-        return found | {"experts_bytes": limit.peak + stats["peak_expert_bytes"]}
+        slots = sum(stats["slots"].values())
+        return {
+            "hits": stats["hits"] / (stats["hits"] + stats["misses"]),
+            "disk_bytes_per_second": stats["disk_bytes"] / max(stats["disk_seconds"], 1e-9),
+            "fetched": sum(stats["transfers"].values()),
+            "demanded": stats["misses"],
+            "belady": belady.misses(uses, slots, first[0]),
+        }
+
+    found = measure(ask, limit, begin, counts)
+    (stats,) = llm.collective_rpc("dymoe_stats")
+    return found | {"experts_bytes": found["experts_bytes"] + stats["peak_expert_bytes"]}
 
 
 def endure(llm: Any, seconds: float) -> dict[str, Any]:
@@ -227,7 +212,12 @@ def main() -> None:
             log = arguments.work / f"{system}.log"
             command = [sys.executable, __file__, "--width", arguments.width, "--work", arguments.work]
             command += ["--soak", arguments.soak, "--child", system, memory, out]
-            environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+            environment = os.environ | {
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                "OMP_NUM_THREADS": "1",  # as llama.cpp has
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            }
             with log.open("w") as file:
                 done = subprocess.run([str(part) for part in command], stdout=file, stderr=file, env=environment)
             if done.returncode:
@@ -268,15 +258,19 @@ def report(found: dict[str, Any], experts: int, memory: int, past: float) -> Non
     more = []
     for name, part in ((name, run[name]) for run in found.values() for name in ("one", "eight")):
         if "belady" in part and "disk_bytes_per_second" in part:
-            rate = part["disk_bytes_per_second"]
+            rate, least = part["disk_bytes_per_second"], max(1, part["belady"])
             more.append(
-                f"{name}: {part['hits']:.1%} hits, {part['fetched'] / max(1, part['belady']):.2f} times Belady's "
-                f"reads, {rate / 1e9:.2f} GB/s while reads are under way ({rate / past:.0%})"
+                f"{name}: {part['hits']:.1%} hits, {part['demanded'] / least:.2f} times Belady's misses and "
+                f"{part['fetched'] / least:.2f} times its reads, {rate / 1e9:.2f} GB/s while reads are under way "
+                f"({rate / past:.0%})"
             )
     text = f"{table}\n\n{said} Ours, in the order of the table: {'; '.join(more)}."
     print(text)
     if len(found) == len(SYSTEMS):
         put(HERE / "README.md", "results", text)
+        few = [[line[0], line[1], line[3], line[5]] for line in lines]
+        front = markdown(["", columns[0], columns[2], columns[4]], few)
+        put(HERE.parents[1] / "README.md", "levels", f"{front}\n\n{said}")
     print(json.dumps({"experts_bytes": experts, "memory_bytes": memory, "disk_bytes_per_second": past, "runs": found}))
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ from vllm_dymoe.bench.rows import ROWS, append_row, is_full_load, read_rows  # n
 
 BUDGETS = ("top-k", "25%", "50%", "100%")
 OTHERS = (
-    {"label": "misses computed in memory", "system": "exact", "misses": "compute"},
-    {"label": "the same, dense layers at 8 bits", "system": "exact", "misses": "compute", "dense": 8},
+    {"label": "all in memory", "system": "exact", "host_store": "pinned"},
+    {"label": "all in memory, dense layers at 8 bits", "system": "exact", "host_store": "pinned", "dense": 8},
 )
 LABELS = {"vllm": "vLLM, all in memory", "accelerate": "accelerate, layers on disk"}
 QUALITY = HERE.parent / "quality" / "results.json"
@@ -100,6 +101,7 @@ def main() -> None:
     """Prepare, measure, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=6, help="6 layers are 7.5 GB at 16 bits")
+    parser.add_argument("--once", action="store_true", help="in place of the faster of two runs")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "dymoe-budget", help="for models")
     arguments = parser.parse_args()
     folder, out = arguments.work / f"qwen3-{arguments.layers}-layers", arguments.work / f"rows-{arguments.layers}"
@@ -109,12 +111,14 @@ def main() -> None:
     alone = ("--peer", "vllm", "--peer", "accelerate", "--batch", "1", "--requests", "8", "--warm-up", "1")
     together = ("--peer", "vllm", "--batch", "16", "--requests", "32", "--warm-up", "16")
     for name, options in (("alone", alone), ("together", together)):
-        twice(lambda run, options=options: bench(folder, run, *options), out / name)
+        measure = partial(lambda options, run: bench(folder, run, *options), options)
+        measure(out / name) if arguments.once else twice(measure, out / name)
     rows = [row for name in ("alone", "together") for row in read_rows(out / name / ROWS) if row["kind"] == "speed"]
     weights = arguments.layers * model.EXPERTS * 3 * model.HIDDEN * model.INTERMEDIATE
     bf16 = "with" if torch.cpu._is_avx512_bf16_supported() else "without"
     machine = f"{platform.machine()} CPU {bf16} bf16 instructions, {os.cpu_count()} cores"
-    said = f"{arguments.layers} layers, {machine}, each row the faster of two runs."
+    runs = "one run" if arguments.once else "each row the faster of two runs"
+    said = f"{arguments.layers} layers, {machine}, {runs}."
     single, batch = ((out / name / "table.md").read_text().rstrip() for name in ("alone", "together"))
     tables = (single.replace(str(folder), "one at a time"), batch.replace(str(folder), "together"), said)
     put(HERE / "README.md", "results", "\n\n".join(tables))

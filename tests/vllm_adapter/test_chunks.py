@@ -30,8 +30,9 @@ def test_the_link_and_the_card_take_as_long_as_each_other():
         ({}, "100%", CARD, False),
         ({}, "25%", "a card without a data sheet", False),
         ({"max_num_batched_tokens": 640}, "25%", CARD, False),
+        ({"spec_method": "ngram", "spec_tokens": 3}, "25%", CARD, True),
     ],
-    ids=["streamed", "resident", "unknown card", "given"],
+    ids=["streamed", "resident", "unknown card", "given", "drafts by flags"],
 )
 def test_vllm_derives_everything_from_it(monkeypatch, caplog, settings, budget, card, raised):
     def configure():

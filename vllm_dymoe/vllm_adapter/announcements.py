@@ -58,10 +58,7 @@ def _decisions(runtime: MoERuntime) -> str:
     moved = sum(count * experts.formats[memory.bits[tier]].nbytes for tier, count in missing.items())
     if runtime.system.residency.migrating is not None or not moved:
         return said
-    return (
-        f"{said}; each chunk of a prompt moves up to {size(moved)} over the link, so that larger ones "
-        "(--max-num-batched-tokens) move less"
-    )
+    return f"{said}; each chunk of a prompt moves up to {size(moved)} over the link"
 
 
 def _prefetch(runtime: MoERuntime) -> str:

@@ -72,11 +72,12 @@ def _create_engine_config(original: Original, self: Any, *args: Any, **kwargs: A
     be captured in a CUDA graph, and the worker methods must be there without another flag. Where the user has not set
     how many tokens a step may have, what the link costs decides; vLLM then derives everything anew.
     """
-    given = self.max_num_batched_tokens
+    # vLLM writes what it derives into its own arguments, and refuses some of that where it meets it again.
+    given = vars(self) | {"speculative_config": self.speculative_config and dict(self.speculative_config)}
     config = original(self, *args, **kwargs)
     ours = config.model_config is not None and config.model_config.quantization == "dymoe"
-    if ours and given is None and (tokens := prepare.tokens_of_step(config)):
-        self.max_num_batched_tokens = tokens
+    if ours and given["max_num_batched_tokens"] is None and (tokens := prepare.tokens_of_step(config)):
+        vars(self).update(given, max_num_batched_tokens=tokens)
         config = original(self, *args, **kwargs)
     (prepare.prepare if ours else prepare.refuse_idle_options)(config)
     return config

@@ -91,13 +91,13 @@ class Runner:
     ("query", "steps"),
     [
         (1, [([1] * 4, 4), ([1] * 3, 4), ([1, 1, 40], 0), ([1], 1), ([1] * 19, 24), ([1] * 3, 4), ([30], 0)]),
-        (3, [([3] * 2, 6), ([3] * 1, 3), ([3, 1, 20], 0), ([3] * 3, 9), ([3] * 5, 0), ([3] * 2, 6)]),
+        (3, [([3] * 2, 6), ([3] * 1, 3), ([3, 1, 20], 0), ([3] * 3, 9), ([3] * 5, 15), ([3] * 7, 24), ([3] * 2, 6)]),
     ],
     ids=["decode", "drafts"],
 )
 @torch.inference_mode()
 def test_a_replay_has_the_bits_of_the_hosts_way_for_as_many_tokens_as_there_are(card, query, steps):
-    """And the same uses are counted: padding is none. Of drafts a batch above the largest rounded size has no graph."""
+    """And the same uses are counted: padding is none."""
     runner, host = Runner(query), make_runtime(STORE, "100%")
     host.resize("50%")
     for number, (lengths, rows) in enumerate(steps):

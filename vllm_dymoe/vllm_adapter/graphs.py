@@ -109,17 +109,17 @@ def _decode_sizes(config: VllmConfig, *, recorded: bool) -> list[int]:
     """Of the sizes that vLLM captures those whose MoE layers need no host.
 
     A step of few rows has to find a graph of a narrow step, or nothing would be known of what its routers choose. With
-    speculative decoding a size is of whole requests: vLLM rounds its sizes up, and drops what gets too large.
+    speculative decoding a size is of whole requests, rounded up as vLLM's two runners do, and dropped if it gets too
+    large.
     """
     speculative = config.speculative_config
     if speculative is not None and speculative.method == "ngram_gpu":
         return []  # drafts are taken off on the device, where the number of rows that are left is not known
     query = 1 + (speculative.num_speculative_tokens if speculative is not None else 0)
-    sizes = sorted(config.compilation_config.cudagraph_capture_sizes or ())
-    few = [size for size in sizes if size <= DECODE_ROWS]
-    if not few or query > few[-1]:
-        return []
-    return few if recorded or DECODE_ROWS % query or few == sizes else sorted({*sizes, DECODE_ROWS})
+    given = config.compilation_config.cudagraph_capture_sizes or [0]
+    sizes = {rows for size in given if query <= (rows := -(-size // query) * query) <= max(given)}
+    few = {size for size in sizes if size <= DECODE_ROWS}
+    return sorted(few if recorded or few in (set(), sizes) else sizes | {DECODE_ROWS // query * query})
 
 
 def _say(asked: CUDAGraphMode, mode: CUDAGraphMode, reason: str, largest: int) -> None:

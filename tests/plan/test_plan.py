@@ -136,7 +136,7 @@ def test_a_guess_hides_at_most_the_computation_before_it(skewed):
     assert predicted({}, "100%", skewed).tpot < cache.tpot
 
 
-def test_a_gpu_decides_narrow_steps_and_the_host_the_others(skewed):
+def test_a_gpu_that_decides_waits_for_the_host_nowhere(skewed):
     gpu = replace(DEVICE, layer_seconds=1e-3, miss=1e-4, decides=True)
     alone, host = (predicted(options, "25%", skewed, gpu) for options in ({}, {"decisions": "host"}))
     assert alone.moved == host.moved
@@ -145,7 +145,11 @@ def test_a_gpu_decides_narrow_steps_and_the_host_the_others(skewed):
     ahead = predicted({"system_options": {"ahead_in_graph": 3}}, "25%", skewed, gpu)
     assert ahead.tpot < alone.tpot
     wide = made_up(ModelIdentity("m", "f", 48, 128, 8, 2048), 17)
-    assert predicted({}, "100%", wide, gpu).tpot > 48e-3 > predicted({}, "100%", skewed, gpu).tpot
+    assert predicted({"decisions": "host"}, "100%", wide, gpu).tpot > 48e-3 > predicted({}, "100%", wide, gpu).tpot
+    alone, host = (predicted(options, "100%", skewed, gpu) for options in ({}, {"decisions": "host"}))
+    assert 0.9 * 48e-3 < host.ttft - alone.ttft < 48e-3, "of a prompt of one chunk"
+    endless = replace(gpu, compute=1e30, bandwidth=1e30, link=1e30)
+    assert predicted({}, "25%", skewed, endless).ttft == pytest.approx(48 * endless.in_a_graph().launch_seconds)
 
 
 def test_what_is_in_neither_memory_is_read_from_the_disk(skewed):

@@ -117,7 +117,6 @@ def predict(
         far = replay(routings, both, choose, low=options.lo > 0, nested=nested)
         layer_read = sum(far.missing[tier] * nbytes for tier, nbytes in slot_bytes.items())
     alone = system.residency.on_device and options.decisions != "host" and beside is None
-    alone &= routings.batch <= DECODE_ROWS
     deciding = device.in_a_graph() if alone else device
     step = device.step.get((options.hi, routings.batch))
     if step is None:
@@ -126,7 +125,8 @@ def predict(
         step = (shape.token_weights * ITEM + layers * weights) / device.bandwidth + layers * deciding.layer_seconds
     right, waiting = _foresight(system, routings), layer_moved / device.link if shared is None else demand.shared
     if alone and device.decides and system.foresight is not None:
-        right *= system.foresight.projections_in_graph / len(EVERY_PROJECTION)
+        in_graph = system.foresight.projections_in_graph if routings.batch <= DECODE_ROWS else 0
+        right *= in_graph / len(EVERY_PROJECTION)
     hidden = min(right * waiting, right * step / shape.layers)
 
     chunks = -(-prompt // chunk)
@@ -137,7 +137,7 @@ def predict(
     streamed = _streamed(slots, slot_bytes, wanted, active, shape, 0)
     read = 0.0 if beside is None else _streamed(slots, slot_bytes, wanted, active, shape, beside)
     blob = formats[options.hi].whole_nbytes
-    computing = _prompt_seconds(options.hi, blob, active, shape, device, routings.batch, prompt / chunks)
+    computing = _prompt_seconds(options.hi, blob, active, shape, deciding, routings.batch, prompt / chunks)
     tiers = f"{options.hi}/{options.lo}" if options.system == "dymoe" else f"{options.hi}"
     return Choice(
         given, limit, part, tiers,
@@ -199,7 +199,8 @@ def _prompt_seconds(
         return device.prompt[bits, batch] * prompt
     weights = shape.token_weights + shape.moe_layers * shape.top_k * 3 * shape.hidden * shape.intermediate
     reading = (shape.token_weights * ITEM + shape.moe_layers * active * blob) / device.bandwidth
-    return max(2 * weights * prompt / device.compute, reading) + shape.moe_layers * device.layer_seconds
+    launching, deciding = shape.moe_layers * device.launch_seconds, shape.moe_layers * device.layer_seconds
+    return max(2 * weights * prompt / device.compute + deciding, reading + deciding, launching)
 
 
 def room_for_experts(shape: ModelShape, device: Device, serving: Serving, least: int) -> int:

@@ -36,8 +36,9 @@ _SHEETS: dict[str, tuple[float, float, float, float]] = {
 _MEMORY_SHARE = 0.75  # of the bandwidth, in kernels of 5 to 15 us
 _COMPUTE_SHARE = 0.5  # of the operations, in a prompt
 _LINK_SHARE = 0.85  # of the link, behind its protocol
-# Of the host, which decides prompts and wide steps: tests/kernels/gpu_at_true_sizes.py measures both.
-_LAYER_SECONDS, _MISS_SECONDS = 600e-6, 50e-6
+# Of the host where it decides, and of its launches for a layer of a prompt where the device does, ahead of what is
+# computed: tests/kernels/gpu_at_true_sizes.py measures all three.
+_LAYER_SECONDS, _MISS_SECONDS, _LAUNCH_SECONDS = 600e-6, 50e-6, 320e-6
 # Of a device that decides, in a graph: nine small kernels between the products, and `decide` for each miss; by count.
 _GRAPH_SECONDS, _GRAPH_MISS_SECONDS = 20e-6, 1e-6
 
@@ -52,19 +53,21 @@ class Device:
     compute: float  # operations per second
     link: float  # bytes per second from the host
     layer_seconds: float = _LAYER_SECONDS  # for each layer with experts, of the host that decides it
+    launch_seconds: float = 0.0  # for each layer of a prompt, of the host beside the device that decides it
     step: Mapping[tuple[int, int], float] = field(default_factory=dict)
     """Seconds of a decode step with every expert resident, by bit-width and batch, where that was measured."""
     prompt: Mapping[tuple[int, int], float] = field(default_factory=dict)
     """Seconds for each token of a prompt, likewise."""
     miss: float = 0.0  # seconds of the host for each miss, beside the time of its bytes
-    decides: bool = False  # decode steps of few rows are graphs, in which the device decides
+    decides: bool = False  # decode steps are graphs, and nothing of a prompt waits for the host
     host_memory: int | None = None  # bytes for experts; None for as many as there are
     disk: float = float("inf")  # bytes per second that it reads for experts that are not there
     host: float = 0.0  # bytes per second of experts that the host computes where they lie; 0 if all misses are fetched
 
     def in_a_graph(self) -> "Device":
         """The same for steps that it decides by itself."""
-        return replace(self, layer_seconds=_GRAPH_SECONDS, miss=_GRAPH_MISS_SECONDS) if self.decides else self
+        seconds = {"layer_seconds": _GRAPH_SECONDS, "launch_seconds": _LAUNCH_SECONDS, "miss": _GRAPH_MISS_SECONDS}
+        return replace(self, **seconds) if self.decides else self
 
 
 def find_device(name: str, link: str | None) -> Device:

@@ -15,7 +15,6 @@ from vllm_dymoe.kernels.triton.launch import (
     grouped_down,
     grouped_gate_up,
 )
-from vllm_dymoe.kernels.triton.schedule import schedule
 from vllm_dymoe.kernels.triton.tiles import DecodeTile, GroupedTile, Tiles, choose_tiles
 
 __all__ = [
@@ -33,5 +32,4 @@ __all__ = [
     "decode_gate_up",
     "grouped_down",
     "grouped_gate_up",
-    "schedule",
 ]

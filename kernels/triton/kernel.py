@@ -192,18 +192,13 @@ class TritonKernel:
 
     def _limits(self, shape: ExpertShape, tiles: Tiles) -> tuple[int, int]:
         """Positions that the workspace holds at a time: in decode, and grouped."""
-        hidden = 2 * shape.intermediate
-        blocks = -(-shape.intermediate // 64), -(-shape.hidden // 64)
-        partials = max(
-            2 * 256 * blocks[0] * tiles.gate_up.split if tiles.gate_up.split > 1 else 0,
-            256 * blocks[1] * tiles.down.split if tiles.down.split > 1 else 0,
-        )
-        room = len(self._memory) - 512
-        decode = min(room // (hidden + partials), _SEMAPHORES // max(blocks) if partials else room)
+        hidden, (partials, semaphores) = 2 * shape.intermediate, tiles.shared(shape.hidden, shape.intermediate)
+        room, each = len(self._memory) - 512, hidden + 4 * partials
+        decode = min(room // each, _SEMAPHORES // semaphores if semaphores else room)
         if decode < 1:
             raise ValueError(
-                f"workspace has {self.workspace_bytes} bytes, expected at least "
-                f"{hidden + partials + 512 + 4 * _SEMAPHORES} for experts of {shape.hidden} x {shape.intermediate}"
+                f"workspace has {self.workspace_bytes} bytes, expected at least {each + 512 + 4 * _SEMAPHORES} for "
+                f"experts of {shape.hidden} x {shape.intermediate}"
             )
         return decode, room // hidden
 

@@ -24,7 +24,7 @@ from vllm_dymoe.kernels.triton.launch import (
     decode_gate_up,
 )
 from vllm_dymoe.kernels.triton.rotate import rotated_inputs
-from vllm_dymoe.kernels.triton.start import Start, compile_kernel, run_kernel
+from vllm_dymoe.kernels.triton.start import Start, run_kernel
 from vllm_dymoe.kernels.triton.tiles import Tiles
 
 
@@ -52,14 +52,13 @@ class DecodeStep:
 
     def nbytes(self, tokens: int, top_k: int) -> int:
         """Bytes of memory for hidden states and partial sums."""
-        positions, (inner, outer) = tokens * top_k, self._blocks
-        gate_up = 2 * self.tiles.gate_up.split * inner if self.tiles.gate_up.split > 1 else 0
-        return self._hidden_bytes(positions) + 256 * positions * max(gate_up, self.tiles.down.split * outer)
+        positions, shape = tokens * top_k, self.shape
+        partials, _ = self.tiles.shared(shape.hidden, shape.intermediate, weighted=True)
+        return self._hidden_bytes(positions) + 4 * positions * partials
 
     def counted(self, tokens: int, top_k: int) -> int:
         """Semaphores that a step needs."""
-        inner, outer = self._blocks
-        return max(tokens * top_k * inner, tokens * outer)
+        return tokens * max(top_k * -(-self.shape.intermediate // 64), -(-self.shape.hidden // 64))
 
     def run(
         self,
@@ -118,18 +117,6 @@ class DecodeStep:
             return
         weighting = Weighting(weights, decision["computed"])
         decode_down(hidden, out, experts, WorkList(work, *at), self.tiles.down, scratch, weighting, start=start)
-
-    def compile(
-        self, table: Mapping[str, Tensor], x: Tensor, ids: Tensor, decision: Mapping[str, Tensor],
-        door: Door | None = None,
-    ) -> None:  # fmt: skip
-        """Compile what any step of such tensors will launch."""
-        weights, rows = ids.new_empty(ids.shape, dtype=torch.float32), ids.new_zeros(1, dtype=torch.int32)
-        self.run(table, 0, x, ids, weights, rows, decision, torch.empty_like(x), door, start=compile_kernel)
-
-    @property
-    def _blocks(self) -> tuple[int, int]:
-        return -(-self.shape.intermediate // 64), -(-self.shape.hidden // 64)
 
     def _hidden_bytes(self, positions: int) -> int:
         return -(-2 * positions * self.shape.intermediate // 256) * 256

@@ -80,6 +80,14 @@ class Tiles:
             tuple(GroupedTile(**tile) for tile in data["grouped_down"]),
         )
 
+    def shared(self, hidden: int, intermediate: int, *, weighted: bool = False) -> tuple[int, int]:
+        """Elements of partial sums, and semaphores, for a position that is decoded, where programs share its sums;
+        those of `down` always are if they are weighted."""
+        inner, outer = -(-intermediate // 64), -(-hidden // 64)
+        up = 2 * self.gate_up.split * inner if self.gate_up.split > 1 else 0
+        down = self.down.split * outer if self.down.split > 1 or weighted else 0
+        return 64 * max(up, down), max(inner, outer) if up or down else 0
+
     def grouped_class(self, tokens: int) -> int:
         """Which of the grouped tiles an expert with so many tokens takes."""
         for number, tile in enumerate(self.grouped_down):

@@ -74,7 +74,7 @@ class TritonWide:
         self._at = decision.rows, decision.pairs
         # Experts that are decoded come first, and share scratch by their positions.
         self._decoded = min(shape.positions, shape.items * tiles.decode_tokens)
-        self._scratch = scratch(*_shared(experts, tiles, self._decoded))
+        self._scratch = scratch(*(self._decoded * each for each in tiles.shared(experts.hidden, experts.intermediate)))
         self._launches: list[list[_Launch]] = []  # of each group
 
     def plan(
@@ -127,11 +127,3 @@ class TritonWide:
     def finish(self) -> Tensor:
         """One launch."""
         return combine(self._out, self._weights, self.ids)
-
-
-def _shared(experts: ExpertShape, tiles: Tiles, positions: int) -> tuple[int, int]:
-    """Elements of partial sums and semaphores where programs share sums of so many positions."""
-    inner, outer = -(-experts.intermediate // 64), -(-experts.hidden // 64)
-    up = 2 * tiles.gate_up.split * inner if tiles.gate_up.split > 1 else 0
-    down = tiles.down.split * outer if tiles.down.split > 1 else 0
-    return 64 * positions * max(up, down), positions * max(inner, outer) if up or down else 0

@@ -32,7 +32,6 @@ from vllm_dymoe.kernels.triton import (
     grouped_down,
     grouped_gate_up,
 )
-from vllm_dymoe.kernels.triton.schedule import schedule
 from vllm_dymoe.kernels.triton.start import run_kernel
 from vllm_dymoe.residency.code import CODEBOOKS, FP8, MXFP4, NVFP4
 
@@ -228,19 +227,6 @@ def test_positions_of_no_item_are_left_alone():
     for result in (inner, out):
         assert result.isnan().all(1).tolist() == [True, False, False, True, False, False, False, True]
         assert not result[[1, 2, 4, 5, 6]].isnan().any()
-
-
-@pytest.mark.parametrize("step", [2, 16])
-def test_a_schedule_made_on_the_device(step):
-    """The same positions as on the host, whatever the routing; negative experts are left out."""
-    ids = torch.tensor([[3, 1], [1, -1], [1, 0], [3, 1], [1, 3]], dtype=torch.int32, device=DEVICE)
-    work = schedule(ids, 5, step)
-    found = {}
-    for expert, first, last in work.items.tolist():
-        assert last - first <= step
-        for position in range(first, last):
-            found.setdefault(expert, []).append((int(work.rows[position]), int(work.pairs[position])))
-    assert found == {0: [(2, 5)], 1: [(0, 1), (1, 2), (2, 4), (3, 7), (4, 8)], 3: [(0, 0), (3, 6), (4, 9)]}
 
 
 def never(*arguments):

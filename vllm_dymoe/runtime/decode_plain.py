@@ -48,13 +48,9 @@ class PlainDecode:
         if doorbell is not None:
             doorbell.serve(activation)
             post_plain(doorbell.ring, doorbell.turn, layer, x[:real], ids[:real], decision)
-        out = x.new_empty((ids.numel(), x.shape[1]))
-        items, positions = range(int(decision.count)), int((decision.computed > 0).sum())
-        bounds = [*decision.work[: len(items), 1].tolist(), positions]
-        host = Grouped(list(items), bounds, *(of[:positions].long() for of in (decision.rows, decision.pairs)))
-        step, fates = Decision.of_routing(host, items), decision.fate[:, : len(items)]
+        step, out = self.begin(x, decision, activation)
+        fates = decision.fate[:, : int(decision.count)]
         hits, there = (fates == Fate.HIT).all(0), (fates == Fate.THERE).any(0)
-        self.kernel.begin(x, step, out, activation)
         for part in (hits, ~hits & ~there) if self._seconds_per_byte else (~there,):
             some = part.nonzero().flatten().tolist()
             sleep_until(self.arrival(sum(self.place(step, decision, item) for item in some), begun))
@@ -64,6 +60,15 @@ class PlainDecode:
         if int((decision.computed > 0).sum()) == ids.numel():
             return combine(out, weights)
         return combine(out, weights, torch.where(decision.computed > 0, ids, -1))
+
+    def begin(self, x: Tensor, decision: Decision, activation: Activation) -> tuple[Decision, Tensor]:
+        """Begin the kernel's step of what was decided, whose outputs are the second."""
+        items, positions = list(range(int(decision.count))), int((decision.computed > 0).sum())
+        bounds = [*decision.work[: len(items), 1].tolist(), positions]
+        host = Grouped(items, bounds, *(of[:positions].long() for of in (decision.rows, decision.pairs)))
+        step, out = Decision.of_routing(host, items), x.new_empty(decision.computed.numel(), x.shape[1])
+        self.kernel.begin(x, step, out, activation)
+        return step, out
 
     decide = staticmethod(decide_plain)
 
@@ -136,12 +141,8 @@ class PlainWide:
         self._groups = plan_wide_plain(
             self._table, layer, ids, decision, self.shape, half, ahead, self._steps, self._wide
         )
-        items = list(range(int(decision.count)))
-        bounds = [0, *decision.work[: len(items), 2].tolist()]
-        host = Grouped(items, bounds, *(of[: bounds[-1]].long() for of in (decision.rows, decision.pairs)))
-        self._step, self._weights = Decision.of_routing(host, items), weights
-        self._out = x.new_empty((ids.numel(), x.shape[1]))
-        owner.kernel.begin(x, self._step, self._out, self._activation)
+        self._weights = weights
+        self._step, self._out = owner.begin(x, decision, self._activation)
 
     def copy(self, group: int) -> None:
         spans = self._wide.spans[self.shape.spans(group)]

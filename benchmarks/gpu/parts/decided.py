@@ -11,9 +11,11 @@ from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.systems.exact import Exact
 
 
-def runtime_of(stack: Stack, store: Any, bits: int, budget: str, projections: int) -> MoERuntime:
+def runtime_of(
+    stack: Stack, store: Any, bits: int, budget: str, projections: int, kind: type[Exact] = Exact
+) -> MoERuntime:
     """A runtime whose device decides, and fetches so many projections ahead."""
-    system = Exact(ahead_in_graph=projections)
+    system = kind(ahead_in_graph=projections)
     return stack.runtime(store, bits, budget=budget, prefetch="next-gate", system=system, decisions="device")
 
 

@@ -12,6 +12,7 @@ from parts.decided import DecidedSteps, runtime_of
 from parts.stack import Model, Stack, pinned_store, same_bits
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.store import HostStore
+from vllm_dymoe.systems.exact import Exact
 
 KERNEL_LAYERS, KERNEL_TOKENS = LAYERS[:2], (1, 16, 512)
 """A selection of `make bench-gpu`."""
@@ -26,6 +27,14 @@ AHEAD = (0, 1, 3)
 """Projections that a step which the device decides fetches ahead for a layer."""
 WARM = 20
 """Steps of decode before those that are measured, behind a prefill that fills what is there for all experts."""
+
+
+class OfAllLayers(Exact):
+    """With as many staging slots as the whole model has: a prompt's experts pass in groups of eight, and not of two."""
+
+    def staging_slots(self, slots: int) -> int:
+        """Of 48 layers' slots."""
+        return min(super().staging_slots(48 // MODEL.layers * slots), slots // 4)
 
 
 def run(record: Recorder) -> None:
@@ -78,7 +87,7 @@ def _measure_decided(record: Recorder, machine: Machine, store: HostStore, stack
                 continue
             name = f"{phase} decided on the device, {budget}, {ahead} projections ahead"
             with record.check(f"{name}, could be measured"):
-                runtime = runtime_of(stack, store, BITS, budget, ahead)
+                runtime = runtime_of(stack, store, BITS, budget, ahead, OfAllLayers)
                 replayed = DecidedSteps(stack, runtime, tokens, launched=wide, wide=wide)
                 for seed in range(1 if wide else WARM):
                     replayed.step(stack.inputs(tokens, steps + seed))

@@ -66,8 +66,9 @@ class Device:
 
     def in_a_graph(self) -> "Device":
         """The same for steps that it decides by itself."""
-        seconds = {"layer_seconds": _GRAPH_SECONDS, "launch_seconds": _LAUNCH_SECONDS, "miss": _GRAPH_MISS_SECONDS}
-        return replace(self, **seconds) if self.decides else self
+        if not self.decides:
+            return self
+        return replace(self, layer_seconds=_GRAPH_SECONDS, launch_seconds=_LAUNCH_SECONDS, miss=_GRAPH_MISS_SECONDS)
 
 
 def find_device(name: str, link: str | None) -> Device:

@@ -1,6 +1,7 @@
 """Runtimes whose device decides, played by a CPU."""
 
 from dataclasses import replace
+from unittest import mock
 
 import torch
 
@@ -12,7 +13,9 @@ from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.residency.code import CODEBOOKS, E8_NESTED
 from vllm_dymoe.residency.format import BlobKey
 from vllm_dymoe.residency.tier import Tier
+from vllm_dymoe.runtime import host_side
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS
+from vllm_dymoe.runtime.rates import Rates
 
 KINDS = ("mxfp4", "nvfp4", "fp8", "without a gate", "e8")
 
@@ -72,3 +75,14 @@ def check_decided(runtime):
             nested = runtime.memory.nested and tier is Tier.HI
             slot = pool.slots[runtime.memory.table.slot[int(nested), layer, expert]]
             assert torch.equal(slot.blob, runtime.store.blob(BlobKey(layer, expert, runtime.memory.bits[tier])))
+
+
+def rates_of(ratio):
+    """Measured rates of which the host's is so many times the link's."""
+
+    def measured(store, engine, device, worker, measured_for):
+        formats = store.experts.formats.values()
+        first = {fmt.code.tag: fmt.whole_nbytes / ratio * 1e-6 for fmt in formats}
+        return Rates(1e6, first, {tag: s / 8 for tag, s in first.items()}, 0.0, worker.threads, measured_for)
+
+    return mock.patch.object(host_side, "measure", measured)

@@ -16,6 +16,9 @@ An entry has, each from a multiple of 128 bytes on:
 
 import ctypes
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -30,7 +33,7 @@ HEADER, CALL = 6, 8  # int64 numbers of an entry's header, and of a call
 
 
 class Entry(NamedTuple):
-    """Views of one entry."""
+    """Views of one."""
 
     header: Tensor
     calls: Tensor
@@ -43,23 +46,28 @@ class Entry(NamedTuple):
 class RingShape:
     """Sizes of a ring."""
 
-    depth: int  # entries; more than layers, so that a step's own are not written again in it
+    depth: int  # entries; more than two steps have layers, since one may begin while one that has failed still runs
     tokens: int  # of a step at most
     top_k: int  # experts of a token
     experts: int
     hidden: int
     dtype: torch.dtype
 
-    @property
+    @cached_property
+    def parts(self) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
+        """Dtype and shape of what an entry has."""
+        pairs = self.tokens * self.top_k
+        ints = (torch.int64, (HEADER,)), (torch.int64, (min(self.experts, pairs), CALL))
+        return (
+            *ints, (torch.int32, (self.tokens, self.top_k)), (self.dtype, (self.tokens, self.hidden)),
+            (self.dtype, (pairs, self.hidden)),
+        )  # fmt: skip
+
+    @cached_property
     def places(self) -> tuple[int, ...]:
         """Bytes from an entry's beginning to its calls, ids, x, out, and to the next entry."""
-        pairs = self.tokens * self.top_k
-        calls = 8 * CALL * min(self.experts, pairs)
-        at, places = 0, []
-        for nbytes in (8 * HEADER, calls, 4 * pairs, 2 * self.tokens * self.hidden, 2 * pairs * self.hidden):
-            at += -(-nbytes // ALIGNMENT) * ALIGNMENT
-            places.append(at)
-        return tuple(places)
+        sizes = (dtype.itemsize * prod(shape) for dtype, shape in self.parts)
+        return tuple(accumulate(-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in sizes))
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +88,7 @@ class Ring:
         if memory.numel() < shape.nbytes or self.address % ALIGNMENT:
             raise ValueError(f"a ring needs {shape.nbytes} bytes at a multiple of {ALIGNMENT}, got {memory.numel()}")
         self.bell = native.Bell.from_address(self.address)
-        bell, self._first = self.bell, ctypes.sizeof(native.Bell)
+        bell = self.bell
         bell.items, bell.ids, bell.x, bell.out, bell.entry_bytes = shape.places
         bell.depth, bell.top_k, bell.hidden = shape.depth, shape.top_k, shape.hidden
         self._entries = [self._views(number) for number in range(shape.depth)]
@@ -90,21 +98,12 @@ class Ring:
         return self._entries[number % self.shape.depth]
 
     def _views(self, number: int) -> Entry:
-        shape, (calls, ids, x, out, end) = self.shape, self.shape.places
-        entry = self.memory[self._first + number * end :][:end]
-        parts = zip((0, calls, ids, x, out), (HEADER, -1, -1, -1, -1), strict=True)
-        ends = (calls, ids, x, out, end)
-        header, listed, chosen, rows, answers = (
-            entry[begin:stop] for (begin, _), stop in zip(parts, ends, strict=True)
-        )
-        pairs, width = shape.tokens * shape.top_k, 2 * shape.hidden
-        return Entry(
-            header.view(torch.int64)[:HEADER],
-            listed.view(torch.int64)[: CALL * min(shape.experts, pairs)].view(-1, CALL),
-            chosen.view(torch.int32)[:pairs].view(-1, shape.top_k),
-            rows[: width * shape.tokens].view(shape.dtype).view(-1, shape.hidden),
-            answers[: width * pairs].view(shape.dtype).view(-1, shape.hidden),
-        )
+        *begins, end = 0, *self.shape.places
+        entry = self.memory[ctypes.sizeof(native.Bell) + number * end :][:end]
+        return Entry(*(
+            entry[begin:][: dtype.itemsize * prod(shape)].view(dtype).view(shape)
+            for begin, (dtype, shape) in zip(begins, self.shape.parts, strict=True)
+        ))  # fmt: skip
 
 
 def post_plain(ring: Ring, turn: Tensor, layer: int, x: Tensor, ids: Tensor, decision: Decision) -> None:

@@ -54,14 +54,16 @@ class ByNumber(Exact):
 
 
 def make_runtime(
-    store, budget="100%", system=None, lo=2, predictor=None, engine=None, parts=None, threads=None, hi=4, **options
-):
+    store, budget="100%", system=None, lo=2, predictor=None, engine=None, parts=None, threads=None, hi=4, rates=None,
+    **options,
+):  # fmt: skip
     if isinstance(system, str):
         options, system = options | {"system": system}, None
     options = Options(hi=hi, lo=lo, group_size=32, expert_budget=budget, **options)
     if threads is not None:
         engine = make_engine(store, CPU, 0, io_threads=threads)
-    return MoERuntime(store, options, CPU, system=system, predictor=predictor, engine=engine, parts=parts)
+    given = {"system": system, "predictor": predictor, "engine": engine, "parts": parts, "rates": rates}
+    return MoERuntime(store, options, CPU, **given)
 
 
 def with_budget(store, budget, system=None, **options):

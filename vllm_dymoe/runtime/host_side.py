@@ -1,6 +1,5 @@
 """What of a rank's misses the host computes, with what, and at which costs: the counterpart of ``device_side``."""
 
-import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from vllm_dymoe.residency.format import ModelExperts
 from vllm_dymoe.residency.rule import HIGH, LOW
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS, DecodeKernel
-from vllm_dymoe.runtime.rates import Rates, costs, measure
+from vllm_dymoe.runtime.rates import Rates, costs, measure, measure_or_load
 from vllm_dymoe.runtime.serving import Serving
 from vllm_dymoe.runtime.there import Beside, Doorbell, threads_beside
 
@@ -83,13 +82,9 @@ class HostSide:
             f"{place}, {worker.threads} threads, link {options.link_gbps or 'its own'}, experts of {nbytes} bytes, "
             f"activations of {options.activations} bits"
         )
-        self.rates = None if kept is None else Rates.load(kept, measured_for)
-        if self.rates is None:
-            store = serving.memory.store
-            self.rates = measure(store, serving.engine, self._device, worker, measured_for)
-            if kept is not None:
-                with contextlib.suppress(OSError):  # a checkpoint that only others may write
-                    self.rates.save(kept)
+        fmt = max(self._experts.formats.values(), key=lambda fmt: fmt.nbytes)
+        parts = serving.memory.store, serving.engine, self._device, worker, measured_for
+        self.rates = measure_or_load(kept, measured_for, fmt, lambda: measure(*parts))
 
     def costs(self, serving: Serving) -> NDArray[np.int64]:
         """What the rule goes by, for the tiers that are served now."""

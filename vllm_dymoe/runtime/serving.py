@@ -27,7 +27,7 @@ from vllm_dymoe.runtime.memory import ExpertMemory
 from vllm_dymoe.runtime.migration import Migration
 from vllm_dymoe.runtime.prefetch import Prefetcher
 from vllm_dymoe.runtime.stream import LayerStep
-from vllm_dymoe.runtime.there import Answer, Beside
+from vllm_dymoe.runtime.there import Beside
 from vllm_dymoe.store.disk import DiskCounts
 from vllm_dymoe.systems import System
 from vllm_dymoe.transfer import HostLevel, TransferEngine, TransferStats
@@ -145,7 +145,9 @@ class Serving:
                     self.prefetcher.answer()
                     self.prefetcher.fill()
             if answer is not None:
-                self._take(answer, routing.layer, len(there))
+                span = answer()
+                if timeline is not None:
+                    timeline.add(Lane.BESIDE, f"layer {routing.layer}, {len(there)} experts", "there", *span)
             if not skipped and sum(map(routing.counts.__getitem__, wanted)) == len(out):
                 return combine(out, weights)
             return combine(out, weights, routing.ids, skipped, renormalize=self.system.precision.renormalizes)
@@ -218,12 +220,6 @@ class Serving:
             last_read = self.engine.fence()
             for slot in slots:
                 slot.last_read = last_read
-
-    def _take(self, answer: Answer, layer: int, experts: int) -> None:
-        """Wait for what the host computed beside the device."""
-        began, ended = answer.wait()
-        if self.engine.timeline is not None:
-            self.engine.timeline.add(Lane.BESIDE, f"layer {layer}, {experts} experts", "there", began, ended)
 
     def _look_ahead(self, routing: Routing) -> None:
         """Tell the predictor what the router decided, and the prefetcher what the predictor makes of it."""

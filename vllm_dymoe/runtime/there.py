@@ -4,13 +4,15 @@ Steps that the device decides leave them at a doorbell (``kernels.doorbell``), w
 lock answers; steps that the host decides hand them to a thread as they come, while the link brings the others.
 """
 
+import itertools
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as LateError
-from typing import Any, cast
+from statistics import median
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -26,6 +28,9 @@ from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.transfer import TransferError
 
 _LOOKS = 16  # of the watchdog within the time that it allows
+_TRIPS = 256  # of which the median is taken
+Span = tuple[float, float]
+"""Begin and end, in seconds of ``time.perf_counter``."""
 
 
 def threads_beside(device_type: str) -> int:
@@ -37,6 +42,23 @@ def threads_beside(device_type: str) -> int:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         ranks = torch.distributed.get_world_size()
     return max(1, cores // ranks // 2 if device_type == "cpu" else cores // ranks - 1)
+
+
+def _late(what: str, timeout: float) -> str:
+    return (
+        f"the host has not computed {what} within transfer_timeout_s, which is {timeout:g} seconds; see what else its "
+        "cores do, or raise transfer_timeout_s. From now on all misses are fetched."
+    )
+
+
+def _round_trip(ask: Callable[[], object]) -> float:
+    """Seconds until an answer to nothing is there, as the median."""
+    times = []
+    for _ in range(_TRIPS):
+        begun = time.perf_counter()
+        ask()
+        times.append(time.perf_counter() - begun)
+    return median(times)
 
 
 class Doorbell:
@@ -107,20 +129,23 @@ class Doorbell:
 
     def round_trip(self) -> float:
         """Seconds until an answer to nothing is there; before ``serve``. A device's way to memory comes on top."""
-        ring, library, layer, times = self.ring, self._library, Layer(), list[float]()
-        poller = threading.Thread(target=library.answer, args=(ring.address, layer, (), ring.shape.tokens), daemon=True)
+        ring, library, numbers = self.ring, self._library, itertools.count(1)
+        arguments = ring.address, Layer(), (), ring.shape.tokens
+        poller = threading.Thread(target=library.answer, args=arguments, daemon=True)
         poller.start()
-        for number in range(1, _LOOKS * 16):
+
+        def ask() -> None:
+            number = next(numbers)
             ring.entry(number).header[:4] = torch.tensor([number, 0, 0, 0])
-            begun = time.perf_counter()
             library.post(ring.address, number)
             library.wait(ring.address, number)
-            times.append(time.perf_counter() - begun)
+
+        took = _round_trip(ask)
         ring.bell.stop = 1
         poller.join()
         ring.memory.zero_()
         self.ring = Ring(ring.shape, ring.memory)
-        return sorted(times)[len(times) // 2]
+        return took
 
     def close(self) -> None:
         """End both threads; no step may be running."""
@@ -131,9 +156,8 @@ class Doorbell:
 
     def spans(self, since: float) -> list[tuple[int, float, float]]:
         """Layer, begin and end of what was answered since a moment of ``time.perf_counter``, as far as it is kept."""
-        headers = torch.stack([self.ring.entry(number).header for number in range(self.ring.shape.depth)])
-        found = [(layer, begin / 1e9, end / 1e9) for _, layer, _, _, begin, end in headers.tolist()]
-        return [span for span in found if span[1] >= since]
+        headers = (self.ring.entry(number).header.tolist() for number in range(self.ring.shape.depth))
+        return [(layer, begin / 1e9, end / 1e9) for _, layer, _, _, begin, end in headers if begin / 1e9 >= since]
 
     def _answer(self) -> None:
         assert self._activation is not None
@@ -162,11 +186,7 @@ class Doorbell:
                 seen, since = answered, now
             elif self.failed or now - since >= self._timeout:
                 header, self.failed = self.ring.entry(answered // 2 + 1).header, True
-                self.on_failure(
-                    f"the host has not computed {int(header[3])} experts of layer {int(header[1])} within "
-                    f"transfer_timeout_s, which is {self._timeout:g} seconds; see what else its cores do, or raise "
-                    "transfer_timeout_s. From now on all misses are fetched."
-                )
+                self.on_failure(_late(f"{int(header[3])} experts of layer {int(header[1])}", self._timeout))
                 self._library.give_up(self.ring.address)
 
 
@@ -189,7 +209,7 @@ class Beside:
 
     def begin(
         self, routing: Routing, x: Tensor, out: Tensor, activation: Activation, experts: Mapping[int, Expert]
-    ) -> "Answer":
+    ) -> Callable[[], Span]:
         """Begin to compute some experts' rows, given their bytes in host memory.
 
         Args:
@@ -198,6 +218,10 @@ class Beside:
             out: [tokens * top_k, hidden] on the device.
             activation: between the projections.
             experts: by number.
+
+        Returns:
+            A function that waits until all rows are in ``out``, and says when they were computed; TransferError if that
+            took longer than the host waits.
         """
         decision = Decision.of_routing(routing.grouped, list(experts), row_for_each_pair=routing.weights_on_input)
         for item, expert in enumerate(experts.values()):
@@ -209,33 +233,24 @@ class Beside:
             rows = torch.empty(len(pairs), x.shape[1], dtype=x.dtype, device="cpu")
             decision.pairs = torch.arange(len(pairs))
         future = self._thread.submit(self._compute, there, decision, rows, activation)
-        return Answer(self, future, None if rows is out else (rows, pairs, out))
 
-    def result(self, future: "Future[tuple[float, float]]") -> tuple[float, float]:
-        """Wait for a layer.
+        def wait() -> Span:
+            try:
+                span = future.result(self._timeout)
+            except LateError:
+                self.failed = True
+                raise TransferError(_late("a layer's experts", self._timeout or 0.0)) from None
+            if rows is not out:
+                out[pairs.to(out.device)] = rows.to(out.device)
+            return span
 
-        Raises:
-            TransferError: it took longer than the host waits.
-        """
-        try:
-            return future.result(self._timeout)
-        except LateError:
-            self.failed = True
-            raise TransferError(
-                f"the host has not computed a layer's experts within transfer_timeout_s, which is {self._timeout:g} "
-                "seconds; see what else its cores do, or raise transfer_timeout_s. From now on all misses are fetched."
-            ) from None
+        return wait
 
     def round_trip(self) -> float:
         """Seconds until an answer to nothing is there."""
-        times = []
-        for _ in range(_LOOKS):
-            begun = time.perf_counter()
-            self._thread.submit(time.perf_counter).result()
-            times.append(time.perf_counter() - begun)
-        return sorted(times)[_LOOKS // 2]
+        return _round_trip(lambda: self._thread.submit(time.perf_counter).result())
 
-    def _compute(self, x: Tensor, decision: Decision, rows: Tensor, activation: Activation) -> tuple[float, float]:
+    def _compute(self, x: Tensor, decision: Decision, rows: Tensor, activation: Activation) -> Span:
         begun = time.perf_counter()
         self._kernel.begin(x, decision, rows, activation)
         self._kernel.compute(range(len(decision.views)))
@@ -244,24 +259,3 @@ class Beside:
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown()
-
-
-class Answer:
-    """Rows that are being computed.
-
-    Args:
-        beside: computes them.
-        future: of begin and end, in seconds of ``time.perf_counter``.
-        home: rows, the pairs that they belong to, and the output on the device; None if they are there already.
-    """
-
-    def __init__(self, beside: Beside, future: "Future[Any]", home: tuple[Tensor, Tensor, Tensor] | None) -> None:
-        self._beside, self._future, self._home = beside, future, home
-
-    def wait(self) -> tuple[float, float]:
-        """Until all rows are in the output; returns when they were computed. TransferError as of ``Beside.result``."""
-        span = self._beside.result(self._future)
-        if self._home is not None:
-            rows, pairs, out = self._home
-            out[pairs.to(out.device)] = rows.to(out.device)
-        return span

@@ -15,13 +15,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from vllm_dymoe.store.durable import write_synced
 from vllm_dymoe.store.manifest import BLOCK
 
 RATES = "disk.json"
@@ -165,14 +164,6 @@ def known_rates(folder: Path) -> DiskRates | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return rates if min(rates.cached, rates.warm, *rates.direct.values()) > 0 else None
-
-
-def keep_rates(folder: Path, rates: DiskRates) -> None:
-    """Beside the store, for the next start; a folder that cannot be written is measured again."""
-    partial = folder / f"{RATES}.{os.getpid()}"
-    with contextlib.suppress(OSError):
-        write_synced(partial, (json.dumps(asdict(rates), indent=2) + "\n").encode())
-        partial.replace(folder / RATES)
 
 
 def measure_rates(

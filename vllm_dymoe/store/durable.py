@@ -2,12 +2,15 @@
 
 import contextlib
 import glob
+import json
 import os
 import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 _TEMPORARY = ".partial-"
 _REPLACED = "-replaced"
@@ -25,6 +28,14 @@ def write_synced(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def keep_beside(path: Path, measured: Any) -> None:
+    """Keep a dataclass beside a store, for the next start; a folder that cannot be written is measured again."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    with contextlib.suppress(OSError):
+        write_synced(partial, (json.dumps(asdict(measured), indent=2) + "\n").encode())
+        partial.replace(path)
 
 
 def sync_folder(folder: Path) -> None:

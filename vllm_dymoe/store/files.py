@@ -21,16 +21,17 @@ from vllm_dymoe.residency.format import EVERY_PROJECTION, BlobKey, ModelExperts,
 from vllm_dymoe.store.base import HostStore, StoreError
 from vllm_dymoe.store.disk import (
     MEASURED_STARTS,
+    RATES,
     DiskCounts,
     DiskRates,
     Pacer,
     Reading,
-    keep_rates,
     known_rates,
     measure_rates,
     open_direct,
     read_direct,
 )
+from vllm_dymoe.store.durable import keep_beside
 from vllm_dymoe.store.header import TensorPlace, read_header
 from vllm_dymoe.store.manifest import Manifest
 
@@ -124,7 +125,7 @@ class FileStore(HostStore):
 
             now = measure_rates(read, forget, range(len(keys)), fmt.nbytes, direct)
             found = now if found is None else found.best(now)
-            keep_rates(self.folder, found)
+            keep_beside(self.folder / RATES, found)
         return found
 
     def read_into(

@@ -87,8 +87,7 @@ class Ring:
         self.shape, self.memory, self.address = shape, memory, memory.data_ptr()
         if memory.numel() < shape.nbytes or self.address % ALIGNMENT:
             raise ValueError(f"a ring needs {shape.nbytes} bytes at a multiple of {ALIGNMENT}, got {memory.numel()}")
-        self.bell = native.Bell.from_address(self.address)
-        bell = self.bell
+        self.bell = bell = native.Bell.from_address(self.address)
         bell.items, bell.ids, bell.x, bell.out, bell.entry_bytes = shape.places
         bell.depth, bell.top_k, bell.hidden = shape.depth, shape.top_k, shape.hidden
         self._entries = [self._views(number) for number in range(shape.depth)]
@@ -146,10 +145,10 @@ def collect_plain(ring: Ring, turn: Tensor, out: Tensor, computed: Tensor) -> bo
     number = int(turn[1])
     if not number:
         return True
-    answered = native_library().wait(ring.address, number)
+    given_up = native_library().wait(ring.address, number)
     pairs = (computed.flatten() == 2).nonzero().flatten()
     out[pairs] = ring.entry(number).out[pairs]
-    return answered
+    return not given_up
 
 
 def native_library() -> native.Library:

@@ -106,10 +106,13 @@ class Library:
             )
         library.dymoe_experts.argtypes = library.dymoe_weighted_sum.argtypes = [c_void_p, ctypes.c_int, c_void_p]
         library.dymoe_round_block.argtypes = [c_void_p, ctypes.c_int]
-        library.dymoe_give_up.argtypes, library.dymoe_give_up.restype = [c_void_p], c_int64
-        library.dymoe_await.argtypes = library.dymoe_post.argtypes = [c_void_p, c_int64]
+        # Of the Bell at an address: write a number behind all that was written before; wait until it is answered, 1 if
+        # it was given up instead; give up the entry that is waited for, and return its number, or 0 if none is.
+        self.post, self.wait, self.give_up = library.dymoe_post, library.dymoe_await, library.dymoe_give_up
+        self.give_up.argtypes, self.give_up.restype = [c_void_p], c_int64
+        self.wait.argtypes = self.post.argtypes = [c_void_p, c_int64]
         library.dymoe_answer.argtypes = [c_void_p, c_void_p, c_void_p, c_int64, c_int64, ctypes.c_int, c_void_p]
-        library.dymoe_answer.restype = None
+        library.dymoe_answer.restype = self.post.restype = None
         self._library = library
         known = list(ISAS)
         usable = known[known.index(isa if isa in ISAS else "DEFAULT") :]
@@ -124,36 +127,11 @@ class Library:
             raise IndexError(f"work names a row beyond the {layer.tokens} of x or the {layer.out_rows} of out")
 
     def answer(self, bell: int, layer: Layer, forms: Sequence[tuple[int, int]], tokens: int) -> None:
-        """Compute what is posted at a doorbell until it is stopped; holds no lock of the interpreter.
-
-        Args:
-            bell: address of a Bell and its entries.
-            layer: what all layers have in common, with scratch for `tokens` rows and their positions.
-            forms: tag of a code, and where its matrices begin among those of the layer.
-            tokens: of an entry at most.
-        """
+        """Compute what is posted at a Bell's address until it is stopped; holds no lock of the interpreter. The layer
+        has what all have in common, and scratch for so many tokens; forms are codes' tags and where matrices begin."""
         listed = (c_int64 * (2 * len(forms)))(*(number for form in forms for number in form))
-        self._library.dymoe_answer(
-            bell,
-            ctypes.addressof(layer),
-            listed,
-            len(forms),
-            tokens,
-            self.isa,
-            self.parallel if layer.threads > 1 else None,
-        )
-
-    def post(self, bell: int, number: int) -> None:
-        """Write a number behind everything that was written before."""
-        self._library.dymoe_post(bell, number)
-
-    def wait(self, bell: int, number: int) -> bool:
-        """Wait until an entry is answered; false if it was given up."""
-        return not self._library.dymoe_await(bell, number)
-
-    def give_up(self, bell: int) -> int:
-        """Give up the entry that is waited for; its number, or 0 if none is."""
-        return int(self._library.dymoe_give_up(bell))
+        parallel = self.parallel if layer.threads > 1 else None
+        self._library.dymoe_answer(bell, ctypes.addressof(layer), listed, len(forms), tokens, self.isa, parallel)
 
     def weighted_sum(self, rows: torch.Tensor, weights: torch.Tensor, into: torch.Tensor) -> None:
         """into [tokens, hidden] = the sum over k of weights [tokens, top_k] times rows [tokens * top_k, hidden]."""

@@ -330,12 +330,11 @@ def _doorbell(architecture: int) -> Iterator[Variant]:
     """What a step launches around its products where the host computes misses."""
     shape, decision = doorbell.RingShape(2, 16, 8, 128, SMALL[0], torch.bfloat16), Decision.allocate(16, 8, 128, "cpu")
     x, ids, turn = torch.empty(16, SMALL[0]).bfloat16(), torch.zeros(16, 8).int(), torch.zeros(3).long()
-    posted = shape, turn, 0, x, ids, ids[0, :1], dict(decision.tensors)
+    rows, door = x.new_empty(128, SMALL[0]), doorbell.Door(shape, turn, ids.flatten())
+    posted = door, 0, x, ids, ids[0, :1], decision.tensors
     yield _noted((architecture, "post", str(SMALL[0]), "", ""), doorbell.post, *posted)
     yield _noted((architecture, "wait", "", "", ""), doorbell.wait, turn)
-    rows = x.new_empty(128, SMALL[0])
-    taken = shape, turn, rows, ids, ids.flatten()
-    yield _noted((architecture, "collect", str(SMALL[0]), "", ""), doorbell.take, *taken)
+    yield _noted((architecture, "collect", str(SMALL[0]), "", ""), doorbell.take, door, rows, ids)
 
 
 def _noted(key: tuple[int, str, str, str, str], launch: Callable[..., None], *arguments: Any) -> Variant:

@@ -6,6 +6,8 @@ capture; only a number that grows keeps a late answer from counting for the next
 """
 
 import ctypes
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 import triton
@@ -24,42 +26,42 @@ _ANSWERED = tl.constexpr(native.Bell.answered.offset)
 _BLOCK = 1024
 
 
+class Door(NamedTuple):
+    """Through which the host computes some misses: the ring's sizes, and what the device keeps of it."""
+
+    shape: RingShape
+    turn: Tensor  # int64 [3], see ``kernels.doorbell``
+    present: Tensor  # int32, scratch for as many pairs as a step has
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """What the programs know of the ring."""
+        shape, entry = self.shape, self.shape.places[-1]
+        return {"BELL": _BELL, "DEPTH": shape.depth, "ENTRY": entry, "HIDDEN": shape.hidden, "BLOCK": _BLOCK}
+
+
 def post(
-    shape: RingShape, turn: Tensor, layer: int, x: Tensor, ids: Tensor, rows: Tensor, decision: dict[str, Tensor],
+    door: Door, layer: int, x: Tensor, ids: Tensor, rows: Tensor, decision: Mapping[str, Tensor],
     *, start: Start = run_kernel,
 ) -> None:  # fmt: skip
-    """What ``post_plain`` does.
-
-    Args:
-        shape: of the ring.
-        turn: int64 [3], the third number is the ring's address.
-        layer: position among the MoE layers.
-        x: [tokens, hidden].
-        ids: int [tokens, top_k].
-        rows: int32 [1], how many tokens are real.
-        decision: the tensors of the layer's Decision, by name.
-        start: launch, or only compile.
-    """
+    """What ``post_plain`` does, for the first of the tokens: rows is int32 [1], how many are real; decision has the
+    tensors of a Decision, by name."""
+    shape = door.shape
     check_tensor("x", x, shape=(None, shape.hidden), dtype=shape.dtype)
-    check_tensor("turn", turn, shape=(3,), dtype=torch.int64)
+    check_tensor("turn", door.turn, shape=(3,), dtype=torch.int64)
     if len(x) > shape.tokens:
         raise ValueError(f"a step has {len(x)} tokens, but the doorbell was made for {shape.tokens}")
-    calls, chosen, inputs, _, entry = shape.places
     items, addresses = len(decision["experts"]), decision["addresses"]
+    listed = (decision[name] for name in ("count", "fate", "experts", "bits"))
+    sizes = {"NESTED": len(addresses) > 1, "WIDTH": max(32, triton.next_power_of_2(items)), "ITEMS": items}
+    places = dict(zip(("CALLS", "IDS", "X"), shape.places, strict=False)) | {"TOP_K": shape.top_k}
     start(
         post_kernel,
         (1,),
-        (
-            turn, x, ids, rows, decision["count"], decision["fate"], decision["experts"], decision["bits"],
-            addresses[0], addresses[-1], layer,
-        ),
-        {
-            "BELL": _BELL, "DEPTH": shape.depth, "ENTRY": entry, "CALLS": calls, "IDS": chosen, "X": inputs,
-            "TOP_K": shape.top_k, "HIDDEN": shape.hidden, "NESTED": len(addresses) > 1,
-            "WIDTH": max(32, triton.next_power_of_2(items)), "ITEMS": items, "BLOCK": _BLOCK,
-        },
+        (door.turn, x, ids, rows, *listed, addresses[0], addresses[-1], layer),
+        door.constants | places | sizes,
         {"num_warps": 4},
-    )  # fmt: skip
+    )
 
 
 def wait(turn: Tensor, *, start: Start = run_kernel) -> None:
@@ -67,38 +69,30 @@ def wait(turn: Tensor, *, start: Start = run_kernel) -> None:
     start(wait_kernel, (1,), (turn,), {}, {"num_warps": 1})
 
 
-def take(
-    shape: RingShape, turn: Tensor, rows_out: Tensor, computed: Tensor, present: Tensor, *, start: Start = run_kernel
-) -> None:
-    """The host's rows to `rows_out`, and which pairs count to `present`; see ``collect_kernel``."""
-    out, entry = shape.places[3:]
-    constants = {"BELL": _BELL, "DEPTH": shape.depth, "ENTRY": entry, "OUT": out}
-    constants |= {"HIDDEN": shape.hidden, "BLOCK": _BLOCK}
-    start(collect_kernel, (computed.numel(),), (turn, rows_out, computed, present), constants, {"num_warps": 4})
+def take(door: Door, rows_out: Tensor, computed: Tensor, *, start: Start = run_kernel) -> None:
+    """The host's rows to `rows_out`, and which pairs count to `door.present`; see ``collect_kernel``."""
+    arguments = door.turn, rows_out, computed, door.present
+    constants = door.constants | {"OUT": door.shape.places[3]}
+    start(collect_kernel, (computed.numel(),), arguments, constants, {"num_warps": 4})
 
 
 def collect(
-    shape: RingShape, turn: Tensor, rows_out: Tensor, computed: Tensor, present: Tensor, weights: Tensor, out: Tensor,
-    *, start: Start = run_kernel,
-) -> None:  # fmt: skip
+    door: Door, rows_out: Tensor, computed: Tensor, weights: Tensor, out: Tensor, *, start: Start = run_kernel
+) -> None:
     """Wait for the answer, take its rows, and sum what each token's experts gave, in the router's order.
 
     Args:
-        shape: of the ring.
-        turn: as :func:`post` left it.
+        door: as :func:`post` left it.
         rows_out: [tokens * top_k, hidden], unweighted; the host's rows are written to it.
         computed: int32 [tokens, top_k], 0 for pairs without an expert here, 2 for the host's.
-        present: int32 [at least tokens * top_k], scratch.
         weights: float32 [tokens, top_k].
         out: [tokens, hidden], overwritten.
         start: launch, or only compile.
     """
-    tokens, top_k = computed.shape
-    wait(turn, start=start)
-    take(shape, turn, rows_out, computed, present, start=start)
-    combine_on_gpu(
-        Pairs(rows_out, weights, present[: tokens * top_k].view(tokens, top_k), None, False), out, start=start
-    )
+    wait(door.turn, start=start)
+    take(door, rows_out, computed, start=start)
+    present = door.present[: computed.numel()].view(computed.shape)
+    combine_on_gpu(Pairs(rows_out, weights, present, None, False), out, start=start)
 
 
 @triton.jit(

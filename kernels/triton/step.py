@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from vllm_dymoe.kernels.activation import Activation
-from vllm_dymoe.kernels.doorbell import RingShape
 from vllm_dymoe.kernels.triton.decide import decide
-from vllm_dymoe.kernels.triton.doorbell import collect, post
+from vllm_dymoe.kernels.triton.doorbell import Door, collect, post
 from vllm_dymoe.kernels.triton.launch import (
     ExpertShape,
     ExpertTable,
@@ -26,17 +25,6 @@ from vllm_dymoe.kernels.triton.launch import (
 from vllm_dymoe.kernels.triton.rotate import rotated_inputs
 from vllm_dymoe.kernels.triton.start import Start, run_kernel
 from vllm_dymoe.kernels.triton.tiles import Tiles
-
-
-@dataclass(frozen=True, eq=False)
-class Door:
-    """Through which the host computes some misses: the ring's sizes, and what the device keeps of it."""
-
-    shape: RingShape
-    turn: Tensor
-    """int64 [3], see ``kernels.doorbell``."""
-    present: Tensor
-    """int32, scratch for as many pairs as a step has."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +86,7 @@ class DecodeStep:
             raise ValueError(f"{tokens} tokens of {top_k} experts need {needed} bytes, but {held} are held")
         decide(table, layer, ids, weights, rows, decision, there=door is not None, start=start)
         if door is not None:
-            post(door.shape, door.turn, layer, x, ids, rows, dict(decision), start=start)
+            post(door, layer, x, ids, rows, decision, start=start)
         positions, inner = tokens * top_k, self.shape.intermediate
         hidden = self.memory[: 2 * positions * inner].view(x.dtype).view(positions, inner)
         scratch = Scratch(self.memory[self._hidden_bytes(positions) : needed].view(torch.float32), self.semaphores)
@@ -113,7 +101,7 @@ class DecodeStep:
         if door is not None:
             rows_out = x.new_empty(positions, self.shape.hidden)
             decode_down(hidden, rows_out, experts, WorkList(work[:-1], *at), self.tiles.down, scratch, start=start)
-            collect(door.shape, door.turn, rows_out, decision["computed"], door.present, weights, out, start=start)
+            collect(door, rows_out, decision["computed"], weights, out, start=start)
             return
         weighting = Weighting(weights, decision["computed"])
         decode_down(hidden, out, experts, WorkList(work, *at), self.tiles.down, scratch, weighting, start=start)

@@ -1,4 +1,7 @@
-"""The handshake of a doorbell: every interleaving of its model, and two processes over shared memory."""
+"""The handshake of a doorbell: every interleaving of its model, and two processes over shared memory.
+
+Whether accesses to the real memory are ordered tests/runtime/test_decided_schedules.py says.
+"""
 
 import multiprocessing
 import os
@@ -11,13 +14,14 @@ import pytest
 import torch
 
 from tests.small_model import make_experts, make_store
-from vllm_dymoe.kernels import Activation, CpuKernel, native
+from vllm_dymoe.kernels import Activation, native
 from vllm_dymoe.kernels.doorbell import Ring, RingShape, collect_plain, post_plain
 from vllm_dymoe.residency.constants import Fate
-from vllm_dymoe.residency.decision import Decision, Grouped
+from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.format import BlobKey
+from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.runtime.memory import views
-from vllm_dymoe.runtime.there import Doorbell
+from vllm_dymoe.runtime.there import Beside, Doorbell
 
 # -- the model ------------------------------------------------------------------------------------
 
@@ -111,32 +115,6 @@ def explore(handshake):
     return None, len(seen)
 
 
-class NumberFirst(Handshake):
-    """The number is written before the entry is complete."""
-
-    def device(self, state):
-        what, number = state.device
-        if what == "fill":
-            yield replace(state, posted=number, device=("late", number))
-        elif what == "late":
-            yield replace(self.entry(state, number, x=number), device=("wait", number))
-        else:
-            yield from super().device(state)
-
-
-class AnswerFirst(Handshake):
-    """The poller says that it is done before it is."""
-
-    def poller(self, state):
-        what, number, seen = state.poller
-        if state.alive and what == "compute":
-            yield replace(self.answer(state, number, seen), poller=("late", number, seen))
-        elif state.alive and what == "late":
-            yield replace(self.entry(state, number, rows=state.entries[number % self.depth][0]), poller=("look", 0, 0))
-        else:
-            yield from super().poller(state)
-
-
 class StoredAnswer(Handshake):
     """An answer is stored, and not exchanged: one that comes too late counts."""
 
@@ -175,7 +153,7 @@ def test_no_interleaving_gives_a_step_another_ones_rows_or_waits_for_ever():
     assert states > 200
 
 
-@pytest.mark.parametrize("fault", [NumberFirst, AnswerFirst, StoredAnswer, OneAnswer, OneEntry, NoWatchdog])
+@pytest.mark.parametrize("fault", [StoredAnswer, OneAnswer, OneEntry, NoWatchdog])
 def test_a_planted_fault_is_found(fault):
     wrong, _ = explore(fault())
     assert wrong is not None
@@ -239,19 +217,10 @@ def decision_of(store, layer, ids):
 
 def computed_here(store, layer, x, ids):
     """Rows of all pairs, by this process."""
-    view, kernel, out = views(store), CpuKernel(), torch.empty(ids.numel(), x.shape[1], dtype=x.dtype)
-    flat = ids.flatten()
-    chosen = sorted(set(flat.tolist()))
-    pairs = [(flat == expert).nonzero().flatten() for expert in chosen]
-    bounds = [0]
-    for some in pairs:
-        bounds.append(bounds[-1] + len(some))
-    positions = torch.cat(pairs)
-    decision = Decision.of_routing(Grouped(chosen, bounds, positions // ids.shape[1], positions), chosen)
-    for item, expert in enumerate(chosen):
-        decision.place(item, view(layer, expert, (4,)))
-    kernel.begin(x, decision, out, Activation.SILU)
-    kernel.compute(range(len(chosen)))
+    beside, view, out = Beside(1, 0, 16), views(store), torch.empty(ids.numel(), x.shape[1], dtype=x.dtype)
+    routing = Routing(layer, len(store.experts.layers), x, ids, torch.ones(ids.shape))
+    beside.begin(routing, x, out, Activation.SILU, {expert: view(layer, expert, (4,)) for expert in routing.active})()
+    beside.close()
     return out
 
 

@@ -12,7 +12,7 @@ from tests.support import decode_steps
 from tests.support.decode_steps import COSTS, decide, make_table, rows
 from vllm_dymoe.kernels import native
 from vllm_dymoe.kernels.doorbell import Ring, RingShape, collect_plain, post_plain
-from vllm_dymoe.kernels.triton.doorbell import collect, post
+from vllm_dymoe.kernels.triton.doorbell import Door, collect, post
 from vllm_dymoe.residency.constants import Fate
 from vllm_dymoe.residency.rule import HIGH, LOW
 from vllm_dymoe.runtime import moe
@@ -41,7 +41,8 @@ def test_post_and_collect_are_their_plain_twins(nested, hidden):
         real, x = max(1, len(ids) - 1), torch.randn(len(ids), hidden).bfloat16()
         decision = decide(table, seed % 2, ids, weights, real)
         post_plain(rings[0], turns[0], seed % 2, x[:real], ids[:real], decision)
-        post(rings[1].shape, turns[1], seed % 2, x, ids, rows(real), decision.tensors)
+        door = Door(rings[1].shape, turns[1], torch.full((18,), 77, dtype=torch.int32))
+        post(door, seed % 2, x, ids, rows(real), decision.tensors)
         there = bool((decision.fate == Fate.THERE).any())
         posted += there
         assert rings[1].bell.posted == posted
@@ -53,10 +54,9 @@ def test_post_and_collect_are_their_plain_twins(nested, hidden):
             ring.bell.answered = 2 * posted
         outs = [torch.zeros(ids.numel(), hidden, dtype=torch.bfloat16) for _ in rings]
         collect_plain(rings[0], turns[0], outs[0], decision.computed)
-        present, out = torch.full((18,), 77, dtype=torch.int32), poisoned(len(ids), hidden, dtype=torch.bfloat16)
-        collect(rings[1].shape, turns[1], outs[1], decision.computed, present, weights, out)
+        collect(door, outs[1], decision.computed, weights, poisoned(len(ids), hidden, dtype=torch.bfloat16))
         assert torch.equal(outs[0], outs[1])
-        assert torch.equal(present[: ids.numel()] >= 0, decision.computed.flatten() > 0)
+        assert torch.equal(door.present[: ids.numel()] >= 0, decision.computed.flatten() > 0)
     assert posted > 3
 
 

@@ -278,7 +278,7 @@ RUNG = {
         lambda self, me: None,
         "that answers reads",
     ),
-    "rows are summed before they are answered": (RecordedDoorbell, "wait", lambda *_: True, "of entry"),
+    "rows are summed before they are answered": (RecordedDoorbell, "wait", lambda *_: 0, "of entry"),
     "an answer is given before its rows are written": (RecordedDoorbell, "answer", answer_first, "out of entry"),
     "a step behind one that failed writes over its entries": (there, "RingShape", as_deep_as_a_step, "stream writes"),
 }

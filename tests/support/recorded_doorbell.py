@@ -78,8 +78,9 @@ class RecordedDoorbell(Doorbell):
     def wait(self, address, number):
         self._turns.block(lambda: self.ring.bell.answered >= 2 * number)
         self._history.follow(COMPUTATION, self._answered)
-        self.given_up |= self.ring.bell.answered == 2 * number + 1
-        return self._library.wait(address, number)
+        given_up = self._library.wait(address, number)
+        self.given_up |= bool(given_up)
+        return given_up
 
     # -- the host's -------------------------------------------------------------------------------
 

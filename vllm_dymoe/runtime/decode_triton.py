@@ -6,7 +6,8 @@ from torch import Tensor
 from vllm_dymoe.kernels import Activation, ExpertKernel
 from vllm_dymoe.kernels.triton import TritonKernel
 from vllm_dymoe.kernels.triton.ahead import fetch_ahead, name_ahead
-from vllm_dymoe.kernels.triton.step import DecodeStep, Door
+from vllm_dymoe.kernels.triton.doorbell import Door
+from vllm_dymoe.kernels.triton.step import DecodeStep
 from vllm_dymoe.kernels.triton.wide_step import TritonWide
 from vllm_dymoe.residency.constants import check_experts
 from vllm_dymoe.residency.decision import Decision

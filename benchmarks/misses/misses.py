@@ -84,15 +84,16 @@ def emulated(share="25%", layers=4, steps=24):
     vector instructions where the link is not slower than the host by far.
     """
     torch.set_num_threads(1)
-    from vllm_dymoe.kernels import CpuKernel, native
+    from vllm_dymoe.kernels import native
     from vllm_dymoe.runtime.rates import host_seconds
+    from vllm_dymoe.runtime.there import Beside
 
     best, results, store = native.load(), {}, _store(layers, 32)
     (fmt,) = store.experts.formats.values()
     for ratio in (0.5, 1, 2, 3, 6):
         library = native.load("DEFAULT") if ratio < 3 else best
         with mock.patch.object(native, "load", lambda isa=None, library=library: library):
-            first = host_seconds(store, fmt, CpuKernel(threads=1), 1, 1.0)
+            first = host_seconds(store, fmt, Beside(1, 0, 16), 1, 1.0)
             gbps = fmt.nbytes / first / ratio / 1e9
             print(f"B_cpu = {ratio:g} B_link; one core with {library.name} takes {1e3 * first:.2f} ms for an expert")
             ways = {

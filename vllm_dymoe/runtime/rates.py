@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_dymoe.kernels import Activation, CpuKernel, Curve
+from vllm_dymoe.kernels import Activation, Curve
 from vllm_dymoe.residency.constants import NEVER_FETCHED, Cost
-from vllm_dymoe.residency.decision import Decision, Grouped
 from vllm_dymoe.residency.format import BlobKey, Format, ModelExperts
+from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.residency.rule import HIGH, LOW, NOWHERE
 from vllm_dymoe.runtime.memory import views
 from vllm_dymoe.runtime.there import Beside, Doorbell
@@ -105,7 +104,7 @@ def measure(
         measured_for: kept with the numbers.
         seconds: of everything.
     """
-    trip, make = worker.round_trip(), partial(CpuKernel, threads=worker.threads, activations=worker.activations)
+    trip, beside = worker.round_trip(), Beside(worker.threads, 0, worker.activations)
     formats = list(store.experts.formats.values())
     largest = max(formats, key=lambda fmt: fmt.nbytes)
     keys = _keys(store.experts, largest.bits)
@@ -129,10 +128,11 @@ def measure(
     following: dict[int, float] = {}
     part = seconds / (2 * len(formats))
     for fmt in formats:
-        one, several = (host_seconds(store, fmt, make(), rows, part) for rows in (1, _ROWS))
+        one, several = (host_seconds(store, fmt, beside, rows, part) for rows in (1, _ROWS))
         first[fmt.code.tag], following[fmt.code.tag] = one, max(0.0, several - one) / (_ROWS - 1)
     ended.set()
     link.join()
+    beside.close()
     engine.stats = before
     return Rates(moved[0] / moved[1], first, following, trip, worker.threads, measured_for)
 
@@ -143,23 +143,19 @@ def _keys(experts: ModelExperts, bits: int) -> Iterator[BlobKey]:
     return cycle(everything)
 
 
-def host_seconds(store: HostStore, fmt: Format, kernel: CpuKernel, rows: int, seconds: float) -> float:
+def host_seconds(store: HostStore, fmt: Format, beside: Beside, rows: int, seconds: float) -> float:
     """Of one expert, as the median call has it."""
     keys, view = _keys(store.experts, fmt.bits), views(store)
     activation = Activation.SILU if fmt.has_gate else Activation(Curve.RELU2, has_gate=False)
-    x = torch.randn(rows, fmt.hidden).to(fmt.dtype)
-    positions = torch.arange(_AT_ONCE * rows)
-    grouped = Grouped(list(range(_AT_ONCE)), [n * rows for n in range(_AT_ONCE + 1)], positions % rows, positions)
-    out, times = torch.empty(len(positions), fmt.hidden, dtype=fmt.dtype), list[float]()
-    until = time.perf_counter() + seconds
+    x, ids = torch.randn(rows, fmt.hidden).to(fmt.dtype), torch.arange(_AT_ONCE).expand(rows, _AT_ONCE)
+    routing, out = Routing(0, 1, x, ids, torch.ones(ids.shape)), x.new_empty(ids.numel(), fmt.hidden)
+    times, until, bits = list[float](), time.perf_counter() + seconds, tuple(part.bits for part in fmt.slices)
     while len(times) < 3 or time.perf_counter() < until:
-        decision = Decision.of_routing(grouped, grouped.experts)
-        for item in range(_AT_ONCE):
-            key = next(keys)
-            decision.place(item, view(key.layer, key.expert, tuple(part.bits for part in fmt.slices)))
+        experts = {
+            number: view(key.layer, key.expert, bits) for number, key in zip(range(_AT_ONCE), keys, strict=False)
+        }
         begun = time.perf_counter()
-        kernel.begin(x, decision, out, activation)
-        kernel.compute(range(_AT_ONCE))
+        beside.begin(routing, x, out, activation, experts)()
         times.append((time.perf_counter() - begun) / _AT_ONCE)
     return float(np.median(times))
 

@@ -36,7 +36,8 @@ class Watched(Observer):
         self.layers = []
 
     def see(self, routing):
-        self.layers.append((routing.layer, routing.x.clone(), routing.weights.clone(), routing.ids.clone()))
+        fates = torch.from_numpy(routing.fates)
+        self.layers.append((routing.layer, routing.x.clone(), routing.weights.clone(), routing.ids.clone(), fates))
 
 
 def tokens_of(llm, folder, before=0):
@@ -71,10 +72,12 @@ def test_everything_is_recorded_of_requests_in_chunks_and_side_by_side(llm, fold
 
     # What the routers chose, layer by layer: rows behind a step's tokens are padding, and there is none on a CPU.
     for layer in range(LAYERS):
-        seen = [(x, weights, ids) for at, x, weights, ids in watched.layers if at == layer]
-        assert torch.equal(trace.router_inputs[:, layer], torch.cat([x for x, _, _ in seen]).half())
-        assert torch.equal(trace.weights[:, layer], torch.cat([weights for _, weights, _ in seen]).half())
-        assert torch.equal(trace.experts[:, layer], torch.cat([ids for _, _, ids in seen]).byte())
+        heard = [of_layer for at, *of_layer in watched.layers if at == layer]
+        inputs, weights, ids, fates = (torch.cat(parts) for parts in zip(*heard, strict=True))
+        assert torch.equal(trace.router_inputs[:, layer], inputs.half())
+        assert torch.equal(trace.weights[:, layer], weights.half())
+        assert torch.equal(trace.experts[:, layer], ids.byte())
+        assert torch.equal(trace.fates[:, layer], fates)
 
     # Every token of every request once, but the last, which is never computed.
     of_requests = list(trace.by_request())

@@ -27,6 +27,10 @@ def choices(tokens, seed):
     return torch.randn(tokens, 4, generator=random).bfloat16(), weights, ids.int()
 
 
+def columns(tokens, seed):
+    return dict(zip(("router_inputs", "weights", "experts"), choices(tokens, seed), strict=True))
+
+
 def run(recorder, spans, seed, *, first=0, layers=range(3), guesses=False, gates_right=True, number=0):
     """One step; its tensors are poisoned as soon as they were handed over."""
     tokens = sum(span.tokens for span in spans)
@@ -35,7 +39,9 @@ def run(recorder, spans, seed, *, first=0, layers=range(3), guesses=False, gates
         x, weights, ids = choices(tokens, seed * 10 + layer)
         next_gate = choices(tokens, seed * 10 + layer + 1)[2].long() if guesses and layer < 2 else None
         heavy = ids[:, 0] > layer if first == 0 else None  # steps behind the first have no prompt
-        recorder.record(layer, x, weights, ids, next_gate, heavy)
+        fates = ids.byte() + 1 if first == 0 else None
+        chosen = {"weights": weights, "router_inputs": x, "next_gate": next_gate}
+        recorder.record(layer, ids, **chosen, heavy=heavy, fates=fates)
         x.fill_(torch.nan), weights.fill_(torch.nan), ids.fill_(99)
     position = torch.arange(first, first + tokens + 3)  # vLLM's is as long as its buffer
     recorder.end(spans, position, number, next_gate=gates_right)
@@ -51,6 +57,7 @@ def test_heavy_hitters_are_those_of_prompts(tmp_path):
     for layer in range(3):
         assert torch.equal(trace.heavy[:5, layer], trace.experts[:5, layer, 0] > layer)
     assert not trace.heavy[5].any()
+    assert trace.fates is None, "a device has decided one of the steps"
     with pytest.raises(TraceError, match="other tensors"):
         make_recorder(tmp_path)
 
@@ -113,14 +120,14 @@ def test_steps_that_are_not_whole_are_left_out(tmp_path):
     run(recorder, [Span(0, 4, 4)], seed=1, layers=[0, 1])  # a layer is missing
     recorder.begin()
     for layer in range(3):
-        recorder.record(layer, *choices(4 - layer // 2, layer))  # the step was cut up
+        recorder.record(layer, **columns(4 - layer // 2, layer))  # the step was cut up
     recorder.end([Span(0, 4, 4)], torch.arange(4))
     recorder.begin()
     for layer in range(3):
-        recorder.record(layer, *choices(4, layer))
+        recorder.record(layer, **columns(4, layer))
     recorder.end([Span(0, 3, 4)], torch.arange(4))  # a request's token
     for layer in range(3):
-        recorder.record(layer, *choices(4, layer))  # no step: vLLM warms up
+        recorder.record(layer, **columns(4, layer))  # no step: vLLM warms up
     recorder.end([Span(0, 4, 4)], torch.arange(4))
     run(recorder, [Span(0, 2, 4)], seed=5)
     recorder.flush()

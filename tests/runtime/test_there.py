@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from dataclasses import replace
 from unittest import mock
 
@@ -14,9 +13,11 @@ from tests.runtime.steps import BUDGETS, STEPS, ByNumber, forward, random_step, 
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.kernels import CpuKernel, native
 from vllm_dymoe.observe.timeline import Lane
-from vllm_dymoe.residency.constants import Cost
-from vllm_dymoe.runtime import host_side
+from vllm_dymoe.residency.constants import LOW_VERSION, Cost, Fate
+from vllm_dymoe.residency.routing import Routing
+from vllm_dymoe.runtime import host_side, moe
 from vllm_dymoe.runtime.moe import start_timeline, stop_timeline
+from vllm_dymoe.runtime.replayed import Replayed
 from vllm_dymoe.systems.dymoe import Dymoe
 from vllm_dymoe.transfer import TransferError
 
@@ -74,18 +75,15 @@ def test_an_answer_that_does_not_come_fails_its_step_and_everything_is_fetched_f
     with mock.patch.object(native.Library, "answer", return_value=None):  # the poller is gone
         runtime = decided_runtime(store, "25%", "exact", lo=0, misses="compute", transfer_timeout_s=0.2)
         runtime.host_side.doorbell.on_failure = said.append
-        begun = time.monotonic()
         got = []
         for step in STEPS:
             runtime.decode.settle()  # as where a step begins
             got += run_decided(runtime, [step])
-        took = time.monotonic() - begun
     assert "has not computed" in said[0]
     assert "transfer_timeout_s, which is 0.2 seconds" in said[0]
     wrong = [number for number, (a, b) in enumerate(zip(want, got, strict=True)) if not torch.equal(a, b)]
     assert len(wrong) <= 1, "steps behind the one that failed are whole again"
     assert runtime.host_side.doorbell.failed
-    assert took < 5
     runtime.close(keep_store=True)
 
 
@@ -137,3 +135,62 @@ def test_a_timeline_shows_what_the_host_computes_beside_the_device(memory_store)
     lane = list(Lane).index(Lane.BESIDE)
     assert [event for event in stop_timeline(runtime) if event["tid"] == lane and event["ph"] == "X"]
     runtime.close(keep_store=True)
+
+
+@pytest.mark.parametrize(("misses", "ratio"), [("compute", 0), ("share", 8)])
+@pytest.mark.parametrize("tokens", [9, 40])
+def test_of_a_wide_step_the_host_computes_experts_of_few_rows_while_the_link_brings_the_others(
+    memory_store, misses, ratio, tokens
+):
+    """Half of the pairs fall on two experts, which have more than `misses_rows` rows; nothing is resident."""
+    experts, most = memory_store.experts, tokens // 4
+    with rates_of(ratio):
+        runtime = with_budget(memory_store, "minimum", lo=0, misses=misses, misses_rows=most, link_gbps=FAST)
+    x, weights, _ = random_step(tokens, tokens, experts)
+    hot, rest = torch.arange(tokens) % 2, 2 + torch.arange(tokens) % (experts.num_experts - 2)
+    ids = torch.stack([hot, rest], 1).int()
+    rows = torch.bincount(ids.flatten())
+    assert 0 < int((rows > most).sum()) < int((rows > 0).sum())
+    forward(runtime, 0, *random_step(1, 40, experts))  # finds the free places
+    runtime.reset_stats()
+    held = runtime.memory.table.tier[0] > 0
+    out = forward(runtime, 0, x, weights, ids)
+    stats, far = runtime.stats(), torch.tensor(~held) & (rows > 0)
+    few = int((far & (rows <= most)).sum())
+    assert stats.there == few if misses == "compute" else 0 < stats.there <= few
+    assert stats.transfers["demand"] == int(far.sum()) - stats.there > 0
+    assert torch.equal(out, forward(with_budget(memory_store, "100%", lo=0), 0, x, weights, ids))
+    runtime.close(keep_store=True)
+
+
+@needs_library
+@pytest.mark.parametrize("budget", ["minimum", "100%"])
+def test_recorded_fates_bring_an_answer_again_that_depends_on_them(memory_store, budget):
+    """The device's kernel has other last bits than the host's: it is torch's. The rates have changed meanwhile."""
+    system = ByNumber(low=frozenset({0, 3}), skipped=frozenset({5}))
+
+    def answers(budget, ratio, replayed=None):
+        kernel = mock.patch.object(moe, "make_kernel", return_value=CpuKernel(isa="torch"))
+        with rates_of(ratio), kernel:
+            runtime = with_budget(memory_store, budget, system, misses="share", link_gbps=FAST)
+        runtime.serving.records_fates, runtime.serving.replayed = True, replayed
+        outs, fates = [], []
+        for number, tokens in enumerate((1, 1, 7, 40) * 4):
+            layers = []
+            for layer in range(2):
+                x, weights, ids = random_step(2 * number + layer, tokens, memory_store.experts)
+                routing = Routing(layer, 2, x, ids, weights)
+                outs.append(runtime.serving.forward(routing))
+                layers.append(torch.from_numpy(routing.fates))
+            fates.append(torch.stack(layers, 1))
+        runtime.check_integrity()
+        runtime.close(keep_store=True)
+        return outs, torch.cat(fates)
+
+    def same(outs):
+        return all(map(torch.equal, outs, want))
+
+    want, fates = answers("50%", 3)
+    assert {0, 1, 2, Fate.THERE, Fate.SKIP, LOW_VERSION + Fate.THERE} <= set(fates.flatten().tolist())
+    assert not same(answers(budget, 0.5)[0])
+    assert same(answers(budget, 0.5, Replayed(fates))[0])

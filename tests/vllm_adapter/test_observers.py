@@ -78,9 +78,8 @@ def test_next_gates_are_asked_about_this_layers_input(recorder):
         for layer in range(3):
             observer.see(Routing(layer, 3, X, IDS, WEIGHTS))
         observer.end_step(first_runner(["a"], [0]), step, 7, failed=False)
-        return [
-            found if found is None else found.tolist() for *_, found, _ in (c.args for c in recorder.record.mock_calls)
-        ]
+        found = [call.kwargs["next_gate"] for call in recorder.record.mock_calls]
+        return [gates if gates is None else gates.tolist() for gates in found]
 
     assert next_gates(scheduled(1, new=[new("a", 1)])) == [None] * 3, "the gates are not checked yet"
     known += [Gate(None), Gate(lambda x: x), Gate(lambda x: -x)]

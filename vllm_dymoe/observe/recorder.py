@@ -91,30 +91,25 @@ class Recorder:
         """A step begins; one that has not ended is forgotten."""
         self._step = _Step() if self.recording else None
 
-    def record(
-        self,
-        layer: int,
-        x: torch.Tensor,  # [tokens, hidden], the router's input
-        weights: torch.Tensor,  # [tokens, top_k] routing weights
-        ids: torch.Tensor,  # [tokens, top_k] int, experts counted over all ranks
-        next_gate: torch.Tensor | None = None,  # [tokens, top_k] int, what the next layer's gate makes of x
-        heavy: torch.Tensor | None = None,  # bool [tokens], heavy hitters of prompts; None for no token
-    ) -> None:
-        """Copy what a layer's router chose; the first step says whether gates are recorded, until they were wrong."""
+    def record(self, layer: int, experts: torch.Tensor, **others: torch.Tensor | None) -> None:
+        """Copy what a layer's router chose: columns of a trace, by name, with experts counted over all ranks.
+
+        The first step says whether gates are recorded, until they were wrong; fates are None where a device decides.
+        """
         step = self._step
         if step is None:
             return
         if not step.layers:
-            step.tokens = ids.shape[0]
+            step.tokens = experts.shape[0]
             if self._next_gate is None:
-                self._next_gate = self._inputs and next_gate is not None
-            self._allocate(step, ids.device)
-        if ids.shape[0] != step.tokens:  # the step was cut up, and nothing says which part this is
+                self._next_gate = self._inputs and others.get("next_gate") is not None
+            self._allocate(step, experts.device, fates=others.get("fates") is not None)
+        if experts.shape[0] != step.tokens:  # the step was cut up, and nothing says which part this is
             self._step = None
             return
-        values = {"experts": ids, "weights": weights, "router_inputs": x, "next_gate": next_gate, "heavy": heavy}
+        values = {"experts": experts, **others}
         for name, layers in step.layers.items():
-            if (value := values[name]) is not None:
+            if (value := values.get(name)) is not None:
                 layers[layer].copy_(value)
         step.recorded += 1
 
@@ -212,8 +207,8 @@ class Recorder:
         self._step = None
         self._say(sentence)
 
-    def _allocate(self, step: _Step, device: torch.device) -> None:
-        wanted = {"router_inputs": self._inputs, "next_gate": self._next_gate, "heavy": self._heavy}
+    def _allocate(self, step: _Step, device: torch.device, *, fates: bool) -> None:
+        wanted = {"router_inputs": self._inputs, "next_gate": self._next_gate, "heavy": self._heavy, "fates": fates}
         for name, (shape, dtype) in columns(self.header, step.tokens).items():
             if len(shape) > 1 and wanted.get(name, True):
                 make = torch.zeros if name == "heavy" else torch.empty

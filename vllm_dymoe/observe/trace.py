@@ -40,6 +40,7 @@ def columns(header: ModelIdentity, tokens: int) -> dict[str, tuple[tuple[int, ..
         "router_inputs": ((tokens, layers, header.hidden), torch.float16),
         "next_gate": ((tokens, layers - 1, top_k), expert),
         "heavy": ((tokens, layers), torch.bool),
+        "fates": ((tokens, layers, top_k), torch.uint8),
     }
 
 
@@ -61,6 +62,7 @@ class Trace:
     next_gate: torch.Tensor | None = None
     """[tokens, layers - 1, top_k], as ``experts``: what the next layer's gate makes of this layer's input."""
     heavy: torch.Tensor | None = None  # [tokens, layers] bool, heavy hitters of prompts (DyMoE 4.2)
+    fates: torch.Tensor | None = None  # [tokens, layers, top_k] uint8, see ``residency.rule.fates_of``
     domain: tuple[str, ...] | None = None  # a name for each request, possibly empty; None if no request has one
 
     def __post_init__(self) -> None:
@@ -216,8 +218,10 @@ def _read(path: Path) -> _Part:
 
 def _joined(parts: Sequence[_Part]) -> Trace:
     """One trace of several files; each run has request numbers of its own, behind those of the run before."""
-    if any(part.trace.next_gate is None for part in parts):  # of gates that turned out to be wrong
-        parts = [part._replace(trace=replace(part.trace, next_gate=None)) for part in parts]
+    for name in ("next_gate", "fates"):  # of gates that turned out to be wrong, and of steps that a device decided
+        if any(getattr(part.trace, name) is None for part in parts):
+            absent: dict[str, Any] = {name: None}
+            parts = [part._replace(trace=replace(part.trace, **absent)) for part in parts]
     first = parts[0]
     for part in parts[1:]:
         if (header := part.trace.header) != first.trace.header:

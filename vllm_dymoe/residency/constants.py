@@ -10,6 +10,10 @@ class Fate(IntEnum):
     KEEP = 1  # they are fetched into a slot that keeps them
     PASS = 2  # they are fetched for this step alone
     THERE = 3  # they stay in host memory, where the host computes with them
+    SKIP = 4  # nothing is computed with them; of recorded fates only
+
+
+LOW_VERSION = 8  # is added to a recorded fate of an expert that was computed with its low version
 
 
 class Cost(IntEnum):

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_dymoe.residency.constants import AGING, USE, Cost
+from vllm_dymoe.residency.constants import AGING, LOW_VERSION, USE, Cost, Fate
 
 NOWHERE, LOW, HIGH = 0, 1, 2  # in which version an expert is held, or wanted
 
@@ -95,6 +95,23 @@ def decide(
     whole[base[base >= 0]] = False
     _find_places(fine, active, high, fetched[1] & (base != PASS), whole, heat[1], used_at[1], shares[HIGH])
     return places
+
+
+def fates_of(
+    ids: Ints, active: Ints, wanted: NDArray[np.int8], held: NDArray[np.int8], places: Ints
+) -> NDArray[np.uint8]:
+    """What becomes of the expert of each pair: a Fate, and LOW_VERSION where it is computed low.
+
+    Args:
+        ids: int64 [tokens, top_k], negative where another rank has the expert.
+        active: as for :func:`decide`; wanted and held likewise.
+        places: what that returned.
+    """
+    hit, found = (places == HIT).all(0), np.full(int(ids.max()) + 2, Fate.SKIP, np.uint8)  # the last of other ranks
+    cases = (places == THERE).any(0), hit, (places == PASS).any(0)
+    low = (wanted == LOW) & ~(hit & (held[active] == HIGH))
+    found[active] = np.select(cases, (Fate.THERE, Fate.HIT, Fate.PASS), Fate.KEEP) + LOW_VERSION * low
+    return found[ids]
 
 
 def _computed_there(

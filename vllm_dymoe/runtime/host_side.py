@@ -53,7 +53,7 @@ class HostSide:
         if decoding is not None:
             try:
                 self.worker = decoding.doorbell = Doorbell(experts, DECODE_ROWS, *how, device, lock)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 raise ConfigError(
                     f'vllm-dymoe: misses = "{options.misses}" is impossible, because {error}; leave the option out.'
                 ) from error

@@ -156,6 +156,7 @@ class MoERuntime:
         measured = None if predictor is None else Measured(predictor)
         self.level = store if isinstance(store, HostLevel) and not store.whole else None
         self.serving = Serving(self.memory, self.kernel, self.engine, measured, self.level, foresees=decoding is None)
+        self.serving.records_fates = options.trace is not None
         self.host_side.join(self.serving, rates)
         files = self.level.files if self.level else store
         if isinstance(files, FileStore):

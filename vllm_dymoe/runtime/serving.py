@@ -15,7 +15,7 @@ from vllm_dymoe.predict import Measured, PredictionStats
 from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.format import Expert
 from vllm_dymoe.residency.routing import Phase, Routing
-from vllm_dymoe.residency.rule import HIT, THERE, Ints
+from vllm_dymoe.residency.rule import HIT, THERE, Ints, fates_of
 from vllm_dymoe.residency.slots import Slot
 from vllm_dymoe.residency.table import CODES
 from vllm_dymoe.residency.tier import Tier
@@ -26,6 +26,7 @@ from vllm_dymoe.runtime.levels import ReadAhead, expect
 from vllm_dymoe.runtime.memory import ExpertMemory
 from vllm_dymoe.runtime.migration import Migration
 from vllm_dymoe.runtime.prefetch import Prefetcher
+from vllm_dymoe.runtime.replayed import Replayed
 from vllm_dymoe.runtime.stream import LayerStep
 from vllm_dymoe.runtime.there import Beside
 from vllm_dymoe.store.disk import DiskCounts
@@ -40,6 +41,8 @@ class Serving:
     bits: Mapping[Tier, int]  # of each tier, 0 for one that is skipped
     computes_there: bool  # some experts without a slot are computed in host memory, as the table's costs say
     beside: Beside | None = None  # cores that do it while a device computes; None where the device is the host
+    records_fates = False  # routings are told what becomes of their experts
+    replayed: Replayed | None = None  # says what becomes of them instead of system and rule
     fetcher: Fetcher  # gives slots to what is fetched
     prefetcher: Prefetcher | None = None  # fetches ahead; None without a predictor
     migration: Migration | None = None  # moves versions between steps; None where steps fetch what they need
@@ -159,7 +162,7 @@ class Serving:
     def _decide(self, routing: Routing) -> tuple[dict[int, Tier], set[int], Ints]:
         """The tier of each expert that is computed, those that are skipped, and what the rule makes of the former."""
         bits, layer = self.bits, routing.layer
-        tiers = self.hot_set.wants(routing) if self.hot_set else self.system.precision.select(routing)
+        tiers, there = self.replayed.next(routing) if self.replayed else (self._tiers(routing), set[int]())
         wanted = {expert: tier for expert in routing.active if bits[tier := tiers[expert]] > 0}
         planned = self.counts.planned
         planned.update(wanted.values())
@@ -172,12 +175,20 @@ class Serving:
             uses = np.fromiter(map(routing.counts.__getitem__, wanted), np.int64, len(wanted))
             self.migration.count(routing, active, uses)
         rows = None
-        if self.computes_there and (self.beside is None or not self.beside.failed):
+        if self.replayed is None and self.computes_there and (self.beside is None or not self.beside.failed):
             rows = np.fromiter(map(routing.counts.__getitem__, wanted), np.int64, len(wanted))
         places = self.memory.table.begin_step(layer, active, codes, rows, ages=self.system.residency.ages)
+        if there:
+            places[:, np.isin(active, list(there))] = THERE
+        if self.records_fates:
+            held = self.memory.table.tier[layer]
+            routing.fates = fates_of(routing.host_ids, active, codes, held, places)
         if self.level is not None:
             expect(self.level, self.memory, layer, wanted, places)
         return wanted, tiers.keys() - wanted.keys(), places
+
+    def _tiers(self, routing: Routing) -> Mapping[int, Tier]:
+        return self.hot_set.wants(routing) if self.hot_set else self.system.precision.select(routing)
 
     def _there(self, layer: int, wanted: Mapping[int, Tier], places: Ints) -> dict[int, Expert]:
         """What is computed where it lies. Where residency decides on precision it is the high version."""

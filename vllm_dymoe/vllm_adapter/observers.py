@@ -38,7 +38,7 @@ class Observer:
         """A step begins, or, without tokens, only ends some requests."""
 
     def see(self, routing: Routing) -> None:
-        """One layer is about to run, or has run; not called any more in a step that has failed."""
+        """One layer has run; not called any more in a step that has failed."""
         raise NotImplementedError
 
     def end_step(self, runner: Any, scheduler_output: Any, step: int, *, failed: bool) -> None:
@@ -148,7 +148,9 @@ class TraceObserver(Observer):
         if layer + 1 < len(self._gates):
             next_gate, _ = self._gates[layer + 1].best(routing.x, ids.shape[1])
         heavy = None if prompt is None else prompt.heavy & prompt.rows
-        self.recorder.record(layer, routing.x, routing.weights, ids, next_gate, heavy)
+        fates = None if routing.fates is None else torch.from_numpy(routing.fates)
+        columns = {"weights": routing.weights, "router_inputs": routing.x, "next_gate": next_gate}
+        self.recorder.record(layer, ids, **columns, heavy=heavy, fates=fates)
 
     def end_step(self, runner: Any, scheduler_output: Any, step: int, *, failed: bool) -> None:
         if failed or not self.recorder.recording:

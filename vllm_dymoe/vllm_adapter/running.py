@@ -98,9 +98,9 @@ class Running:
                 with runtime.serving.unobserved():
                     out = runtime.serving.forward(routing, layer.activation)
             else:
+                out = runtime.serving.forward(routing, layer.activation)
                 for observer in () if draft else self.observation.observers:
                     observer.see(routing)
-                out = runtime.serving.forward(routing, layer.activation)
         except TransferError as error:
             self._failed(error)
             out = torch.zeros_like(x)

@@ -449,12 +449,14 @@ def test_the_least_budget_serves(nested):
     assert runtime.stats().misses == 0
 
 
+@pytest.mark.parametrize("misses", ["fetch", "compute"])
 @pytest.mark.parametrize("nested", [True, False])
-def test_with_stream_cold_a_smaller_budget_fetches_cold_experts_low_and_hot_ones_stay_high(nested):
-    """Experts 0 and 1 have nine tenths of every token's weight, and later 4 and 5."""
+def test_with_stream_cold_a_smaller_budget_fetches_cold_experts_low_and_hot_ones_stay_high(nested, misses):
+    """Experts 0 and 1 have nine tenths of every token's weight, and later 4 and 5. Cold ones that are not fetched but
+    computed where they lie are high, too."""
     store = STORES[nested]
     less = dynaexq(store, high=1).minimum_budget - 5000
-    options = Options(hi=4, lo=2, group_size=32, expert_budget=less)
+    options = Options(hi=4, lo=2, group_size=32, expert_budget=less, misses=misses)
     runtime = MoERuntime(store, options, CPU, system=DynaExq(**AT_ONCE | {"window_uses": 2}, stream_cold=True))
     assert not runtime.plan.holds_all
     for hot in ((0, 1), (4, 5)):
@@ -464,12 +466,18 @@ def test_with_stream_cold_a_smaller_budget_fetches_cold_experts_low_and_hot_ones
                 x, _, ids = random_step(step, 6, store.experts)
                 cold = torch.tensor([expert for expert in range(EXPERTS) if expert not in hot])[ids[:, 1] % 4]
                 ids = torch.stack([torch.tensor(hot * 3), cold], 1).int()
-                forward(runtime, layer, x, torch.tensor([[0.9, 0.1]] * 6), ids)
+                step_of_layer = layer, x, torch.tensor([[0.9, 0.1]] * 6), ids
+                out, tier = forward(runtime, *step_of_layer), runtime.memory.table.tier[layer]
+                if step > 20 and misses == "compute":
+                    plan = ByNumber(low=frozenset((tier == LOW).nonzero()[0].tolist()))
+                    assert torch.equal(out, forward(make_runtime(store, system=plan), *step_of_layer))
             if step == 20:
                 runtime.reset_stats()
             runtime.check_integrity()
         stats = runtime.stats()
         assert stats.misses > 0, "cold experts pass"
+        assert (stats.there, stats.transfers["demand"])[misses == "fetch"] > 0
+        assert (stats.transfers["demand"], stats.there)[misses == "fetch"] == 0
         assert 0 < stats.planned["hi"] < stats.planned["lo"]
         high = {expert for _, expert in zip(*(runtime.memory.table.tier == HIGH).nonzero(), strict=True)}
         assert set() < high <= set(hot)

@@ -8,15 +8,13 @@ class RecordedLock:
 
     Args:
         refuse: number of the call that fails; None for none.
-        node: as the real one's.
 
     Attributes:
         calls: in order.
         locked: bytes by address.
     """
 
-    def __init__(self, refuse=None, node=None):
-        self.node = node
+    def __init__(self, refuse=None):
         self.calls, self.locked = [], {}
         self._refuse = refuse
 

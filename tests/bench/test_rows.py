@@ -36,7 +36,6 @@ def test_full_load_is_measured_first_and_an_engine_once():
         ("firm", True),
         ('{"system": "compared", "system_options": {"ahead": "meeting of layers"}}', True),
         ('{"system": "dymoe", "lo": 2}', False),
-        ('{"system": "one layer low", "lo": 2, "system_options": {"layer": 0}}', False),
     ],
 )
 def test_only_what_serves_one_precision_has_to_answer_alike(system, fixed):

@@ -11,46 +11,14 @@ import pytest
 import torch
 
 from tests.support.benchmarks import modules_of
-from vllm_dymoe.bench.systems import Chosen
-from vllm_dymoe.residency.routing import Routing
-from vllm_dymoe.residency.tier import Tier
-from vllm_dymoe.systems.dymoe import Dymoe
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "quality"
-LAYERS, ACTIVE = 8, 32
 
 
 @pytest.fixture(scope="module", autouse=True)
 def folder():
     with modules_of("quality"):
         yield
-
-
-def high_experts(system):
-    """What a system makes high in each layer of a step that uses every expert once, the later ones with more weight."""
-    ids, weights = torch.arange(ACTIVE).unsqueeze(0), torch.arange(ACTIVE).float().unsqueeze(0)
-    plans = [system.precision.select(Routing(layer, LAYERS, weights, ids, weights)) for layer in range(LAYERS)]
-    return [{expert for expert, tier in plan.items() if tier is Tier.HI} for plan in plans]
-
-
-@pytest.mark.parametrize("retention", [0.9, 0.75, 0.5])
-def test_every_choice_has_as_many_high_experts(retention):
-    options, choices = {"retention": retention, "rounding": "nearest"}, {True: "depth", False: "equal"}
-    found = {
-        (by_importance, by_depth): high_experts(
-            Chosen(by_importance=by_importance, high_by=choices[by_depth], **options)
-        )
-        for by_importance in (True, False)
-        for by_depth in (True, False)
-    }
-    assert found[True, True] == high_experts(Dymoe(high_by="depth", **options))
-    counts = {choice: [len(high) for high in layers] for choice, layers in found.items()}
-    assert counts[True, False] == counts[False, False] == [round(retention * ACTIVE)] * LAYERS
-    assert counts[True, True] == counts[False, True]
-    assert abs(sum(counts[True, True]) - sum(counts[True, False])) <= 2  # of 256: what rounding leaves
-    best = [set(range(ACTIVE - count, ACTIVE)) for count in counts[True, False]]
-    assert found[True, False] == best
-    assert found[False, False] != best
 
 
 def test_what_is_said_of_answers():

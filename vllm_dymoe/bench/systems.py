@@ -1,8 +1,6 @@
-"""Systems that exist to be compared: parts of the papers' systems, one at a time."""
+"""A system that exists to be compared: parts of the papers' systems, one at a time."""
 
-import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
@@ -12,10 +10,8 @@ from vllm_dymoe.predict import Candidate, Predictor, RoutedModel
 from vllm_dymoe.predict.meeting_of_layers import MeetingOfLayers
 from vllm_dymoe.predict.side_stream import make_side_stream
 from vllm_dymoe.residency.routing import Routing
-from vllm_dymoe.residency.tier import Tier
-from vllm_dymoe.systems import SYSTEMS, System, firm
-from vllm_dymoe.systems.base import Foresight, Precision, Residency
-from vllm_dymoe.systems.dymoe import CriticalHigh, Dymoe
+from vllm_dymoe.systems import SYSTEMS, firm
+from vllm_dymoe.systems.base import Foresight, Residency
 from vllm_dymoe.systems.exact import Exact
 
 
@@ -84,57 +80,6 @@ class Compared(Exact):
         )
 
 
-@dataclass(frozen=True)
-class RandomHigh(CriticalHigh):
-    """High for as many as the schedule says, by a fixed sequence of random numbers."""
-
-    draw: random.Random = field(default_factory=lambda: random.Random(0))
-
-    def critical(self, routing: Routing) -> set[int]:
-        count = self.schedule.critical(routing.layer, routing.num_layers, len(routing.active))
-        return set(self.draw.sample(routing.active, count))
-
-
-class Chosen(Dymoe):
-    """DyMoE without its idea of what matters (its Figure 3)."""
-
-    name: ClassVar[str] = "chosen"
-    summary: ClassVar[str] = "DyMoE with other choices, for measurements"
-
-    by_importance: bool = True  # which experts are critical; else a fixed sequence of random numbers says
-
-    @cached_property
-    def precision(self) -> CriticalHigh:
-        return super().precision if self.by_importance else RandomHigh(**vars(super().precision))
-
-
-@dataclass(frozen=True)
-class LayerLow(Precision):
-    """Every expert of one layer low, every other one high."""
-
-    layer: int = 0
-
-    def shares(self, num_layers: int, top_k: int) -> Mapping[Tier, Sequence[float]]:
-        low = [float(layer == self.layer) for layer in range(num_layers)]
-        return {Tier.HI: [1 - share for share in low], Tier.LO: low}
-
-    def select(self, routing: Routing) -> Mapping[int, Tier]:
-        return dict.fromkeys(routing.active, Tier.LO if routing.layer == self.layer else Tier.HI)
-
-
-class OneLayerLow(System):
-    """Every expert of one layer low, every other one high (DyMoE's Figure 5)."""
-
-    name: ClassVar[str] = "one layer low"
-    summary: ClassVar[str] = "all experts of one layer at `lo`, for measurements"
-
-    layer: int = Field(ge=0)  # counted among the MoE layers
-
-    @cached_property
-    def precision(self) -> Precision:
-        return LayerLow(frozenset((Tier.HI, Tier.LO)), layer=self.layer)
-
-
 def make_known() -> None:
-    """Let the option ``system`` name them, in this process."""
-    SYSTEMS.update({system.name: system for system in (Compared, Chosen, OneLayerLow)})
+    """Let the option ``system`` name it, in this process."""
+    SYSTEMS[Compared.name] = Compared

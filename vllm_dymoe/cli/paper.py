@@ -52,7 +52,7 @@ class Paper:
         if name not in PAPERS:
             raise ConfigError(f"{name} is none of the papers: {', '.join(PAPERS)}.")
         bench = self._bench
-        tables = list(PAPERS[name](bench.shape.moe_layers))
+        tables = list(PAPERS[name]())
         cases = cases_of(tables, bench.model, bench.workload, bench.engine, self._changed)
         rows = bench.measure(cases)
         check_outputs(rows)

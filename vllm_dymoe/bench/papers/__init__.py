@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from vllm_dymoe.bench.papers import duoserve, dymoe, dynaexq, firm
 from vllm_dymoe.bench.papers.tables import PaperTable
 
-PAPERS: dict[str, Callable[[int], Iterator[PaperTable]]] = {
+PAPERS: dict[str, Callable[[], Iterator[PaperTable]]] = {
     "dymoe": dymoe.tables,
     "duoserve": duoserve.tables,
     "firm": firm.tables,
     "dynaexq": dynaexq.tables,
-}  # by name: from the number of a model's MoE layers to the tables
+}  # by name

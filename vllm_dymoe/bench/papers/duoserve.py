@@ -40,7 +40,7 @@ _HIT_RATES = {
 }
 
 
-def tables(_moe_layers: int) -> Iterator[PaperTable]:
+def tables() -> Iterator[PaperTable]:
     peak = {"ours, MB": of("decode", "peak_expert_bytes", unit=1e-6)}
     sizes = ("8x7B, GB", "8x22B, GB")
     yield PaperTable(

@@ -1,4 +1,4 @@
-"""DyMoE: Tables 1 to 3, Figures 3 to 6, 10 and 11."""
+"""DyMoE: Tables 1 to 3, Figures 4, 6, 10 and 11."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,7 +9,6 @@ from vllm_dymoe.bench.papers.tables import TPOT, TTFT, At, Line, PaperTable, Qua
 
 _TASKS = {"MMLU": "mmlu", "CMMLU": "cmmlu", "GSM8K": "gsm8k"}
 HEAVY_SHARE = 0.2  # of a prompt's tokens; the paper names none
-_C_EVAL = {"C-Eval": "ceval-valid"}
 _PLACES = {"16 GB": "25%", "24 GB": "75%"}  # of Mixtral's experts at 4 bits, beside what else is there
 _HERE = "here with " + " and ".join(f"{share} of the experts for {memory}" for memory, share in _PLACES.items())
 _COLUMNS = {f"{memory} {name}": (At(share), show) for memory, share in _PLACES.items() for name, show in
@@ -46,11 +45,6 @@ _DYNAMIC = {
     ("4/2", 0.9): ((0.6821, 0.5053, 0.6475), (0.7704, 0.8015, 0.9052)),
     ("4/2", 1.0): ((0.6795, 0.5044, 0.6467), (0.7705, 0.8044, 0.8908)),
 }
-_CHOICES = {
-    "random": (False, "equal"),
-    "token-based, equal": (True, "equal"),
-    "token-based, depth-based": (True, "depth"),
-}
 _SYSTEMS: Mapping[str, Mapping[str, Any]] = {
     "Accelerate": {"system": "on-demand", "system_options": {"overlap": False}},
     "DyMoE (4/2)": _DYMOE | {"lo": 2},
@@ -59,7 +53,7 @@ _SYSTEMS: Mapping[str, Mapping[str, Any]] = {
 _ELSEWHERE = "a system of its own, not built on this plugin; measure its server with --peer http://..."
 
 
-def tables(moe_layers: int) -> Iterator[PaperTable]:
+def tables() -> Iterator[PaperTable]:
     yield PaperTable("Table 1", "uniform quantization", tuple(_TASKS), [
         row for label, (options, *both) in _UNIFORM.items() for row in _of_both_models(label, options, both)
     ])  # fmt: skip
@@ -74,20 +68,9 @@ def tables(moe_layers: int) -> Iterator[PaperTable]:
         line("2, and an oracle", Speed(Subject("oracle", _ORACLE), _COLUMNS)),
         line("bound: all of 2 overlaps", Speed(Subject("2. cache", _ABLATION["2. cache"][0]), _BOUND)),
     ])  # fmt: skip
-    yield PaperTable("Figure 3", "which experts are kept; the paper has C-Eval", tuple(_C_EVAL), [
-        line(label, Quality({"hi": 4, "lo": 0, "system": "chosen", "system_options": {
-            "retention": 0.75, "heavy_share": HEAVY_SHARE, "by_importance": by_importance, "high_by": high_by,
-        }}, _C_EVAL))
-        for label, (by_importance, high_by) in _CHOICES.items()
-    ])  # fmt: skip
     yield PaperTable("Figure 4", "where the heavy hitters of prompts go, beside all of their tokens", (
         "of all tokens, to the busiest quarter %", "of heavy hitters %", "correlation of the loads"), [
         line("experts", heavy_hitters)
-    ])  # fmt: skip
-    yield PaperTable("Figure 5", "one layer at 2 bits, the others at 16", tuple(_C_EVAL), [
-        line(f"layer {layer}", Quality({"hi": 16, "lo": 2, "system": "one layer low",
-                                        "system_options": {"layer": layer}}, _C_EVAL))
-        for layer in range(moe_layers)
     ])  # fmt: skip
     yield PaperTable("Figure 6", "cosine of neighbouring layers' inputs; the paper draws 0.8 to 1", (
         "lowest", "mean", "highest"), [line("router inputs", similarity)])  # fmt: skip

@@ -41,7 +41,7 @@ _TOKENS = 48  # of prompts where batches are compared: two dozen prompts make no
 _LENGTHS = ("32", "64", "128", "256")
 
 
-def tables(_moe_layers: int) -> Iterator[PaperTable]:
+def tables() -> Iterator[PaperTable]:
     for name, what, prefill in (("Table 1", _DECODE, False), ("Table 2", _PREFILL, True)):
         about = f"percent of a layer's experts in a step of {'prefill' if prefill else 'decode'}, by batch"
         yield PaperTable(name, about, _BATCHES, [

@@ -1,11 +1,11 @@
-"""FIRM-MoE: Tables 1 and 2, Figures 4 to 7."""
+"""FIRM-MoE: Tables 1 and 2, Figures 4, 5 and 7."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from vllm_dymoe.bench.cases import Subject
-from vllm_dymoe.bench.papers.routers import Votes, best_setting, strategy
+from vllm_dymoe.bench.papers.routers import Votes, strategy
 from vllm_dymoe.bench.papers.tables import RATE, TPOT, At, PaperTable, Speed, least, line, spread
 
 # Slots of the paper's caches as shares of Qwen1.5-MoE's 1440 experts.
@@ -42,7 +42,7 @@ _STRATEGIES: Mapping[str, tuple[int, int, Votes, Mapping[str, float]]] = {
 }
 
 
-def tables(_moe_layers: int) -> Iterator[PaperTable]:
+def tables() -> Iterator[PaperTable]:
     here = ", ".join(f"{share} for {cache}" for cache, share in _CACHES.items())
     about = f"s per token of Qwen1.5-MoE-A2.7B on an RTX 3090 and PCIe 4; here as shares of the experts, {here}"
     without = Subject("Baseline, nothing ahead", _parts("nothing", whole=True))
@@ -66,11 +66,6 @@ def tables(_moe_layers: int) -> Iterator[PaperTable]:
         line("FIRM-MoE", Speed(_firm(1), _LENGTHS)),
         *(line(name, f"beside it: `vllm-dymoe bench MODEL --peer {peer}`.")
           for name, peer in (("Fiddler", "http://..."), ("Llama.cpp", "llama.cpp"))),
-    ])  # fmt: skip
-    columns = ("K", "P", "cost")
-    yield PaperTable("Figure 6", "K and P of the lowest cost (Eq. 11), without a cache here", columns, [
-        line(group, partial(best_setting, group=group), columns[:2], (k, 3))
-        for group, k in (("shallow", 4), ("middle", 8), ("deep", 8))
     ])  # fmt: skip
     yield PaperTable("Figure 7", "what layers name, Qwen1.5-MoE-A2.7B", ("utilisation %", "accuracy %"), [
         line(name, partial(strategy, k=k, p=p, votes=votes), numbers, tuple(numbers.values()))

@@ -1,9 +1,9 @@
 """What papers show of routers, from one trace: similarity, popularity, agreement of layers, experts of a batch."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations, product
+from itertools import combinations
 
 import torch
 
@@ -19,7 +19,6 @@ from vllm_dymoe.observe.statistics import (
 from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.predict.gate import Gate
 
-_ALPHA = _BETA = 0.5  # of Eq. 11
 _TOKENS = 2000  # as FIRM-MoE counts (section "Impact of Fine-Grained Pre-fetching")
 
 
@@ -112,49 +111,15 @@ class Votes:
         return given >= min(self.threshold, sum(weights)) - 1e-6
 
 
-def _meetings(
-    trace: Trace, gates: Sequence[torch.Tensor], k: int, p: int, votes: Votes
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """For each layer: which experts are named, and which are wanted, bool [tokens, experts] each."""
-    assert trace.router_inputs is not None
-    for layer in range(1, trace.header.num_layers):
-        gate = Gate(partial(torch.nn.functional.linear, weight=gates[layer].float()))
-        inputs = [trace.router_inputs[:, m].float() for m in range(max(0, layer - p), layer)]
-        named = votes.named(gate, k, inputs)
-        wanted = torch.zeros_like(named).scatter_(1, trace.experts[:, layer].long(), True)
-        yield layer, named, wanted
-
-
 def strategy(recorded: Recorded, k: int, p: int, votes: Votes) -> Numbers:
     """Expert utilisation and prediction accuracy of a way to name experts (FIRM-MoE Figure 7, Eqs. 7 and 8)."""
-    right = named = wanted = 0
-    for _, said, asked in _meetings(_inputs(recorded), recorded.gates, k, p, votes):
+    trace, right, named, wanted = _inputs(recorded), 0, 0, 0
+    assert trace.router_inputs is not None
+    for layer in range(1, trace.header.num_layers):
+        gate = Gate(partial(torch.nn.functional.linear, weight=recorded.gates[layer].float()))
+        said = votes.named(gate, k, [trace.router_inputs[:, m].float() for m in range(max(0, layer - p), layer)])
+        asked = torch.zeros_like(said).scatter_(1, trace.experts[:, layer].long(), True)
         right += int((said & asked).sum())
         named += int(said.sum())
         wanted += int(asked.sum())
     return {"utilisation %": 100 * right / max(1, named), "accuracy %": 100 * right / wanted}
-
-
-def cost_map(recorded: Recorded, largest_k: int, largest_p: int) -> Mapping[tuple[str, int, int], float]:
-    """Eq. 11 by third of the layers, K and P, a mean of layers and tokens, without a cache (FIRM-MoE Figure 6)."""
-    trace, found = _inputs(recorded), dict[tuple[str, int, int], float]()
-    layers = trace.header.num_layers
-    shallow, deep = -(-layers * 3 // 10), layers - layers // 4
-    for k, p in product(range(1, largest_k + 1), range(1, largest_p + 1)):
-        costs: dict[str, list[float]] = {}
-        for layer, said, asked in _meetings(trace, recorded.gates, k, p, Votes((1.0,) * p, float(p))):
-            cost = _ALPHA * (said & ~asked).sum() + _BETA * (asked & ~said).sum()
-            group = "shallow" if layer < shallow else "deep" if layer >= deep else "middle"
-            costs.setdefault(group, []).append(float(cost) / trace.num_tokens)
-        found |= {(group, k, p): sum(values) / len(values) for group, values in costs.items()}
-    return found
-
-
-def best_setting(recorded: Recorded, group: str) -> Numbers:
-    """The K and P of the lowest cost for a third of the layers."""
-    top_k = recorded.trace.header.top_k
-    found = {key: cost for key, cost in cost_map(recorded, 2 * top_k, 4).items() if key[0] == group}
-    if not found:
-        return {}
-    _, k, p = min(found, key=found.__getitem__)
-    return {"K": k, "P": p, "cost": found[group, k, p]}

@@ -10,8 +10,7 @@ from tests.small_model import make_experts
 from tests.store.locks import RecordedLock
 from tests.store.stores import write
 from vllm_dymoe.quantize.dummy import random_store
-from vllm_dymoe.residency.code import MXFP4
-from vllm_dymoe.residency.format import Format, ModelExperts, all_keys, stored_formats
+from vllm_dymoe.residency.format import all_keys
 from vllm_dymoe.store import FileStore, HostPlace, Manifest, StoreError, whole_level
 from vllm_dymoe.store.files import file_name
 from vllm_dymoe.store.writer import StoreWriter
@@ -19,10 +18,8 @@ from vllm_dymoe.transfer import HostLevel
 from vllm_dymoe.vllm_adapter import model_store
 from vllm_dymoe.vllm_adapter.model_store import (
     LayerSpec,
-    _described,
     cached_store,
     check_belongs,
-    fingerprint,
     place_experts,
 )
 
@@ -130,15 +127,3 @@ def test_a_damaged_or_another_models_store_of_an_earlier_start_is_written_again_
     again.close()
     assert cached_store(tmp_path / "store", dataclasses.replace(manifest, quantizer="hqq")) is None
     assert "is another model's; it is replaced" in warnings()[1]
-
-
-def test_stores_in_users_caches_keep_their_names():
-    """The name was once made of the classes' own words; whatever they are called now, these are the words."""
-    assert _described(EXPERTS).startswith(
-        "ModelExperts(layers=(1, 2), num_experts=6, top_k=2, formats={4: ExpertFormat(hidden=64, intermediate=32, "
-        "bits=4, group_size=32, dtype=torch.bfloat16, bias=False, integer_zeros=False, act_order=False, has_gate=True, "
-        "codebook=None, nested=False, upper_of=0), 2: ExpertFormat("
-    )
-    assert fingerprint(None, _described(EXPERTS)) == "d02d0c9a2609d05b"
-    floats = stored_formats((4,), lambda bits: Format(64, 32, MXFP4, 64, torch.bfloat16))
-    assert fingerprint(None, _described(ModelExperts((0,), 4, 2, floats))) == "43bc652125a2bbcd"

@@ -7,7 +7,6 @@ import pytest
 import torch
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
-from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
 
 from tests.vllm_adapter.test_prepare import configure, refusal, with_quantization_config
@@ -203,30 +202,3 @@ def test_a_draft_with_a_config_of_its_own_joins_the_models_experts(monkeypatch):
     draft = DymoeConfig()
     assert draft.get_quant_method(layer, "model.layers.2.experts").loading is mine.loading
     assert draft.loading is mine.loading
-
-
-@pytest.mark.parametrize("step", ["get_quant_method", "create_weights", "process_weights_after_loading", "apply"])
-def test_what_vllm_cannot_run_is_said_to_be_its_limit(step, monkeypatch):
-    """Its CPU build finds no kernel when a layer is made, or none of an operator's arguments when it is called."""
-
-    def fail(*_, **__):
-        raise TypeError("no such operator\nand more")
-
-    layer = torch.nn.Module()
-    layer.__class__ = type("Dense", (LinearBase,), {"__init__": None})
-    layer.input_size, layer.params_dtype = 8, torch.bfloat16
-    steps = ("create_weights", "process_weights_after_loading", "apply")
-    method = SimpleNamespace(**{name: fail if name == step else lambda *_: None for name in steps})
-    config = DymoeConfig.from_config(AWQ)
-    monkeypatch.setattr(config._dense, "get_quant_method", fail if step == "get_quant_method" else lambda *_: method)
-
-    def load():
-        served = config.get_quant_method(layer, "model.layers.0.self_attn.o_proj")
-        served.create_weights(layer)
-        served.process_weights_after_loading(layer)
-
-    sentence = (
-        r"vLLM itself cannot run the quantized dense layer model\.layers\.0\.self_attn\.o_proj .*\(no such operator\)"
-    )
-    with pytest.raises(ConfigError, match=sentence):
-        load()

@@ -35,7 +35,6 @@ class Workload:
     requests: int  # answers that are measured for each case
     warm_up: int  # answers before them that are not
     max_tokens: int  # of each answer
-    temperature: float = 0.0  # 0 is greedy; otherwise each request has a seed of its own
     prompt_tokens: int | None = None
     """Of each prompt, cut from all of them behind one another; None leaves prompts as they are."""
     runs: int = 1  # how often all of it is answered and measured

@@ -215,19 +215,13 @@ def train(
     out: Annotated[Path, typer.Option("--out", "-o", help="File to write, for the option `predictor`.")],
     architecture: Architecture = "auto",
     epochs: Annotated[int, typer.Option(min=1, help="At most.")] = 20,
-    patience: Annotated[int, typer.Option(min=1, help="Epochs without a better held-out loss before it ends.")] = 3,
-    batch: Annotated[int, typer.Option(min=2, help="Tokens.")] = 256,
-    learning_rate: Annotated[float, typer.Option(min=0, help="Where it begins.")] = 3e-3,
-    held_out: Annotated[float, typer.Option(min=0, max=0.9, help="Share of the requests to test on.")] = 0.1,
-    seed: Annotated[int, typer.Option(help="Of the split, the first weights, and the order of tokens.")] = 0,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where it is trained.")] = "cpu",
 ) -> None:
     """Train a predictor of the next layer's experts on a trace."""
     from vllm_dymoe.cli.train import run
     from vllm_dymoe.training import Recipe
 
-    recipe = Recipe(epochs, patience, batch, learning_rate, held_out, seed)
-    run(trace, out, architecture, recipe, device)
+    run(trace, out, architecture, Recipe(epochs), device)
 
 
 @app.command()
@@ -247,7 +241,6 @@ def bench(
     requests: Annotated[int, typer.Option(min=1, help="Requests that are measured for each row.")] = 16,
     warm_up: Annotated[int, typer.Option(min=1, help="Requests before them that are not.")] = 4,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     options: Annotated[str, typer.Option(help="Options of every system, as JSON: '{\"hi\": 8}'.")] = "{}",
     engine: Engine = "{}",
     paper: PaperName = None,
@@ -270,7 +263,7 @@ def bench(
     asked, common = read_prompts(prompts), json_object("--options", options)
     common |= {} if host_memory is None else {"host_memory": host_memory}
     common |= {} if disk is None else {"disk_gbps": parse_rate(disk) / 1e9}
-    workload = Workload(asked.digest, asked.name, asked.is_random, requests, warm_up, max_tokens, temperature)
+    workload = Workload(asked.digest, asked.name, asked.is_random, requests, warm_up, max_tokens)
     run = Bench(model, asked, workload, {} if paper else common, json_object("--engine", engine), out)
     if paper is not None:
         asked_of = tasks.split(",") if tasks else []

@@ -91,7 +91,7 @@ def measure(
         if number and (not ours or all(llm.collective_rpc(_settled))):
             break
         for place, together in enumerate(_chunks(prompts if number else cold, batch)):
-            answer(llm, together, f"{label}-warm-{number}-{place}", workload["temperature"], ours=False)
+            answer(llm, together, f"{label}-warm-{number}-{place}", ours=False)
     if ours:
         llm.collective_rpc("dymoe_reset_stats")
     if torch.cuda.is_available():
@@ -99,7 +99,7 @@ def measure(
     answers, peak = list[Answers](), peak_bytes()
     for run in range(workload["runs"]):
         for number, together in enumerate(_chunks(warm, batch)):
-            answers.append(answer(llm, together, f"{label}-{run}-{number}", workload["temperature"], ours=ours))
+            answers.append(answer(llm, together, f"{label}-{run}-{number}", ours=ours))
             peak = max(peak, peak_bytes())
     if ours:
         llm.collective_rpc("dymoe_check_integrity")
@@ -112,16 +112,13 @@ def measure(
     }
 
 
-def answer(llm: LLM, requests: Sequence[Request], label: str, temperature: float, *, ours: bool) -> Answers:
+def answer(llm: LLM, requests: Sequence[Request], label: str, *, ours: bool) -> Answers:
     """Answer requests that arrive together; counters are read when each has its first token, and at the end."""
     engine, found = llm.llm_engine, Answers()
     before = _counters(llm) if ours else []
     begin = time.perf_counter()
     for number, (prompt, length) in enumerate(requests):
-        sampling = SamplingParams(
-            temperature=temperature, seed=number if temperature else None, max_tokens=length, ignore_eos=True,
-            detokenize=False,
-        )  # fmt: skip
+        sampling = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
         engine.add_request(f"{label}-{number}", {"prompt_token_ids": prompt}, sampling)
     tokens_of: dict[str, list[int]] = {f"{label}-{number}": [] for number in range(len(requests))}
     last: dict[str, float] = {}

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import json
 import re
 import resource
 from collections.abc import Iterator, Mapping
@@ -46,7 +47,6 @@ from vllm_dymoe.transfer import HostLevel
 from vllm_dymoe.vllm_adapter.announcements import logger
 from vllm_dymoe.vllm_adapter.model_files import local_folder, ranks_of_machine
 
-_NAMED_SINCE = 5  # the version of stores whose names are still in use
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
 
 
@@ -210,7 +210,7 @@ class ModelStore:
         options, spec, experts = self._options, self.layers[0], self.experts
         quantizer = quantizer_name(self._reader, options.stored_bits, options.quantizer)
         ranks = spec.rank, spec.ranks, spec.expert_rank, spec.expert_ranks
-        described = f"({_described(experts)}, {quantizer!r}, {', '.join(map(str, ranks))})"
+        described = json.dumps([Manifest(experts, quantizer, "").to_json(), ranks])
         if self.dummy:  # of the checkpoint, only the shapes count
             model = fingerprint(None, f"{described} random with seed {self._vllm_config.model_config.seed}")
         else:
@@ -314,8 +314,8 @@ def layer_numbers(names: list[str]) -> tuple[int, ...]:
 
 
 def fingerprint(folder: Path | None, purpose: str) -> str:
-    """Sixteen hex digits of the checkpoint's files (name, size, time of change), their purpose and our format."""
-    digest = hashlib.sha256(f"{_NAMED_SINCE} {purpose}".encode())
+    """Sixteen hex digits of the checkpoint's files (name, size, time of change), and their purpose."""
+    digest = hashlib.sha256(purpose.encode())
     if folder is None:
         return digest.hexdigest()[:16]
     config = folder / "config.json"
@@ -326,28 +326,6 @@ def fingerprint(folder: Path | None, purpose: str) -> str:
             status = path.stat()
             digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}".encode())
     return digest.hexdigest()[:16]
-
-
-def _described(experts: ModelExperts) -> str:
-    """What a store holds, in the words that name the folders of stores in users' caches since version 5."""
-
-    def fields(thing: Any, *names: str) -> str:
-        return ", ".join(f"{name}={getattr(thing, name)!r}" for name in names)
-
-    formats = {}
-    for bits, fmt in experts.formats.items():
-        book = fields(fmt.code, "name", "bits", "group_size", "scale_dtype", "has_factor", "tag")
-        kind = fields(fmt, "group_size", "dtype", "bias", "integer_zeros", "act_order", "has_gate")
-        formats[bits] = (
-            f"ExpertFormat({fields(fmt, 'hidden', 'intermediate')}, bits={bits}, {kind}, "
-            f"codebook={f'Codebook({book})' if fmt.code.floats else None}, {fields(fmt, 'nested')}, "
-            f"{fields(fmt.code, 'upper_of')})"
-        )
-    each = ", ".join(f"{bits}: {words}" for bits, words in formats.items())
-    return (
-        f"ModelExperts({fields(experts, 'layers', 'num_experts', 'top_k')}, formats={{{each}}}, "
-        f"{fields(experts, 'draft_layers')})"
-    )
 
 
 def cached_store(folder: Path, manifest: Manifest) -> FileStore | None:

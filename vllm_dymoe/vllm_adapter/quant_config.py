@@ -227,46 +227,13 @@ def _read_dense(config: Mapping[str, Any]) -> tuple[QuantizationConfig, str | No
 def _dense_method(
     dense: QuantizationConfig, refusal: str | None, layer: torch.nn.Module, prefix: str
 ) -> QuantizeMethodBase | None:
-    """vLLM's method of a layer that is no expert; for a linear one its failures on this machine are a sentence."""
-    is_linear = isinstance(layer, LinearBase)
-    with _limit_of_vllm(prefix) if is_linear else contextlib.nullcontext():
-        method = dense.get_quant_method(layer, prefix)
-    if method is None or isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
-        return method
+    """vLLM's method of a layer that is no expert; ConfigError for one that it would quantize against a refusal."""
+    method = dense.get_quant_method(layer, prefix)
+    plain = method is None or isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
     # What attention asks for is the scales of its cache.
-    if refusal is not None and isinstance(layer, LinearBase | ParallelLMHead):
+    if refusal is not None and not plain and isinstance(layer, LinearBase | ParallelLMHead):
         raise ConfigError(refusal)
-    if is_linear:
-        _explain_failures(method, prefix)
     return method
-
-
-def _explain_failures(method: Any, prefix: str) -> None:
-    """Let vLLM's method of one linear layer say what this machine cannot run when the layer is loaded."""
-    process = method.process_weights_after_loading
-
-    def process_weights_after_loading(layer: Any) -> None:
-        with _limit_of_vllm(prefix):
-            process(layer)
-            if current_platform.is_cpu():  # whose build lacks operators, which show when they are called
-                width = getattr(layer, "input_size_per_partition", layer.input_size)
-                method.apply(layer, torch.zeros(1, width, dtype=layer.params_dtype))
-
-    # Of this layer's own method, and of nothing else in vLLM.
-    explained = _limit_of_vllm(prefix)(method.create_weights)
-    vars(method).update(create_weights=explained, process_weights_after_loading=process_weights_after_loading)
-
-
-@contextlib.contextmanager
-def _limit_of_vllm(prefix: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # of any kind: its CPU build lacks operators and placeholders stand for kernels
-        said = (str(error).strip() or repr(error)).splitlines()[0].rstrip(". ")
-        raise ConfigError(
-            f"vllm-dymoe: vLLM itself cannot run the quantized dense layer {prefix} of this checkpoint on this machine "
-            f"({said}); use a GPU that vLLM names for it, or a checkpoint whose dense layers have 16 bits."
-        ) from error
 
 
 def _name_in_vllm(config: Mapping[str, Any]) -> str:

@@ -1,7 +1,9 @@
 """A stream of the device for predictions, without a device."""
 
+from vllm_dymoe.predict.side_stream import SideStream
 
-class RecordedStream:
+
+class RecordedStream(SideStream):
     """A stream on which nothing happens before it is waited for, and what was asked of it."""
 
     def __init__(self):

@@ -11,7 +11,7 @@ from tests.predict.test_on_device import EXPERTS, HIDDEN, LAYERS, TOP_K, random_
 from vllm_dymoe.predict import TrainedPredictor
 from vllm_dymoe.predict.meeting_of_layers import MeetingOfLayers
 from vllm_dymoe.predict.next_gate import NextGate
-from vllm_dymoe.predict.side_stream import Inline, OnStream
+from vllm_dymoe.predict.side_stream import Inline
 from vllm_dymoe.residency.routing import Phase, Routing
 
 GATES, _ = random_gates(LAYERS, EXPERTS, HIDDEN)
@@ -39,7 +39,7 @@ def observe(predictor, layer, seed, tokens, phase):
 def test_a_side_stream_changes_no_answer(name, phases, tokens):
     """Also behind a step that ended in its first layer, whose answer was begun and never read."""
     stream, named = RecordedStream(), []
-    inline, later = PREDICTORS[name](Inline()), PREDICTORS[name](OnStream(stream))
+    inline, later = PREDICTORS[name](Inline()), PREDICTORS[name](stream)
     assert (inline.answers_later, later.answers_later) == (False, True)
     for seed, (broken, phase) in enumerate(pairwise(phases)):
         observe(later, 0, 100 + seed, tokens, broken)

@@ -10,6 +10,7 @@ import torch
 
 from tests.predict.gates import random_gates
 from tests.predict.made_up import made_up
+from tests.predict.streams import RecordedStream
 from tests.runtime.steps import forward, make_runtime, random_step
 from tests.small_model import make_experts, make_store
 from tests.support.happens_before import History
@@ -18,7 +19,6 @@ from vllm_dymoe.predict import Predictor, RoutedModel
 from vllm_dymoe.predict.checkpoint import PredictorCard, save_predictor
 from vllm_dymoe.predict.expert_mlp import Architecture
 from vllm_dymoe.predict.folded import fold
-from vllm_dymoe.predict.side_stream import OnStream
 from vllm_dymoe.residency.identity import ModelIdentity
 from vllm_dymoe.residency.routing import Phase, PromptTokens
 from vllm_dymoe.systems.duoserve import DuoServe
@@ -56,21 +56,14 @@ class OnDevice(torch.Tensor):
         return result.as_subclass(torch.Tensor) if name == "cpu" else result
 
 
-class Stream:
+class Stream(RecordedStream):
     """The predictions' stream: what it has computed is on the host once it has been waited for."""
 
-    def copy_inputs(self, inputs):
-        return [tensor.clone() for tensor in inputs]
-
-    def share(self, inputs):
-        return inputs
-
     def run(self, compute, inputs):
-        answer = []
-        return answer, lambda: answer.extend(part.as_subclass(torch.Tensor) for part in compute(*inputs))
+        return super().run(lambda *given: (part.as_subclass(torch.Tensor) for part in compute(*given)), inputs)
 
     def wait(self, event):
-        event()
+        super().wait(event)
         OnDevice.log.append("wait for a prediction")
 
 
@@ -90,7 +83,7 @@ def serve(system, tokens, file=None, prompt=None, steps=6):
     model = RoutedModel(LAYERS, EXPERTS, TOP_K, gates, hidden=HIDDEN, predictor=file)
     predictor = system.foresight and system.foresight.make(model)
     if isinstance(predictor, Predictor):
-        predictor._side_stream = OnStream(Stream())
+        predictor._side_stream = Stream()
     streams = RecordedStreams(History(), lambda: None, lambda: True)
     engine = TransferEngine(StreamDelivery(STORE, streams), 1, eager=True)
     runtime = make_runtime(STORE, "50%", system, predictor=predictor, engine=engine)

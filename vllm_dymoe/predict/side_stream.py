@@ -22,13 +22,15 @@ class Inline:
         return lambda: compute(*inputs)
 
 
-class CudaStream:
-    """A stream of low priority: experts that are computed go first.
+class SideStream(Inline):
+    """Computed on a stream of low priority: experts that are computed go first.
 
     It runs behind what the main stream was given. Memory of its inputs is not given away before it has read them; those
     that do not last are copied on the main stream first: a graph that is replayed may write the next piece's values
     over them while this stream still reads.
     """
+
+    answers_later = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -56,27 +58,17 @@ class CudaStream:
     def wait(self, event: torch.cuda.Event) -> None:
         event.synchronize()
 
-
-class OnStream(Inline):
-    """Computed on a stream of its own."""
-
-    answers_later = True
-
-    def __init__(self, stream: CudaStream) -> None:
-        self.stream = stream
-
     def begin(
         self, compute: Callable[..., Answer], *inputs: torch.Tensor, lasting: bool = False
     ) -> Callable[[], Answer]:
-        own = self.stream.share(inputs) if lasting else self.stream.copy_inputs(inputs)
-        answer, event = self.stream.run(compute, own)
+        answer, event = self.run(compute, self.share(inputs) if lasting else self.copy_inputs(inputs))
 
         def read() -> Answer:
-            self.stream.wait(event)
+            self.wait(event)
             return answer
 
         return read
 
 
 def make_side_stream(device: torch.device) -> Inline:
-    return OnStream(CudaStream(device)) if device.type == "cuda" else Inline()
+    return SideStream(device) if device.type == "cuda" else Inline()

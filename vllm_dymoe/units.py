@@ -1,15 +1,11 @@
 """Numbers for people."""
 
+from pydantic import ByteSize
+
 
 def size(nbytes: float) -> str:
     """Bytes with a unit: 1536 -> 1.5 KiB."""
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        shown = f"{value:.0f}" if unit == "B" else f"{value:.1f}"
-        if float(shown) < 1024:
-            return f"{shown} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
+    return ByteSize(nbytes).human_readable(separator=" ")
 
 
 def too_small(needed: int, left: int) -> str:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from pydantic import TypeAdapter
 
 from vllm_dymoe.store.manifest import BLOCK
 
@@ -158,10 +159,8 @@ def open_direct(path: Path) -> int | None:
 def known_rates(folder: Path) -> DiskRates | None:
     """What an earlier start has measured, if it can be read."""
     try:
-        said = json.loads((folder / RATES).read_text())
-        direct = {int(depth): float(rate) for depth, rate in said["direct"].items()}
-        rates = DiskRates(direct, float(said["cached"]), float(said["warm"]), int(said.get("measured", 1)))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        rates = TypeAdapter(DiskRates).validate_json((folder / RATES).read_bytes())
+    except (OSError, ValueError):
         return None
     return rates if min(rates.cached, rates.warm, *rates.direct.values()) > 0 else None
 

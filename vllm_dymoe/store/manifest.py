@@ -4,9 +4,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any
 
 import torch
+from pydantic import PlainSerializer, TypeAdapter
 
 from vllm_dymoe.residency.code import CODEBOOKS, LATTICES, code_of
 from vllm_dymoe.residency.format import Format, ModelExperts, nested
@@ -43,6 +44,9 @@ def codes_of(quantizer: str) -> dict[str, Any]:
     return {_CODEBOOKS: {str(code.bits): code.name for code in LATTICES.values()}} if quantizer == "e8" else {}
 
 
+Short = Annotated[float, PlainSerializer(lambda error: float(f"{error:.4g}"), return_type=float)]
+
+
 @dataclass(frozen=True)
 class ErrorRecord:
     """Relative errors, one number for each MoE layer; root of the sum of squares over all of its experts.
@@ -50,38 +54,14 @@ class ErrorRecord:
     All but ``weight`` are empty where there was no calibration.
     """
 
-    weight: Mapping[int, tuple[float, ...]]  # by bit-width below 16, |W - dequantized W| / |W|
-    output: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # of X W^T, X being a calibration's inputs
+    weight: Mapping[int, tuple[Short, ...]]  # by bit-width below 16, |W - dequantized W| / |W|
+    output: Mapping[int, tuple[Short, ...]] = field(default_factory=dict)  # of X W^T, X being a calibration's inputs
     fallbacks: tuple[tuple[int, ...], ...] = ()  # experts of each layer that it saw too rarely to be used
-    experts: Mapping[int, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
+    experts: Mapping[int, tuple[tuple[Short, ...], ...]] = field(default_factory=dict)
     """By bit-width, the expected square of each expert's output error, where its routing weight is 1."""
 
-    def to_json(self) -> dict[str, Any]:
-        def rounded(errors: Mapping[int, tuple[float, ...]]) -> dict[str, list[float]]:
-            return {str(bits): [_short(error) for error in layers] for bits, layers in errors.items()}
 
-        return {
-            "weight": rounded(self.weight),
-            "output": rounded(self.output),
-            "fallbacks": [list(experts) for experts in self.fallbacks],
-            "experts": {str(bits): [list(map(_short, each)) for each in some] for bits, some in self.experts.items()},
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        def read(errors: Mapping[str, list[float]]) -> dict[int, tuple[float, ...]]:
-            return {int(bits): tuple(float(error) for error in layers) for bits, layers in errors.items()}
-
-        fallbacks = tuple(tuple(int(expert) for expert in experts) for experts in data["fallbacks"])
-        experts = {
-            int(bits): tuple(tuple(map(float, each)) for each in layers)
-            for bits, layers in data.get("experts", {}).items()
-        }
-        return cls(read(data["weight"]), read(data["output"]), fallbacks, experts)
-
-
-def _short(error: float) -> float:
-    return float(f"{error:.4g}")
+_ERRORS = TypeAdapter(ErrorRecord)
 
 
 @dataclass(frozen=True)
@@ -118,7 +98,7 @@ class Manifest:
             "model": self.model,
             "tensor_parallel": {"rank": rank, "size": size},
             "blob_bytes": {str(bits): f.whole_nbytes for bits, f in self.experts.formats.items()},
-            "errors": self.errors.to_json() if self.errors else None,
+            "errors": _ERRORS.dump_python(self.errors, mode="json") if self.errors else None,
             "curves": [list(curve) for curve in self.experts.curves],
         }
 
@@ -151,7 +131,7 @@ class Manifest:
                 formats[bits // 2] = formats[bits].base
             curves = tuple(tuple(map(float, curve)) for curve in data.get("curves", ()))
             shape = tuple(data["layers"]), data["num_experts"], data["top_k"]
-            errors = ErrorRecord.from_json(data["errors"]) if data.get("errors") else None
+            errors = _ERRORS.validate_python(data["errors"]) if data.get("errors") else None
             lost = dict(zip(data["layers"], errors.experts.get(min(formats), ()), strict=False)) if errors else {}
             experts = ModelExperts(*shape, formats, curves=curves, lost=lost)
             for bits, fmt in formats.items():

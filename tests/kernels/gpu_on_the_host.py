@@ -28,10 +28,10 @@ import processes  # noqa: E402
 from parts import graphs, kernels, runtime, sanitizer, speeds  # noqa: E402
 from parts.stack import Model  # noqa: E402
 
+from tests.support.launches import decode_as_launches  # noqa: E402
 from vllm_dymoe.kernels import Activation, make_kernel  # noqa: E402
 from vllm_dymoe.kernels.triton import DecodeTile, ExpertShape  # noqa: E402
 from vllm_dymoe.runtime import moe  # noqa: E402
-from vllm_dymoe.runtime.decode_plain import PlainDecode, PlainWide  # noqa: E402
 
 gpu.PARTS = {name: replace(part, limit=10 * part.limit) for name, part in gpu.PARTS.items()}
 sanitizer.LIMIT = 1000
@@ -53,11 +53,7 @@ graphs.LAUNCHED, graphs.CHANGES, graphs.STEPS, graphs.BATCH, graphs.WIDE = (1, 2
 sanitizer.TOKENS = (1, 10)
 if "short" not in sys.argv:  # a launch in the interpreter takes a second: one part shows that the runtime launches them
     moe.make_kernel = lambda device, *arguments: make_kernel("cpu", *arguments)
-    PlainDecode.forward = host_card.as_launches(PlainDecode.forward)
-    PlainDecode.name_ahead = staticmethod(host_card.as_launches(PlainDecode.name_ahead))
-    PlainDecode.fetch_ahead = host_card.as_launches(PlainDecode.fetch_ahead)
-    for name in ("plan", "copy", "compute", "finish"):
-        setattr(PlainWide, name, host_card.as_launches(getattr(PlainWide, name)))
+    decode_as_launches(setattr, host_card.capturing)
 speeds.KERNEL_LAYERS, speeds.KERNEL_TOKENS = kernel_speeds.LAYERS, (1,)
 kernel_speeds.TOKENS, kernel_speeds.run.__defaults__ = (1, 9), (("4",),)
 speeds.MODEL = Model(layers=2, experts=8, top_k=2, hidden=64, intermediate=64)

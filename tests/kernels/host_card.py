@@ -6,7 +6,6 @@ into the same addresses, whatever has become of the tensors. What a capture refu
 """
 
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -14,9 +13,9 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from tests.kernels.on_the_host import OnTheHost
+from tests.support.launches import Launch, tensors
 from vllm_dymoe.runtime.device_memory import CudaMemory
 
 
@@ -72,40 +71,26 @@ class _Record(TorchDispatchMode):
     def __init__(self, graph: "Graph") -> None:
         super().__init__()
         self._graph = graph
-        self._read: set[int] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function is torch.ops.aten._local_scalar_dense.default:
             _refuse_in_capture("reading a value")
-        before = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
+        before = {tensor.untyped_storage().data_ptr() for tensor in tensors((args, kwargs))}
         result = function(*args, **kwargs)
-        fresh = [t for t in _tensors(result) if t.untyped_storage().data_ptr() not in before]
-        self._graph.fresh += fresh
-
-        def again() -> None:
-            outputs = [t for t in _tensors(function(*args, **kwargs))]
-            # In place, and views: the same memory already.
-            for old, new in zip(_tensors(result), outputs, strict=True):
-                if any(old is tensor for tensor in fresh) and "empty" not in str(function):
-                    old.copy_(new)
-
-        self._graph.steps.append(again)
+        self._graph.fresh += [t for t in tensors(result) if t.untyped_storage().data_ptr() not in before]
+        self._graph.steps.append(Launch(function, args, kwargs, tensors(result)))
         return result
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 class Graph:
     def __init__(self) -> None:
-        self.steps: list[Callable[[], None]] = []
+        self.steps: list[Launch] = []
         self.fresh: list[torch.Tensor] = []
 
     def replay(self) -> None:
         for step in self.steps:
-            step()
+            step.replay()
 
 
 class graph:  # noqa: N801 - as in torch.cuda
@@ -144,29 +129,15 @@ def _captured_launches() -> None:
         if not _CAPTURES:
             return launch(self, *args, **kwargs)
         with _disable_current_modes():
-            _CAPTURES[-1]._graph.steps.append(lambda: launch(self, *args, **kwargs))
+            _CAPTURES[-1]._graph.steps.append(Launch(launch, (self, *args), kwargs, []))
             return launch(self, *args, **kwargs)
 
     interpreter.GridExecutor.__call__ = call
 
 
-def as_launches(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands in for launches and is no operation of torch is an operation of a graph too."""
-
-    def call(*args: Any) -> Any:
-        if not _CAPTURES:
-            return function(*args)
-        with _disable_current_modes():
-            result = function(*args)
-
-            def again() -> None:
-                for old, new in zip(_tensors(result), _tensors(function(*args)), strict=True):
-                    old.copy_(new)
-
-            _CAPTURES[-1]._graph.steps.append(again)
-            return result
-
-    return call
+def capturing() -> list[Launch] | None:
+    """What the running capture has so far."""
+    return _CAPTURES[-1]._graph.steps if _CAPTURES else None
 
 
 CARD = {

@@ -5,61 +5,12 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.sections import DEVICE
-from tests.kernels.twins import moved
-from tests.support.decode_steps import LAYERS, make_table, random_step, rows
-from vllm_dymoe.kernels.triton.wide import plan_wide
-from vllm_dymoe.residency.decision import Decision
-from vllm_dymoe.residency.decode_rule import decide_plain
+from tests.kernels.twins import Twins
+from tests.support.decode_steps import LAYERS, random_step
 from vllm_dymoe.residency.rule import HIGH, LOW
-from vllm_dymoe.residency.wide_rule import WideShape, WideWork, plan_wide_plain
+from vllm_dymoe.residency.wide_rule import WideShape
 from vllm_dymoe.systems.dymoe import Dymoe
 from vllm_dymoe.systems.exact import Exact
-
-STEPS = 2, 4, 8
-
-
-def of_shape(shape, place):
-    decision = Decision.allocate(
-        shape.tokens, shape.top_k, shape.experts, "cpu", slices=shape.slices, scratch=shape.scratch
-    )
-    wide = WideWork.allocate(shape, STEPS, "cpu")
-    return moved(decision, place), moved(wide, place)
-
-
-class Twins:
-    """Two tables in the same state, one for each writing."""
-
-    def __init__(self, shares, **options):
-        self.plain = make_table(shares, **options)
-        self.table = moved(self.plain, lambda values: values.to(DEVICE, copy=True))
-
-    def step(self, layer, ids, weights, shape, half, real, marks=None, ahead=0):
-        decision, wide = of_shape(shape, lambda values: values)
-        found, lists = of_shape(shape, lambda values: values.to(DEVICE, copy=True).fill_(77))
-        found.bits[-1] = 0
-        decide_plain(self.plain, layer, ids, weights, rows(real), decision, wide=True, marks=marks)
-        plan_wide_plain(self.plain, layer, ids, decision, shape, half, ahead, STEPS, wide)
-        there = [values.to(DEVICE) for values in (ids, weights, rows(real))]
-        plan_wide(vars(self.table), layer, *there, found.tensors, shape, half, ahead, STEPS, vars(lists), marks)
-        copies = shape.spans(shape.groups if ahead else shape.groups - 1).stop if shape.passes else shape.items
-        for name, values in vars(wide).items():
-            mine = slice(copies if name == "spans" else None)
-            assert torch.equal(values[mine], getattr(lists, name)[mine].cpu()), name
-        count = int(decision.count)
-        assert int(found.count) == count
-        pairs = int((wide.ids >= 0).sum())
-        for name in ("rows", "pairs"):
-            assert torch.equal(getattr(decision, name)[:pairs], getattr(found, name)[:pairs].cpu()), name
-        for name in ("addresses", "fate"):
-            assert torch.equal(getattr(decision, name)[:, :count], getattr(found, name)[:, :count].cpu()), name
-        assert not found.bits[-1].any()
-        self.compare()
-        return decision, wide
-
-    def compare(self):
-        for name, values in vars(self.plain).items():
-            assert torch.equal(values, getattr(self.table, name).cpu()), name
 
 
 @settings(
@@ -86,7 +37,7 @@ def test_any_steps(steps, low, high, retention, nested, staging, passes, high_by
         shape = WideShape(tokens, 3, 12, 1 + nested, half if passes else 0, passes if half else 0, marks is not None)
         layer, real = number % LAYERS, seed % (tokens + 1)
         ahead = HIGH if seed % 2 and not nested and shape.half and layer + 1 < LAYERS else 0
-        twins.step(layer, ids, weights, shape, (number + 1) % 2, real, marks, ahead)
+        twins.wide_step(layer, ids, weights, shape, (number + 1) % 2, real, marks, ahead)
 
 
 @pytest.mark.parametrize(("experts", "top_k", "tokens", "nested"), [(512, 10, 40, False), (33, 4, 700, True)])
@@ -98,4 +49,4 @@ def test_sizes_of_models(experts, top_k, tokens, nested):
     shape = WideShape(tokens, top_k, experts, 1 + nested, 4, 3)
     assert shape.chunks > 1 or tokens < 100
     for seed in range(2):
-        twins.step(0, *random_step(seed, tokens, top_k, experts), shape, seed, tokens)
+        twins.wide_step(0, *random_step(seed, tokens, top_k, experts), shape, seed, tokens)

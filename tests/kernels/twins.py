@@ -6,9 +6,13 @@ from tests.kernels.sections import DEVICE
 from tests.support.decode_steps import make_table, rows
 from vllm_dymoe.kernels.triton.ahead import name_ahead
 from vllm_dymoe.kernels.triton.decide import decide
+from vllm_dymoe.kernels.triton.wide import plan_wide
 from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.decode_ahead import Copies, name_ahead_plain
 from vllm_dymoe.residency.decode_rule import decide_plain
+from vllm_dymoe.residency.wide_rule import WideWork, plan_wide_plain
+
+STEPS = 2, 4, 8  # positions of an expert in each class of a wide step
 
 
 def moved(record, place):
@@ -61,9 +65,38 @@ class Twins:
         self.compare()
         return expected
 
+    def wide_step(self, layer, ids, weights, shape, half, real, marks=None, ahead=0):
+        """Decide and plan a wide step with both; every list is compared as far as it is read."""
+        decision, wide = _of_shape(shape, lambda values: values)
+        found, lists = _of_shape(shape, self._soiled)
+        found.bits[-1] = 0
+        decide_plain(self.plain, layer, ids, weights, rows(real), decision, wide=True, marks=marks)
+        plan_wide_plain(self.plain, layer, ids, decision, shape, half, ahead, STEPS, wide)
+        there = [values.to(DEVICE) for values in (ids, weights, rows(real))]
+        plan_wide(vars(self.table), layer, *there, found.tensors, shape, half, ahead, STEPS, vars(lists), marks)
+        copies = shape.spans(shape.groups if ahead else shape.groups - 1).stop if shape.passes else shape.items
+        for name, values in vars(wide).items():
+            mine = slice(copies if name == "spans" else None)
+            assert torch.equal(values[mine], getattr(lists, name)[mine].cpu()), name
+        count = int(decision.count)
+        assert int(found.count) == count
+        pairs = int((wide.ids >= 0).sum())
+        for name in ("rows", "pairs"):
+            assert torch.equal(getattr(decision, name)[:pairs], getattr(found, name)[:pairs].cpu()), name
+        for name in ("addresses", "fate"):
+            assert torch.equal(getattr(decision, name)[:, :count], getattr(found, name)[:, :count].cpu()), name
+        assert not found.bits[-1].any()
+        self.compare()
+
     def compare(self):
         for name, values in vars(self.plain).items():
             assert torch.equal(values, getattr(self.table, name).cpu()), name
 
     def _soiled(self, values):
         return self.place(values.clone()).fill_(77)
+
+
+def _of_shape(shape, place):
+    sizes = {"slices": shape.slices, "scratch": shape.scratch}
+    decision = Decision.allocate(shape.tokens, shape.top_k, shape.experts, "cpu", **sizes)
+    return moved(decision, place), moved(WideWork.allocate(shape, STEPS, "cpu"), place)

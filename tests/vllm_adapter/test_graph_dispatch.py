@@ -17,10 +17,10 @@ from tests.kernels import host_card
 from tests.runtime.decided import decided_runtime
 from tests.runtime.steps import forward, make_runtime, random_step
 from tests.small_model import make_experts, make_store
+from tests.support.launches import decode_as_launches
 from tests.vllm_adapter.test_prepare import configure
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS
-from vllm_dymoe.runtime.decode_plain import PlainDecode, PlainWide
 from vllm_dymoe.vllm_adapter.graphs import settle_graphs
 
 STORE = make_store(make_experts(layers=2, num_experts=8))
@@ -40,9 +40,7 @@ def card(monkeypatch):
         monkeypatch.setattr(cudagraph_utils, name, value, raising=False)
     monkeypatch.setattr(torch.cuda, "graph", host_card.graph)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", host_card.Graph)
-    monkeypatch.setattr(PlainDecode, "forward", host_card.as_launches(PlainDecode.forward))
-    for name in ("plan", "copy", "compute", "finish"):
-        monkeypatch.setattr(PlainWide, name, host_card.as_launches(getattr(PlainWide, name)))
+    decode_as_launches(monkeypatch.setattr, host_card.capturing)
 
 
 class Runner:

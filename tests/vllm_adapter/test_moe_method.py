@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.e2e import replays
 from tests.e2e.engines import in_own_process
 from tests.e2e.replays import replayed_graphs
+from tests.support.launches import Launch, tensors
 from vllm_dymoe.config import ConfigError
 
 LAYER, TOKENS, HIDDEN = "layer", 4, 8
@@ -164,7 +165,7 @@ class Tape(TorchDispatchMode):
                 return self.host[function](*args)
         result = function(*args, **(kwargs or {}))
         if self.recording is not None:
-            self.recording.append((function, args, kwargs or {}, result))
+            self.recording.append(Launch(function, args, kwargs or {}, tensors(result)))
         return result
 
     def graph(self):
@@ -180,10 +181,8 @@ class Tape(TorchDispatchMode):
                 tape.recording = None
 
             def replay(self):
-                for function, args, kwargs, result in self.recorded:
-                    again = function(*args, **kwargs)
-                    if isinstance(result, torch.Tensor) and again.data_ptr() != result.data_ptr():
-                        result.copy_(again)
+                for launch in self.recorded:
+                    launch.replay()
 
         return Graph()
 

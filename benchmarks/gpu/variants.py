@@ -194,11 +194,7 @@ _DEVICE = tuple(
 )
 _DEVICE_AT_ONCE = tuple(replace(_DEVICE[0], note=f"device, {case.note}", bits=case.bits, **_ODD) for case in _AT_ONCE)
 # Hidden size, top_k, dtype, and whether pairs can be absent: DeepSeek-V3's, gpt-oss's, and an odd one of 22.
-_SUMS = (
-    (7168, 8, torch.bfloat16, False),
-    (2880, 4, torch.float16, True),
-    (1001, 22, torch.bfloat16, True),
-)
+_SUMS = ((7168, 8, torch.bfloat16, False), (2880, 4, torch.float16, True), (1001, 22, torch.bfloat16, True))
 # Experts and top_k: gpt-oss-20b's, Qwen3-30B-A3B's, and the most there are.
 _ROUTERS = ((32, 4), (128, 8), (512, 22))
 _GROUPED = "grouped_gate_up", "grouped_down"

@@ -16,12 +16,7 @@ from vllm_dymoe.store.files import file_name
 from vllm_dymoe.store.writer import StoreWriter
 from vllm_dymoe.transfer import HostLevel
 from vllm_dymoe.vllm_adapter import model_store
-from vllm_dymoe.vllm_adapter.model_store import (
-    LayerSpec,
-    cached_store,
-    check_belongs,
-    place_experts,
-)
+from vllm_dymoe.vllm_adapter.model_store import LayerSpec, cached_store, check_belongs, place_experts
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 EXPERTS = make_experts()

@@ -69,9 +69,7 @@ def json_object(option: str, text: str) -> dict[str, Any]:
 
 
 @app.callback(invoke_without_command=True)
-def _root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-) -> None:
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
     if version:
         typer.echo(__version__)
         raise typer.Exit
@@ -193,8 +191,7 @@ def trace(
 
 @app.command()
 def report(
-    trace: TraceFile,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Page to write.")] = Path("report.html"),
+    trace: TraceFile, out: Annotated[Path, typer.Option("--out", "-o", help="Page to write.")] = Path("report.html")
 ) -> None:
     """Show what a trace says as one page of pictures."""
     from vllm_dymoe.config import ConfigError

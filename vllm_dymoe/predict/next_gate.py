@@ -30,13 +30,7 @@ class NextGate(Predictor):
         layers: how many layers after this one are foreseen in decode; a prefill has enough to do with the next.
     """
 
-    def __init__(
-        self,
-        gates: Sequence[Gate],
-        top_k: int,
-        layers: int = 1,
-        side_stream: Inline | None = None,
-    ) -> None:
+    def __init__(self, gates: Sequence[Gate], top_k: int, layers: int = 1, side_stream: Inline | None = None) -> None:
         super().__init__(side_stream)
         self._gates = gates
         self._top_k = top_k

@@ -30,11 +30,7 @@ class Firm(System):
         """Meeting of Layers (Eqs. 5 and 6), with as many slots as a token has experts. Of up to twice as many that are
         named, these are on the device already or worth less than what the slots would keep."""
         return Foresight(
-            "meeting of layers",
-            predictor,
-            needs_gates=True,
-            projections=self.projections,
-            wide=lambda top_k: top_k,
+            "meeting of layers", predictor, needs_gates=True, projections=self.projections, wide=lambda top_k: top_k
         )
 
 

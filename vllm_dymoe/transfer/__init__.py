@@ -55,13 +55,4 @@ def make_engine(
     return TransferEngine(StreamDelivery(store, streams, buffers), threads, timeout=timeout, enter=enter)
 
 
-__all__ = [
-    "HostLevel",
-    "Reason",
-    "Ticket",
-    "TransferEngine",
-    "TransferError",
-    "TransferStats",
-    "join",
-    "make_engine",
-]
+__all__ = ["HostLevel", "Reason", "Ticket", "TransferEngine", "TransferError", "TransferStats", "join", "make_engine"]

@@ -52,11 +52,7 @@ class DymoeMoEMethod(FusedMoEMethodBase):
         return None
 
     def maybe_roundup_sizes(
-        self,
-        hidden_size: int,
-        intermediate_size_per_partition: int,
-        act_dtype: torch.dtype,
-        moe_parallel_config: Any,
+        self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
     ) -> tuple[int, int]:
         """Whole groups for each rank where vLLM's loader cuts a checkpoint so; otherwise the sizes as they are."""
         reader = self.loading.reader

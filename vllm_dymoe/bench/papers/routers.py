@@ -8,14 +8,7 @@ from itertools import combinations
 import torch
 
 from vllm_dymoe.bench.papers.tables import Number, Numbers, Recorded
-from vllm_dymoe.observe.statistics import (
-    activation_similarity,
-    affinity,
-    by_domain,
-    load,
-    overlap,
-    popularity,
-)
+from vllm_dymoe.observe.statistics import activation_similarity, affinity, by_domain, load, overlap, popularity
 from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.predict.gate import Gate
 

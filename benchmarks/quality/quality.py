@@ -181,7 +181,8 @@ def main() -> None:
         results["seconds"][section] = round(time.perf_counter() - begin)
         arguments.out.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(results, indent=1) + "\n")
-    report.show(results)
+    for section, table in report.tables(results).items():
+        print(f"\n{section}\n\n{table}")
     if results["sections"].keys() == set(SECTIONS) and arguments.out == HERE:
         report.write_readme(results, HERE / "README.md")
     print(json.dumps({"seconds": round(sum(results["seconds"].values())), "tokens": results["tokens"]}))

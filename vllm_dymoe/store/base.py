@@ -55,15 +55,10 @@ class HostStore(ABC):
     def read_into(
         self, key: BlobKey, destination: torch.Tensor, projections: range = EVERY_PROJECTION, *, wait: bool = True
     ) -> None:
-        """Copy one blob, or neighbouring projections of it, into host memory.
+        """Copy one blob, or neighbouring projections of it, into host memory: uint8 [bytes], contiguous.
 
-        Args:
-            destination: uint8 [bytes of the projections], contiguous.
-            wait: for a disk, if need be.
-
-        Raises:
-            StoreError: the bytes cannot be read, or are not what was written.
-            BlockingIOError: without ``wait``, they are not in memory; ``destination`` may be half-written.
+        StoreError if the bytes cannot be read, or are not what was written; BlockingIOError if, without ``wait`` for a
+        disk, they are not in memory; ``destination`` may be half-written.
         """
 
     def hold(

@@ -104,11 +104,8 @@ class FileStore(HostStore):
         return not self.reading.direct
 
     def rates(self) -> DiskRates:
-        """How fast its disk is: the best of what the first starts have measured, a second each, and kept beside it.
-
-        Raises:
-            StoreError: the files cannot be read.
-        """
+        """How fast its disk is: the best of what the first starts have measured, a second each, and kept beside it;
+        StoreError if the files cannot be read."""
         found = known_rates(self.folder)
         if found is None or found.measured < MEASURED_STARTS:
             bits, fmt = max(self.experts.formats.items(), key=lambda item: item[1].nbytes)

@@ -29,11 +29,8 @@ class TensorPlace:
 def make_header(
     tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: str = "", alignment: int = 8
 ) -> tuple[bytes, dict[str, int], int]:
-    """Lay out tensors (name, dtype, shape, bytes) one behind the other, in a file whose ``format`` is ``metadata``.
-
-    Returns:
-        What the file begins with, the first byte of each tensor in it, and the bytes of the whole file.
-    """
+    """Lay out tensors (name, dtype, shape, bytes) one behind the other, in a file whose ``format`` is ``metadata``:
+    what the file begins with, the first byte of each tensor in it, and the bytes of the whole file."""
     entries: dict[str, Any] = {"__metadata__": {"format": metadata}} if metadata else {}
     begins = {}
     end = 0

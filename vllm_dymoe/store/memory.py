@@ -44,11 +44,8 @@ class HostRoom:
     separate: bool = True  # the device has memory of its own, real or emulated, beside which host memory is a level
 
     def limit(self, experts: ModelExperts) -> int | None:
-        """Bytes that the user allows; None if that is left to us.
-
-        Raises:
-            HostMemoryError: they are more than there are: the machine would swap, or end the process.
-        """
+        """Bytes that the user allows, None if that is left to us; HostMemoryError if they are more than there are: the
+        machine would swap, or end the process."""
         limit = host_memory_bytes(self.wanted, experts)
         if limit is not None and limit - self.taken > self.available // self.ranks:
             raise HostMemoryError(
@@ -64,11 +61,7 @@ def host_memory_bytes(wanted: ExpertBudget, experts: ModelExperts) -> int | None
 
 
 def choose_host_place(asked: str, device_type: str, experts: ModelExperts, room: HostRoom) -> HostPlace:
-    """Choose for one rank; HostMemoryError if memory was asked for, and has no room for the experts.
-
-    Args:
-        asked: the option ``host_store``: "auto", "file" or "pinned".
-    """
+    """Choose for one rank, as asked by ``host_store``; HostMemoryError if memory was asked for, and has no room."""
     if asked == "file":
         return HostPlace(False)
     needed, available, limit = whole_level(experts), room.available, room.limit(experts)

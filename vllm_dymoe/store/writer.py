@@ -28,7 +28,8 @@ _DATA_ALIGNMENT = 4096
 
 
 class StoreWriter:
-    """Writes one store, from several threads, and ends with ``finish`` or ``discard``.
+    """Writes one store, from several threads, and ends with ``finish`` or ``discard``; StoreError if the folder cannot
+    be written, or the disk is too small.
 
     Args:
         others: bytes of whatever else goes into the folder.
@@ -37,9 +38,6 @@ class StoreWriter:
 
     Attributes:
         partial: the temporary folder; what else lies in it becomes part of the final one.
-
-    Raises:
-        StoreError: the folder cannot be written, or the disk is too small.
     """
 
     def __init__(
@@ -104,11 +102,8 @@ class StoreWriter:
             os.fsync(self._files[layer])
 
     def finish(self, errors: ErrorRecord | None = None, *, overwrite: bool = False) -> FileStore:
-        """Sync everything, give the folder its name, and open it; StoreError if the disk refuses.
-
-        Args:
-            overwrite: replace even the same store. Otherwise the one that another process published first stays.
-        """
+        """Sync everything, give the folder its name, and open it; StoreError if the disk refuses. With ``overwrite``
+        even the same store is replaced; otherwise the one that another process published first stays."""
         with self._refusals():
             for file in self._files:
                 os.fsync(file)

@@ -19,11 +19,7 @@ def make_engine(
     link_gbps: float | None = None,  # 1e9 bytes per second of an emulated link, on a CPU; None for none
     io_threads: int | None = None,  # threads that read ahead, 0 for none; as many as the store says if None
 ) -> TransferEngine:
-    """The engine for ``device``, where the slots are.
-
-    Raises:
-        ValueError: an emulated link on a device that has a real one.
-    """
+    """The engine for ``device``, where the slots are; ValueError for an emulated link where there is a real one."""
     threads = store.depth if io_threads is None else io_threads
     if device.type == "cpu":
         from vllm_dymoe.transfer.host import CpuDelivery

@@ -73,11 +73,8 @@ class CudaStreams:
 
 
 class StreamDelivery(Delivery):
-    """Copies by a copy engine: straight out of memory that is locked for it, all else through page-locked buffers.
-
-    Args:
-        buffers: uint8, each as large as the largest blob; as many transfers can be under way through them.
-    """
+    """Copies by a copy engine: straight out of memory that is locked for it, all else through page-locked buffers,
+    uint8 and as large as the largest blob each; as many transfers can be under way through them."""
 
     streams: Streams
 

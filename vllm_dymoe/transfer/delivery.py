@@ -65,11 +65,8 @@ class Delivery(ABC):
     def deliver(self, ticket: Ticket, projections: range, destination: torch.Tensor, *, wait: bool = True) -> Any:
         """Move some projections of a ticket's blob into their part of the slot, uint8 [bytes of the projections].
 
-        Returns:
-            The event behind the copy; None without streams.
-
-        Raises:
-            BlockingIOError: without ``wait``, a disk would have to be waited for.
+        Returns the event behind the copy, None without streams. BlockingIOError if, without ``wait``, a disk would have
+        to be waited for.
         """
 
     def moments(self, event: Any) -> tuple[Any, Any] | None:

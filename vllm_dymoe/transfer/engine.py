@@ -95,10 +95,8 @@ class TransferEngine:
     def wait(self, ticket: Ticket, projections: int = ALL) -> None:
         """Return when computation issued from now on will see the first ``projections`` of a blob; demands all of it.
 
-        Computation is ordered behind the copies of these projections, not behind those of the others.
-
-        Raises:
-            TransferError: the transfer failed, was cancelled, or took longer than the engine waits.
+        Computation is ordered behind the copies of these projections, not behind those of the others. TransferError if
+        the transfer failed, was cancelled, or took longer than the engine waits.
         """
         begin = time.perf_counter()
         try:
@@ -165,11 +163,8 @@ class TransferEngine:
     def paused(self) -> Iterator[None]:
         """Suspend all background transfers; those in demand go on.
 
-        A call from another thread would invalidate the capture of a CUDA graph. What runs is waited for on entry; the
-        background goes on afterwards.
-
-        Raises:
-            TransferError: on entry, a read has not ended for as long as the engine waits.
+        A call from another thread would invalidate the capture of a CUDA graph. What runs is waited for on entry, with
+        a TransferError if it does not end for as long as the engine waits; the background goes on afterwards.
         """
         quiet = self._queue.pause(self._timeout)
         try:

@@ -41,7 +41,8 @@ class _DiskDelivery(CpuDelivery):
 
 
 class HostLevel(HostStore):
-    """A store whose slices are in host memory as far as a budget goes, and in files otherwise.
+    """A store whose slices are in host memory as far as a budget goes, and in files otherwise. HostMemoryError if the
+    budget has no room for two slices of each version, or the memory cannot be had.
 
     Args:
         files: all slices.
@@ -54,9 +55,6 @@ class HostLevel(HostStore):
         reads: what steps ask of it.
         engine: reads the files.
         delivery: how; ``synchronize`` is set where copies out of slots are asynchronous.
-
-    Raises:
-        HostMemoryError: the budget has no room for two slices of each version, or the memory cannot be had.
     """
 
     def __init__(
@@ -112,11 +110,8 @@ class HostLevel(HostStore):
         return self.reads.hold(key, projections, wait)
 
     def fill(self, progress: Callable[[int], object] = lambda nbytes: None) -> None:
-        """Read and check everything; there has to be room for it. Closed if the files cannot be read (StoreError).
-
-        Args:
-            progress: is told of bytes that have come.
-        """
+        """Read and check everything, telling the bytes that have come; there has to be room for it. Closed if the files
+        cannot be read (StoreError)."""
 
         def read(held: Held) -> int:
             assert held.key is not None
@@ -134,11 +129,8 @@ class HostLevel(HostStore):
         self.whole = True
 
     def resize(self, nbytes: int) -> None:
-        """Another budget; the level is empty afterwards. No step may be running.
-
-        Raises:
-            HostMemoryError: it has no room for two slices of each version, or cannot be had; the old one stays.
-        """
+        """Another budget; the level is empty afterwards. No step may be running. HostMemoryError if it has no room for
+        two slices of each version, or cannot be had; the old one stays."""
         before = self.slots.limit
         with self.reads.changed:
             for key in list(self.slots.coming):

@@ -71,7 +71,8 @@ class _Pool:
 
 
 class LevelSlots:
-    """An arena of slots with a hard budget, and a table for each version of what layers keep in them.
+    """An arena of slots with a hard budget, and a table for each version of what layers keep in them. HostMemoryError
+    if the budget has no room for two slices of each version, or the memory cannot be had.
 
     Attributes:
         limit: bytes that slots may take, ``nbytes`` those that they take, ``locked`` those locked for the device.
@@ -81,9 +82,6 @@ class LevelSlots:
         passing: that of it which no layer keeps, what was used last at the end.
         coming: that of it which is still read.
         orphans: slots that are in use, or written, by what was given up.
-
-    Raises:
-        HostMemoryError: the budget has no room for two slices of each version, or the memory cannot be had.
     """
 
     def __init__(

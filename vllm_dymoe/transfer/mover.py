@@ -29,11 +29,8 @@ class Mover:
         self._last_demand: Any = None  # event behind the last demand copy
 
     def run(self, ticket: Ticket, piece: Piece | None, *, wait: bool = True) -> bool:
-        """Move a piece and those that follow as long as they are the caller's.
-
-        Returns:
-            False if a disk has to be waited for and ``wait`` is not set; then the piece is still running.
-        """
+        """Move a piece and those that follow as long as they are the caller's. False if a disk has to be waited for and
+        ``wait`` is not set; then the piece is still running."""
         while piece is not None:
             destination = ticket.destination
             if len(piece.projections) != ALL:

@@ -38,11 +38,7 @@ class TicketQueue:
         self._waiting = 0  # threads that wait for that; a notification without waiters takes a microsecond
 
     def submit(self, ticket: Ticket) -> Piece | None:
-        """Let a new ticket wait. Returns its first piece if the caller is to move it.
-
-        Raises:
-            RuntimeError: the queue is closed.
-        """
+        """Let a new ticket wait. Returns its first piece if the caller is to move it; RuntimeError if closed."""
         with self.lock:
             if self.closed:
                 raise RuntimeError("the transfer engine is closed")
@@ -68,14 +64,9 @@ class TicketQueue:
             return ticket.state is State.CANCELLED
 
     def wait(self, ticket: Ticket, projections: int, timeout: float | None, *, begin: bool = False) -> Piece | None:
-        """Block until the first projections have arrived or the ticket has ended.
-
-        Returns:
-            With ``begin``, the next piece as soon as the ticket is pending, for the caller to move; otherwise None.
-
-        Raises:
-            TimeoutError: it took longer than ``timeout`` seconds.
-        """
+        """Block until the first projections have arrived or the ticket has ended; TimeoutError if it takes longer than
+        ``timeout`` seconds. With ``begin`` it returns the next piece as soon as the ticket is pending, for the caller
+        to move; otherwise None."""
         with self.lock:
             if ticket.arrived >= projections:
                 return None

@@ -10,11 +10,8 @@ def markdown(head: list[str], lines: Iterable[list[str]]) -> str:
 
 
 def put(readme: Path, marker: str, text: str) -> None:
-    """Replace what stands between ``<!-- marker:begin -->`` and ``<!-- marker:end -->``.
-
-    Raises:
-        ValueError: the file has not exactly one of each.
-    """
+    """Replace what stands between ``<!-- marker:begin -->`` and ``<!-- marker:end -->``; ValueError if the file has not
+    exactly one of each."""
     begin, end = f"<!-- {marker}:begin -->\n", f"<!-- {marker}:end -->"
     before, rest = readme.read_text().split(begin)
     _, after = rest.split(end)

@@ -8,11 +8,7 @@ _FREE = {"view", "_unsafe_view", "slice", "select", "expand", "t", "transpose", 
 
 
 class Operations(TorchDispatchMode):
-    """Inside, the names of operations that are more than a view.
-
-    Attributes:
-        names: in their order.
-    """
+    """Inside, the names of operations that are more than a view, in their order."""
 
     def __init__(self):
         super().__init__()

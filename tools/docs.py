@@ -134,11 +134,8 @@ GENERATED: dict[str, Callable[[], str]] = {
 
 
 def generated(page: str) -> str:
-    """A page with what its markers ``<!-- generated: NAME -->`` and ``<!-- end -->`` enclose made anew.
-
-    Raises:
-        KeyError: a marker that nothing is generated for.
-    """
+    """A page with what its markers ``<!-- generated: NAME -->`` and ``<!-- end -->`` enclose made anew; KeyError for a
+    marker that nothing is generated for."""
     return re.sub(
         r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)",
         lambda found: f"{found[1]}{GENERATED[found[2]]()}{found[3]}",

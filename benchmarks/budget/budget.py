@@ -69,12 +69,7 @@ def twice(bench: Callable[[Path], None], out: Path) -> None:
 
 
 def table(rows: Sequence[dict[str, Any]], everything: int) -> str:
-    """The front page's: speed and quality over the bytes of experts on the device.
-
-    Args:
-        rows: of both batches.
-        everything: bytes of all experts at 16 bits.
-    """
+    """The front page's: speed and quality over the bytes of experts on the device, of ``everything`` at 16 bits."""
     uniform = json.loads(QUALITY.read_text())["sections"]["uniform"]
     (four_bits,) = (row for row in uniform if (row["bits"], row["quantizer"]) == (4, "rtn"))
     batch = {(row["label"], row["budget"]): row["measured"]["tokens_per_second"] for row in rows if row["batch"] > 1}

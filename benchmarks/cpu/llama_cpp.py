@@ -32,13 +32,8 @@ def find() -> Path | None:
 
 
 class LlamaCpp:
-    """Experts of random codes, and steps over them.
-
-    Args:
-        library: of `find`.
-        shape: experts, experts of a token, width of the model, width of an expert.
-        threads: that compute.
-    """
+    """Experts of random codes, and steps over them. Their shape is experts, experts of a token, width of the model, and
+    width of an expert."""
 
     def __init__(self, library: Path, shape: tuple[int, int, int, int], threads: int) -> None:
         self._library, self._shape = ctypes.CDLL(str(library)), shape

@@ -10,9 +10,8 @@ Use = tuple[int, Sequence[int]]
 def misses(uses: Sequence[Use], slots: int, first: int = 0) -> int:
     """How often an expert is not there, from use ``first`` on.
 
-    Args:
-        uses: layer, and the experts that it needs at once; the cache is empty in front of the first.
-        slots: experts that it holds, of any layers; one that is needed later than all of them passes.
+    A use is a layer, and the experts that it needs at once; the cache is empty in front of the first, and holds so many
+    experts, of any layers; one that is needed later than all of them passes.
     """
     coming: dict[tuple[int, int], deque[int]] = defaultdict(deque)
     for time, (layer, experts) in enumerate(uses):

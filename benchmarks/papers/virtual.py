@@ -73,14 +73,8 @@ class VirtualTime(DeterministicThreads):
 
 
 class Replay:
-    """A trace, and what serves it.
-
-    Args:
-        trace: with router inputs.
-        steps: of it that are served.
-        host: seconds of the host for a layer.
-        predictor: file of DuoServe-MoE's network.
-    """
+    """A trace with router inputs, of which so many steps are served, each layer in ``host`` seconds of the host; and
+    the file of DuoServe-MoE's network."""
 
     def __init__(self, trace: Trace, steps: int, host: float, predictor: Path | None) -> None:
         header, decoded = trace.header, trace.select(~trace.prefill)

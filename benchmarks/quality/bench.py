@@ -67,14 +67,8 @@ def planned_bytes(scores: Scores, variant: Variant, formats: Mapping[int, Format
 class Bench:
     """One engine, its texts, and the experts that each quantizer makes.
 
-    Args:
-        windows: texts of each domain that are read as prompts, of WINDOW tokens, spread evenly over what is held out.
-        decoded: tokens of the first of them that are read one by one.
-
-    Attributes:
-        prompts: token numbers of each text.
-        decoded: the beginnings of some.
-        checkpoint: the model's weights.
+    Texts are token numbers: ``prompts``, so many windows of WINDOW tokens of each domain, spread evenly over what is
+    held out, and ``decoded``, so many tokens of the first of them, which are read one by one.
     """
 
     def __init__(self, windows: int, decoded: int) -> None:
@@ -145,14 +139,8 @@ class Bench:
         return found, between
 
     def score(self, variant: Variant, texts: list[list[int]], *, decode: bool, share: float | None = None) -> Scores:
-        """Let the engine read the texts with these experts.
-
-        Args:
-            variant: the experts.
-            texts: token numbers.
-            decode: a token in each step, in place of a text.
-            share: the budget, of all experts' bytes at 4 bits; None holds every expert, each in the planned version.
-        """
+        """Let the engine read texts with these experts, for ``decode`` a token in each step in place of a text. The
+        budget is a share of all experts' bytes at 4 bits; None holds every expert, each in the planned version."""
         workspace = self._model.runtime.kernel.workspace_bytes
         budget = "100%" if share is None else workspace + int(share * self.experts.nbytes(4))
         chosen = dict(variant.options, expert_budget=budget)
@@ -213,11 +201,8 @@ class Bench:
         return self._model.runtime.kernel.workspace_bytes + nbytes
 
     def _read(self, text: list[int]) -> torch.Tensor:
-        """Log-probabilities of what follows each token but the last: float32 [tokens - 1, vocabulary].
-
-        Raises:
-            SystemExit: they are not those that vLLM answers with.
-        """
+        """Log-probabilities of what follows each token but the last: float32 [tokens - 1, vocabulary]; SystemExit if
+        they are not those that vLLM answers with."""
         self._seen.clear()
         (output,) = self._llm.generate({"prompt_token_ids": text}, SCORE, use_tqdm=False)
         found = torch.cat(self._seen)
@@ -229,11 +214,8 @@ class Bench:
         return found
 
     def store(self, name: str) -> HostStore:
-        """The experts, packed when they are first asked for.
-
-        Args:
-            name: of the quantizer, for versions of every width beside each other; "nested NAME" is 2 bits inside of 4.
-        """
+        """The experts, packed when they are first asked for, by the name of the quantizer for versions of every width
+        beside each other; "nested NAME" is 2 bits inside of 4."""
         if name not in self._stores:
             *nested, quantizer = name.split()
             self._stores[name] = self._pack(quantizer, (4, 2) if nested else (2,) if quantizer == "e8" else WIDTHS)

@@ -19,13 +19,10 @@ class Scores:
 
 
 def losses(scores: Scores, reference: Scores, texts: list[list[int]]) -> dict[str, float]:
-    """How far the scores are from those at 16 bits.
+    """How far the scores are from those at 16 bits: perplexity; loss, by which share it is higher than the reference's;
+    agreement, the share of tokens whose likeliest successor is the same; the KL divergence from the reference in nats.
 
     Errors are standard errors of the mean over tokens, each compared with itself at 16 bits.
-
-    Returns:
-        perplexity; loss, by which share it is higher than the reference's, and its error; agreement, the share of
-        tokens whose likeliest successor is the same; the KL divergence from the reference in nats, and its error.
     """
     nats, more, kl, same = [], [], [], []
     for ours, theirs, text in zip(scores.logprobs, reference.logprobs, texts, strict=True):

@@ -50,13 +50,8 @@ def nested(variant: Variant) -> Variant:
 
 
 class Measurement:
-    """One run: the engine, the texts, and what 16 bits make of them.
-
-    Args:
-        windows: texts of each domain that are read as prompts.
-        decoded: tokens of each text, one for each domain, that are read one by one.
-        known: rows by section that are not measured again.
-    """
+    """One run: the engine, texts as for `Bench`, and what 16 bits make of them; rows that are known, by section, are
+    not measured again."""
 
     def __init__(self, windows: int, decoded: int, known: dict[str, Any] | None = None) -> None:
         self.bench, self._known = Bench(windows, decoded), known or {}

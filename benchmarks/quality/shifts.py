@@ -20,12 +20,8 @@ _LINK_GBPS = 0.03
 
 
 class Shifts:
-    """What a high set loses on texts of a domain to which traffic has just shifted.
-
-    Args:
-        bench: the engine.
-        store: of nested versions at 4 and 2 bits.
-    """
+    """What a high set loses on texts of a domain to which traffic has just shifted, with a store of nested versions at
+    4 and 2 bits."""
 
     def __init__(self, bench: Bench, store: str = "nested rtn") -> None:
         self._bench, self._store, self._texts = bench, store, bench.domains
@@ -42,12 +38,7 @@ class Shifts:
         self, share: float, names: Sequence[str] = ("oracle", "dynaexq", "as before"), **options: Any
     ) -> Iterator[dict[str, Any]]:
         """For every domain: the honest oracle, which knows its other texts; dynaexq, two windows behind the shift; and
-        the set of the domains before it.
-
-        Args:
-            share: of the experts, that are high.
-            names: of those, which.
-            options: of dynaexq.
+        the set of the domains before it; or some of these names. A share of the experts is high; options are dynaexq's.
         """
         for domain, texts in self._texts.items():
             before = [text for other in DOMAINS if other != domain for text in self._texts[other][:TEXTS]]

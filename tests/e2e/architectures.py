@@ -37,12 +37,8 @@ class Architecture:
     """What is changed in config.json afterwards, where transformers' words are not those of published checkpoints."""
 
     def save(self, folder: Path, *, fused: bool = False) -> Path:
-        """Write a random bf16 checkpoint, the same weights every time.
-
-        Args:
-            folder: where to.
-            fused: all experts of a layer in one tensor, as transformers 5 has them in memory, in place of the names
-                that checkpoints of this architecture have.
+        """Write a random bf16 checkpoint, the same weights every time; ``fused`` with all experts of a layer in one
+        tensor, as transformers 5 has them in memory, in place of the names that checkpoints of this architecture have.
         """
         config = getattr(transformers, self.config)(**(_COMMON | self.sizes))
         torch.manual_seed(0)

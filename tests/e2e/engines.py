@@ -184,12 +184,8 @@ class WatchedSystem:
 
 @contextlib.contextmanager
 def gates_compared(llm: Any, change: Callable[[Any], Any] = lambda gate: gate) -> Iterator[list[float]]:
-    """Collect, for every MoE layer of every step, the share of vLLM's choices that the layer's gate would have made.
-
-    Args:
-        llm: the engine.
-        change: what is compared in place of a layer's gate.
-    """
+    """Collect, for every MoE layer of every step, the share of vLLM's choices that the layer's gate would have made, or
+    what ``change`` puts in its place."""
     from vllm_dymoe.vllm_adapter.gates import NEAR_TIE
 
     model = llm.llm_engine.vllm_config.quant_config.loaded_model()

@@ -18,11 +18,8 @@ from vllm_dymoe.residency.format import BlobKey, Projection
 
 
 def write(architecture: Architecture, kind: str, folder: Path, *, dense: bool = False) -> dict:
-    """Write folder/quantized, experts of a kind, and folder/plain with the same weights at 16 bits.
-
-    Returns:
-        The experts' matrices by the names of their 16-bit weights; with ``dense`` attention is quantized, too.
-    """
+    """Write folder/quantized, experts of a kind and with ``dense`` attention, too, and folder/plain with the same
+    weights at 16 bits; returns the experts' matrices by the names of these."""
     architecture.save(folder / "plain")
     plain, quantized, experts = {}, {}, {}
     for number, (name, tensor) in enumerate(load_file(folder / "plain" / "model.safetensors").items()):
@@ -78,11 +75,8 @@ def _transposed_stack(separate: dict, experts: int) -> torch.Tensor:
 
 
 def dequantize_checkpoint(source: Path, folder: Path) -> dict:
-    """folder/plain with the weights of a checkpoint that another tool has written, as its reader has them.
-
-    Returns:
-        The experts' matrices, by the name of their 16-bit weight.
-    """
+    """folder/plain with the weights of a checkpoint that another tool has written, as its reader has them; returns the
+    experts' matrices by the names of these."""
     described = json.loads((source / "config.json").read_text())
     reader = make_reader(described.pop("quantization_config"))
     tensors = load_file(source / "model.safetensors")

@@ -105,10 +105,8 @@ MIXED = SIZES | {"activation": st.sampled_from(ACTIVATIONS), "seed": st.integers
 def check_mix(compute, work_of, x, experts, chosen, activation, tolerance):
     """Experts that some tokens chose, and one with none, give what the reference does; other rows stay as they were.
 
-    Args:
-        compute: from work and a number of rows to [rows, hidden], NaN where nothing was written.
-        work_of: from an expert, rows and pairs to its work.
-        chosen: tokens of each expert.
+    ``work_of`` makes work of an expert, rows and pairs, and ``compute`` of work and a number of rows [rows, hidden],
+    NaN where nothing was written.
     """
     tokens, count = len(x), len(experts)
     work = [

@@ -75,13 +75,7 @@ some_widths = st.sets(st.sampled_from([8, 4, 2])).map(frozenset)
 
 
 class Experts:
-    """Random experts of one shape, one blob each, and what they should compute.
-
-    Args:
-        shape: of all.
-        bits: of each.
-        seed: of the first.
-    """
+    """Random experts of one shape, one blob each, the bits of each, and what they should compute."""
 
     def __init__(self, shape, bits, seed=0):
         self.shape, self.bits = shape, list(bits)

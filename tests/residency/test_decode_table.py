@@ -135,10 +135,7 @@ def test_any_steps_give_the_rows_that_the_host_keeps(
 
 def check_addresses(table, layer, decision, held):
     """What stayed is read where it was, what is kept goes where its row says, nothing is written where it is read.
-
-    Returns:
-        Pool and slot of everything that is read where it is, and of everything that is written.
-    """
+    Returns pool and slot of everything that is read where it is, and of everything that is written."""
     tier, slots = held
     read, written = [], []
     formats = NESTED if table.nested else FORMATS

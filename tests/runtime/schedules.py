@@ -122,12 +122,7 @@ class RecordedMemory(ExpertMemory):
 
 
 class RecordedParts(Parts):
-    """Recorded memory.
-
-    Args:
-        history: is told.
-        stream: on which the runtime computes; None if on the thread that calls.
-    """
+    """Recorded memory of a runtime that computes on a stream, or, if None, on the thread that calls."""
 
     def __init__(self, history, stream):
         super().__init__(torch.device("cpu"))
@@ -172,17 +167,7 @@ def make_engine(kind, store, history, turns, timeout, program):
 
 
 def execute(program, kind, turns, history):
-    """Run a program.
-
-    Args:
-        program: what is done.
-        kind: of transfers.
-        turns: threads, and a pause.
-        history: of the device.
-
-    Returns:
-        Output of each step; None for one that failed.
-    """
+    """Run a program with one kind of transfers; returns the output of each step, None for one that failed."""
     store = RecordedFaults(STORES[program.nested], history, turns, program.faults)
     # No thread can go on only if a read hangs: then time passes.
     engine = make_engine(kind, store, history, turns, 1.0 if program.faults else None, program)

@@ -40,11 +40,7 @@ MISSES = ("fetch", "compute", "share") if native.load() else ("fetch",)
 
 
 class RecordedBranch:
-    """Tells what is behind what.
-
-    Attributes:
-        stream: where work is given to.
-    """
+    """Tells what is behind what; work is given to its ``stream``."""
 
     def __init__(self, history):
         self._history, self.stream = history, COMPUTATION

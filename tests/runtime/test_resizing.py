@@ -64,13 +64,7 @@ def test_a_devices_slots_are_freed_even_where_a_view_is_held():
 
 
 class Device:
-    """Memory of a device that others use as well.
-
-    Attributes:
-        free: bytes that are not allocated.
-        computing: bytes that computation takes of these.
-        pools: that are there.
-    """
+    """Memory of a device that others use as well: bytes that are free, and what computation takes of these."""
 
     def __init__(self, runtime, free, computing=0):
         self.total = free + sum(pool.nbytes for pool in runtime.memory.pools.values())

@@ -129,12 +129,8 @@ def test_no_step_waits_for_the_device(monkeypatch, captured):
 
 
 class Clocks:
-    """The two streams of a device in virtual time, and a step whose launches only take some.
-
-    Attributes:
-        computing: seconds that the computing stream has come to.
-        copying: seconds that the other one has.
-    """
+    """The two streams of a device, at ``computing`` and ``copying`` seconds of virtual time, and a step whose launches
+    only take some."""
 
     def __init__(self, shape, resident, each, compute, decide):
         self.shape, self._resident, self._each = shape, resident, each

@@ -4,15 +4,7 @@ from vllm_dymoe.host_memory import whole_pages
 
 
 class RecordedLock:
-    """Locks nothing.
-
-    Args:
-        refuse: number of the call that fails; None for none.
-
-    Attributes:
-        calls: in order.
-        locked: bytes by address.
-    """
+    """Locks nothing, and fails in the call of a number: its calls in order, and locked bytes by address."""
 
     def __init__(self, refuse=None):
         self.calls, self.locked = [], {}

@@ -20,13 +20,8 @@ class DeadlockError(AssertionError):
 class DeterministicThreads:
     """Lock, Condition and Thread for the engine's ``concurrency``; used from the thread that makes it.
 
-    Args:
-        history: told what locks order.
-        seed: of the choices.
-        restless: probability of a switch where nothing forces one.
-
-    Attributes:
-        trace: names of the threads that were chosen, one for each step.
+    The history is told what locks order. ``restless`` is the probability of a switch where nothing forces one, and
+    ``trace`` the name of the thread that was chosen for each step.
     """
 
     def __init__(self, history: History, seed: int, restless: float = 0.5) -> None:
@@ -52,11 +47,8 @@ class DeterministicThreads:
             self.block(lambda: True)
 
     def block(self, until: Callable[[], bool], limit: bool = False) -> bool:
-        """Return True once ``until`` holds; with a ``limit``, False if it timed out.
-
-        Raises:
-            DeadlockError: no thread can run.
-        """
+        """Return True once ``until`` holds; with a ``limit``, False if it timed out. DeadlockError if no thread can
+        run."""
         me = self._runners[threading.current_thread()]
         me.until, me.limit, me.timed_out = until, limit, False
         self._pass_on()

@@ -7,16 +7,8 @@ from vllm_dymoe.store import HostStore, StoreError
 
 
 class FaultyStore(HostStore):
-    """Reads of a store, each with what becomes of it.
-
-    Args:
-        store: has the bytes.
-        fate: from the number and key of a read to "fail", "hang" (until ``gate`` is set), "cold" (waits for a disk, and
-            then delivers) or None.
-
-    Attributes:
-        reads: thread and key of every read so far.
-    """
+    """Reads of a store, and what becomes of each: by its number and key "fail", "hang" (until ``gate`` is set), "cold"
+    (waits for a disk, and then delivers) or None. ``reads`` are the thread and key of every one so far."""
 
     description = "files in /disk"
 

@@ -29,11 +29,8 @@ class _Place:
 
 
 class History:
-    """Accesses of all agents to the watched places; safe to call from several threads.
-
-    Attributes:
-        races: one sentence for each access that is not ordered behind one it must not overlap.
-    """
+    """Accesses of all agents to the watched places; safe to call from several threads. ``races`` has a sentence for
+    each access that is not ordered behind one it must not overlap."""
 
     def __init__(self) -> None:
         self.races: list[str] = []

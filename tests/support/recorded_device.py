@@ -59,16 +59,8 @@ class _Lock:
 
 
 class RecordedStore(HostStore):
-    """A store in memory whose reads are writes of the thread that asks for them.
-
-    Args:
-        store: has the bytes.
-        history: is told.
-        pause: called before and after each read, where other threads may run.
-
-    Attributes:
-        staged: it lends nothing, so that copies go through buffers.
-    """
+    """A store in memory whose reads are writes of the thread that asks for them, with a pause before and after each,
+    where other threads may run. A ``staged`` one lends nothing, so that copies go through buffers."""
 
     staged = False
     description = "recorded memory"
@@ -102,18 +94,12 @@ class CaptureError(RuntimeError):
 
 
 class RecordedStreams:
-    """The streams of a device; an event is a point of the history.
+    """The streams of a device, with a pause before each call, where other threads may run; an event is a point of the
+    history, and ``ended`` answers whether a copy has ended.
 
-    Args:
-        history: is told.
-        pause: called before each call, where other threads may run.
-        ended: answers whether a copy has ended.
-
-    Attributes:
-        capturing: a graph is being captured. As in CUDA's capture mode "global", the default of torch.cuda.graph, the
-            device then refuses calls from every thread, and one such call invalidates the capture.
-        intruders: names of the threads that were refused.
-    """
+    While a graph is captured the device refuses calls from every thread, as in CUDA's capture mode "global", the
+    default of torch.cuda.graph, and one such call invalidates the capture; ``intruders`` are the threads that were
+    refused."""
 
     timed = False
 
@@ -168,14 +154,8 @@ class RecordedStreams:
 
 
 def record_reads(kernel: ExpertKernel, history: History, stream: Agent | None, pause: Callable[[], None]) -> None:
-    """Record which weights a kernel reads, and when.
-
-    Args:
-        kernel: computes on the host.
-        history: is told.
-        stream: on which it would compute; None for the calling thread.
-        pause: called before each projection.
-    """
+    """Record which weights a kernel reads, and when, with a pause before each projection; it computes on the host, as
+    if on a stream, or, if None, on the calling thread."""
     begin, compute = kernel.begin, kernel.compute
     current: list[Decision] = []
 

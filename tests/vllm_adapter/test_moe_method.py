@@ -148,11 +148,8 @@ def test_layers_without_graphs_keep_vllms_operator():
 
 
 class Tape(TorchDispatchMode):
-    """A stream on which captures record: every operator that reaches the device, and none of what the host does.
-
-    Args:
-        host: operators whose work is done by Python code, with that code.
-    """
+    """A stream on which captures record: every operator that reaches the device, and none of what the host does, whose
+    operators are given with their Python code."""
 
     def __init__(self, host):
         super().__init__()

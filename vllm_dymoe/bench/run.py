@@ -69,20 +69,11 @@ def job_of(group: Sequence[Case], prompts: PromptSet, out: Path, expert_bytes: i
 
 
 def _described(case: Case) -> dict[str, Any]:
-    return {
-        "key": case.key,
-        "kind": "speed",
-        "model": case.model,
-        "label": case.subject.label,
-        "options": case.subject.options,
-        "peer": case.subject.peer,
-        "budget": case.budget,
-        "batch": case.batch,
-        "workload": asdict(case.workload),
-        "engine": dict(case.engine),
-        "fixed_precision": case.fixed_precision,
-        "version": __version__,
-    }
+    said = asdict(case)
+    subject = said.pop("subject")
+    del subject["budgets"]
+    fixed = {"key": case.key, "kind": "speed", "fixed_precision": case.fixed_precision, "version": __version__}
+    return fixed | subject | said
 
 
 def run_job(job: dict[str, Any], folder: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vllm_dymoe.observe import statistics
-from vllm_dymoe.observe.synthetic import MIXTRAL_8X7B, synthetic_trace
+from vllm_dymoe.observe.synthetic import synthetic_trace
 from vllm_dymoe.observe.trace import TraceError
 from vllm_dymoe.residency.identity import ModelIdentity
 
@@ -64,7 +64,8 @@ def test_probabilities_that_are_none_are_refused(locality, correlation):
 
 
 def test_every_token_has_different_experts_in_every_layer():
-    trace = synthetic_trace(MIXTRAL_8X7B, requests=2, prompt=1, decode=6, skew=2, locality=0.5, correlation=0.5)
+    few = ModelIdentity("few", "synthetic", num_layers=32, num_experts=8, top_k=2, hidden=8)
+    trace = synthetic_trace(few, requests=2, prompt=1, decode=6, skew=2, locality=0.5, correlation=0.5)
     assert trace.experts.shape == (14, 32, 2)
     assert (trace.experts[..., 0] != trace.experts[..., 1]).all()
     assert (trace.weights.float().diff(dim=-1) <= 0).all()

@@ -13,17 +13,16 @@ LAYERS = [2, 6]
 STEPS = 120
 
 
+def record(asked, max_tokens):
+    with tempfile.TemporaryDirectory() as folder:
+        with engine(dymoe={"hi": 4, "expert_budget": "100%", "trace": folder}) as llm:
+            answer(llm, asked, max_tokens=max_tokens, logprobs=None)
+            llm.collective_rpc("dymoe_trace")
+        return Trace.load(folder)
+
+
 def main():
-    with tempfile.TemporaryDirectory() as folder:
-        with engine(dymoe={"hi": 4, "expert_budget": "100%", "trace": folder}) as llm:
-            answer(llm, prompts()[:2], max_tokens=40, logprobs=None)
-            llm.collective_rpc("dymoe_trace")
-        trace = Trace.load(folder)
-    with tempfile.TemporaryDirectory() as folder:
-        with engine(dymoe={"hi": 4, "expert_budget": "100%", "trace": folder}) as llm:
-            answer(llm, prompts(), max_tokens=STEPS + 1, logprobs=None)
-            llm.collective_rpc("dymoe_trace")
-        streams = Trace.load(folder)
+    trace, streams = record(prompts()[:2], 40), record(prompts(), STEPS + 1)
     decoded = ~trace.prefill
     of_trace = {"ids": trace.experts, "weights": trace.weights}
     chosen = {name: values[decoded][:, LAYERS].contiguous() for name, values in of_trace.items()}

@@ -16,7 +16,6 @@ import torch
 from vllm_dymoe.observe.trace import Trace, TraceError, expert_dtype
 from vllm_dymoe.residency.identity import ModelIdentity
 
-MIXTRAL_8X7B = ModelIdentity("synthetic, of Mixtral-8x7B's size", "synthetic", 32, 8, 2, 4096)
 QWEN3_30B_A3B = ModelIdentity("synthetic, of Qwen3-30B-A3B's size", "synthetic", 48, 128, 8, 2048)
 _CERTAIN = 1e6  # above any logarithm of a probability with its noise
 

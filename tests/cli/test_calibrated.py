@@ -1,4 +1,4 @@
-"""``vllm-dymoe quantize --quantizer gptq``: what it makes of a calibration, what it reports, and what it refuses."""
+"""``vllm-dymoe quantize --calibration``: what GPTQ and points of a lattice make of it, are reported, and refused."""
 
 import json
 import subprocess
@@ -10,12 +10,14 @@ import torch
 
 from tests.cli.checkpoints import EXPERTS, HIDDEN, MOE_LAYERS, TOP_K, command, make_model, quantized, refused, sections
 from tests.quantize.recordings import write_recording
+from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize import QUANTIZERS, packer, quantize_matrix
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.gptq import quantize_gptq
 from vllm_dymoe.quantize.quantizers import pack_bias
 from vllm_dymoe.residency.format import Projection
+from vllm_dymoe.store import Manifest
 
 RARE = 1
 
@@ -131,6 +133,10 @@ def test_what_cannot_be_calibrated_with_is_refused(made, tmp_path):
     out = tmp_path / "out"
     gptq = ("quantize", model.folder, "-o", out, "--quantizer", "gptq")
     assert "gptq needs --calibration" in refused(*gptq)
+    e8 = (*gptq[:-1], "e8")
+    assert "e8 needs --calibration" in refused(*e8, "--hi", 4, "--lo", 2)
+    for tiers in (("--hi", 8, "--lo", 4), ("--hi", 4)):
+        assert "set hi to 4 and lo to 2, or hi to 2 and lo to 0" in refused(*e8, *tiers)
     assert "holds no calibration" in refused(*gptq, "--calibration", tmp_path)
     assert "does not use a --calibration" in refused(*gptq[:-1], "hqq", "--calibration", calibration)
     other = make_model(tmp_path / "other", "mixtral")
@@ -140,3 +146,55 @@ def test_what_cannot_be_calibrated_with_is_refused(made, tmp_path):
         "quantize", other.folder, "-o", out, "--quantizer", "gptq", "--calibration", calibration
     )
     assert not out.exists()
+
+
+@pytest.mark.parametrize("tiers", [(4, 2), (2, 0)])
+def test_the_low_reading_of_a_lattice_loses_less_than_gptqs_at_more_bytes(made, tmp_path, tiers):
+    model, calibration, *_ = made
+    errors = {}
+    for quantizer in ("e8", "gptq"):
+        out = tmp_path / quantizer
+        options = "--hi", tiers[0], "--lo", tiers[1], "--quantizer", quantizer, "--calibration", calibration
+        said = quantized(model, out, *options)
+        errors[quantizer] = Manifest.read(out).errors
+        if quantizer == "e8":
+            assert "were quantized with what their layers read" in said
+    for bits in (some for some in tiers if some):
+        for ours, theirs in zip(errors["e8"].output[bits], errors["gptq"].output[bits], strict=True):
+            assert ours < theirs * (0.9 if bits == 2 else 1.7)
+    record = errors["e8"]
+    assert record.fallbacks == ((RARE,),) * 2
+    for layer in record.experts[2]:
+        assert len(layer) == EXPERTS
+        assert all(0 < lost < 1e3 for lost in layer)
+    sizes = {name: Manifest.read(tmp_path / name).experts.stored_nbytes for name in errors}
+    assert sizes["e8"] < sizes["gptq"]
+
+
+def test_what_an_expert_loses_is_measured_from_its_own_inputs(made, tmp_path):
+    """The low reading's errors of an expert, straight from what the calibration recorded."""
+    model, calibration, *_ = made
+    out = tmp_path / "out"
+    quantized(model, out, "--hi", 4, "--lo", 2, "--quantizer", "e8", "--calibration", calibration)
+    record, found = Manifest.read(out).errors, Calibration(calibration)
+    expert = next(number for number in range(EXPERTS) if number != RARE)
+    low = {place: dequantize(matrix.view(section)) for place, matrix, section in sections(out, 2)}
+    layer = 0
+    weights = {p: model.experts[layer, expert, p].float() for p in Projection}
+    x, r = (torch.cat(parts) for parts in zip(*found.inputs(0, expert), strict=True))
+    gated = found.recording.activation_of(layer).gated
+    inner = gated(x @ weights[Projection.GATE].t(), x @ weights[Projection.UP].t())
+    lost = 0.0
+    for projection, weight in weights.items():
+        seen = (inner if projection is Projection.DOWN else x) * r
+        whole = (seen @ weight.t()).square().sum()
+        lost += (seen @ (low[layer, expert, projection] - weight).t()).square().sum() / whole
+    assert record.experts[2][0][expert] == pytest.approx(float(lost * whole / r.square().sum()), rel=2e-3)
+
+
+def test_inspect_shows_the_codes_of_a_lattice(made, tmp_path):
+    model, calibration, *_ = made
+    out = tmp_path / "out"
+    quantized(model, out, "--hi", 2, "--quantizer", "e8", "--calibration", calibration)
+    assert json.loads(command("inspect", out, "--json", "--verify").stdout)["quantizer"] == "e8"
+    assert json.loads((out / "config.json").read_text())["quantization_config"]["codebooks"] == {"2": "e8"}

@@ -21,11 +21,7 @@ _WEIGHTS_AT_ONCE = 1 << 18
 
 
 def compute_with_torch(
-    x: Tensor,
-    work: Sequence[tuple[Expert, Tensor, Tensor]],
-    out: Tensor,
-    activation: Activation,
-    receive: Receive,
+    x: Tensor, work: Sequence[tuple[Expert, Tensor, Tensor]], out: Tensor, activation: Activation, receive: Receive
 ) -> None:
     """:meth:`ExpertKernel.compute`, expert by expert, each with its rows of x and of out, int64 [n]."""
     for expert, rows, pairs in work:

@@ -68,19 +68,15 @@ def write(folder: Path, width: int) -> tuple[Path, Path]:
         "4",
         "--overwrite",
     ]
-    subprocess.run([str(part) for part in command], check=True)
+    subprocess.run(list(map(str, command)), check=True)
     (plain / "model.safetensors").unlink()
     gguf.with_suffix(".partial").rename(gguf)
     return packed, gguf
 
 
 def write_gguf(path: Path, tensors: Mapping[str, Any], config: dict, dense: str = "F32") -> None:
-    """What llama.cpp serves: experts in Q4_0, and words of the shipped model, which may be fewer than the model's.
-
-    Args:
-        tensors: by the names of Qwen3-MoE's checkpoints.
-        dense: type of the other matrices.
-    """
+    """What llama.cpp serves: experts in Q4_0, ``dense`` matrices, and words of the shipped model, which may be fewer
+    than the model's; tensors are by the names of Qwen3-MoE's checkpoints."""
     writer, layers, experts = gguf.GGUFWriter(path, "qwen3moe"), config["num_hidden_layers"], config["num_experts"]
     theta = config["rope_parameters"]["rope_theta"] if "rope_parameters" in config else config["rope_theta"]
     writer.add_context_length(config["max_position_embeddings"])
@@ -113,12 +109,8 @@ def write_gguf(path: Path, tensors: Mapping[str, Any], config: dict, dense: str 
     }  # fmt: skip
     for layer in range(layers):
         for theirs, ours in names.items():
-            exact = "norm" in ours or ours == "ffn_gate_inp"
-            add(
-                f"blk.{layer}.{ours}.weight",
-                tensors[f"model.layers.{layer}.{theirs}.weight"],
-                "F32" if exact else dense,
-            )
+            kind = "F32" if "norm" in ours or ours == "ffn_gate_inp" else dense
+            add(f"blk.{layer}.{ours}.weight", tensors[f"model.layers.{layer}.{theirs}.weight"], kind)
         for projection in ("gate", "up", "down"):
             prefix = f"model.layers.{layer}.mlp.experts"
             all_ = torch.stack([tensors[f"{prefix}.{e}.{projection}_proj.weight"] for e in range(experts)])

@@ -173,7 +173,11 @@ class Outcome(NamedTuple):
 
 
 def pip(what: str, *arguments: str, may_fail: bool = False) -> Outcome:
-    """Run the environment's pip as one step; SetupError if it failed, and may not."""
+    """Run the environment's pip as one step.
+
+    Raises:
+        SetupError: it failed, and may not.
+    """
     done = run(what, str(VENV / "bin" / "python"), "-m", "pip", *arguments, may_fail=may_fail)
     if done.code != 0 and not may_fail:
         raise SetupError(f"pip failed ({' '.join(arguments)}); {done.where}.")

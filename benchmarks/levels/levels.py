@@ -29,7 +29,11 @@ from readme import markdown, put  # noqa: E402
 TIMES = 2.5
 TOKENS, PROMPT, REQUESTS, TOGETHER = 32, 160, 8, 16  # of an answer; characters of a prompt
 PAUSE_SECONDS = 0.2
-SYSTEMS = {"llama.cpp, mmap": "llama", "dymoe, page cache": "cache", "dymoe, host_memory": "level"}
+SYSTEMS = {
+    "llama.cpp, mmap": "llama",
+    "dymoe, page cache": "cache",
+    "dymoe, host_memory": "level",
+}
 SOAK = "soak"  # the last of them, with short answers for as long as is asked for
 Ask = Callable[[Sequence[str]], Sequence[list[int] | str]]
 

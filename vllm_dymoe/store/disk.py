@@ -7,7 +7,6 @@ disk through it takes a core, and may be read in small pieces.
 
 import contextlib
 import ctypes
-import json
 import mmap
 import os
 import random

@@ -106,17 +106,8 @@ class Ring:
 
 
 def post_plain(ring: Ring, turn: Tensor, layer: int, x: Tensor, ids: Tensor, decision: Decision) -> None:
-    """Post what a decision leaves to the host.
-
-    Args:
-        ring: through which.
-        turn: int64 [3]: the last number that was posted, that of this layer, 0 if it leaves nothing, and the ring's
-            address; changed.
-        layer: position among the MoE layers.
-        x: [tokens, hidden].
-        ids: int [tokens, top_k].
-        decision: of the layer.
-    """
+    """Post what a layer's decision leaves to the host, with x [tokens, hidden] and ids int [tokens, top_k]. turn, which
+    changes, is int64 [3]: the last number that was posted, this layer's, 0 if it leaves nothing, the ring's address."""
     there = (decision.fate[0, : int(decision.count)] == Fate.THERE).nonzero().flatten()
     turn[1] = 0
     if not len(there):

@@ -79,16 +79,9 @@ def take(door: Door, rows_out: Tensor, computed: Tensor, *, start: Start = run_k
 def collect(
     door: Door, rows_out: Tensor, computed: Tensor, weights: Tensor, out: Tensor, *, start: Start = run_kernel
 ) -> None:
-    """Wait for the answer, take its rows, and sum what each token's experts gave, in the router's order.
-
-    Args:
-        door: as :func:`post` left it.
-        rows_out: [tokens * top_k, hidden], unweighted; the host's rows are written to it.
-        computed: int32 [tokens, top_k], 0 for pairs without an expert here, 2 for the host's.
-        weights: float32 [tokens, top_k].
-        out: [tokens, hidden], overwritten.
-        start: launch, or only compile.
-    """
+    """Wait for the answer, take its rows, and sum what each token's experts gave, in the router's order, into out
+    [tokens, hidden]. The host's rows are written to rows_out [tokens * top_k, hidden], unweighted; computed is int32
+    [tokens, top_k], 0 for pairs without an expert here, 2 for the host's, weights are float32 [tokens, top_k]."""
     wait(door.turn, start=start)
     take(door, rows_out, computed, start=start)
     present = door.present[: computed.numel()].view(computed.shape)

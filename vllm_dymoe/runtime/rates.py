@@ -71,14 +71,8 @@ class Rates:
 
 
 def measure_or_load(path: Path | None, measured_for: str, fmt: Format, measured: Callable[[], Rates]) -> Rates:
-    """The best of the first starts: where link and host together have handled most bytes of a format in a second.
-
-    Args:
-        path: where it is kept, as far as its folder can be written; None to measure only.
-        measured_for: what numbers have to hold for.
-        fmt: of the bytes.
-        measured: numbers of now.
-    """
+    """The best of the first starts, kept at a path if there is one: where link and host together handled most bytes of
+    a format in a second. What was kept counts if it was measured for the same."""
     kept = None if path is None else Rates.load(path, measured_for)
     if kept is not None and kept.measured >= MEASURED_STARTS:
         return kept
@@ -94,16 +88,8 @@ def measure(
     store: HostStore, engine: TransferEngine, device: torch.device, worker: Doorbell | Beside, measured_for: str = "",
     seconds: float = _SECONDS,
 ) -> Rates:  # fmt: skip
-    """Let both work for about a second.
-
-    Args:
-        store: of the experts, in memory.
-        engine: brings them.
-        device: to where.
-        worker: computes beside it, and has not begun.
-        measured_for: kept with the numbers.
-        seconds: of everything.
-    """
+    """Let both work for about a second: the engine brings experts of a store in memory to the device, and as many
+    threads as the worker has, which has not begun, compute beside it."""
     trip, beside = worker.round_trip(), Beside(worker.threads, 0, worker.activations)
     formats = list(store.experts.formats.values())
     largest = max(formats, key=lambda fmt: fmt.nbytes)
@@ -161,13 +147,8 @@ def host_seconds(store: HostStore, fmt: Format, beside: Beside, rows: int, secon
 
 
 def costs(formats: Mapping[int, Format | None], rates: Rates | None, most_rows: int) -> NDArray[np.int64]:
-    """What the rule goes by: int64 [3, 4], see ``Table.there``.
-
-    Args:
-        formats: by LOW and HIGH, those in use; None for one that is skipped.
-        rates: None where all misses are computed there.
-        most_rows: of an expert that is computed there.
-    """
+    """What the rule goes by: int64 [3, 4], see ``Table.there``. Formats are those in use by LOW and HIGH, None for one
+    that is skipped; without rates all misses are computed there, those of experts of more rows excepted."""
     table = np.zeros((3, len(Cost)), np.int64)
     for code, fmt in formats.items():
         if fmt is None:

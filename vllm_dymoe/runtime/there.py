@@ -210,19 +210,9 @@ class Beside:
     def begin(
         self, routing: Routing, x: Tensor, out: Tensor, activation: Activation, experts: Mapping[int, Expert]
     ) -> Callable[[], Span]:
-        """Begin to compute some experts' rows, given their bytes in host memory.
-
-        Args:
-            routing: of the step.
-            x: its input, on the device.
-            out: [tokens * top_k, hidden] on the device.
-            activation: between the projections.
-            experts: by number.
-
-        Returns:
-            A function that waits until all rows are in ``out``, and says when they were computed; TransferError if that
-            took longer than the host waits.
-        """
+        """Begin to compute the rows of some experts, by number, whose bytes are in host memory: x is a step's input on
+        the device, out [tokens * top_k, hidden] there, too. The function that is returned waits until all are in
+        ``out``, and says when they were computed; TransferError if that took longer than the host waits."""
         decision = Decision.of_routing(routing.grouped, list(experts), row_for_each_pair=routing.weights_on_input)
         for item, expert in enumerate(experts.values()):
             decision.place(item, expert)

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import triton
@@ -37,6 +38,13 @@ def compile_kernel(
 ) -> None:
     """Only compile: a launch with the same constants, dtypes and alignments then starts at once."""
     kernel.warmup(*tensors, grid=grid, **constants, **_FUSED | options)
+
+
+def prepared(
+    kernel: Any, grid: tuple[int, ...], constants: dict[str, Any], options: dict[str, int]
+) -> Callable[..., None]:
+    """A launch that takes its tensors only, in half of the time: for what is launched again and again."""
+    return partial(kernel.run, grid=grid, warmup=False, **constants, **_FUSED | options)
 
 
 @contextmanager

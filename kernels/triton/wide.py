@@ -39,7 +39,7 @@ def plan_wide(
         half: see ``plan_wide_plain``, as for what follows.
         ahead: a version, or 0.
         steps: positions of an item of each class, two or more.
-        wide: the tensors of a WideWork, by name.
+        wide: the tensors of a WideWork, by name, for two of the classes or more; the last has all larger experts, too.
         marks: int8 [tokens], of tokens of prompts, if the shape has them.
         start: launch, or only compile.
     """
@@ -53,14 +53,15 @@ def plan_wide(
     counted = parts, weights, rows, scratch, shape.chunk, shape.chunks, shape.positions, shape.counted
     start(count_kernel, (shape.chunks, 3 if shape.marked else 1), counted, chunks, options)
     decide(table, layer, ids, weights, rows, decision, chunks=shape.chunks, marked=shape.marked, start=start)
+    classes, long = wide["work"].shape[1:3]
     numbers = (
-        layer, shape.half, shape.passes, half, ahead, shape.items, wide["work"].shape[2], decision["slots"].stride(0),
+        layer, shape.half, shape.passes, half, ahead, shape.items, classes, long, decision["slots"].stride(0),
         decision["addresses"].stride(0),
     )  # fmt: skip
     columns = *(table[name] for name in _OF_TABLE), *(decision[name] for name in _OF_DECISION)
     constants = {"COUNTERS": table["counters"].shape[1], "SLICES": shape.slices, "STEPS": tuple(steps)}
     start(
-        list_kernel, (shape.groups, len(steps)), (*columns, wide["spans"], wide["work"], *numbers),
+        list_kernel, (shape.groups, classes), (*columns, wide["spans"], wide["work"], *numbers),
         {"EXPERTS": shape.experts, "WIDTH": width, **constants, "GROUPS": shape.passes > 0}, options,
     )  # fmt: skip
     placed = ids, rows, scratch, decision["rows"], decision["pairs"], wide["ids"], table["staged_for"]
@@ -103,13 +104,24 @@ def count_kernel(
 
 @triton.jit(
     do_not_specialize_on_alignment=[*_OF_TABLE, *_OF_DECISION, "spans", "listed"],
-    do_not_specialize=["layer", "room", "passes", "half", "ahead", "most", "long", "apart", "addresses_apart"],
+    do_not_specialize=[
+        "layer",
+        "room",
+        "passes",
+        "half",
+        "ahead",
+        "most",
+        "classes",
+        "long",
+        "apart",
+        "addresses_apart",
+    ],
 )
 def list_kernel(
     tier, staged, staged_for, staging, offsets, pool, slot_bytes, source, counters,
     count, experts, tiers, slots, fate, addresses, work, scratch, spans, listed,
-    layer: tl.int32, room: tl.int32, passes: tl.int32, half: tl.int32, ahead: tl.int32, most: tl.int32, long: tl.int32,
-    apart: tl.int32, addresses_apart: tl.int32,
+    layer: tl.int32, room: tl.int32, passes: tl.int32, half: tl.int32, ahead: tl.int32, most: tl.int32,
+    classes: tl.int32, long: tl.int32, apart: tl.int32, addresses_apart: tl.int32,
     EXPERTS: tl.constexpr, WIDTH: tl.constexpr, COUNTERS: tl.constexpr, SLICES: tl.constexpr, STEPS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):  # fmt: skip
@@ -164,6 +176,7 @@ def list_kernel(
         if middle < len(STEPS) - 1:
             kind += tl.where(length > STEPS[middle], 1, 0)
         step = tl.where(own_class == middle, STEPS[middle], step)
+    kind = tl.minimum(kind, classes - 1)
     few = tl.where(kind == 0, length, 0)
     many = length - few
     begin = tl.where(kind == 0, tl.cumsum(few, 0) - few, tl.sum(few, 0) + tl.cumsum(many, 0) - many)
@@ -172,7 +185,7 @@ def list_kernel(
     pieces = tl.where(those, (length + step - 1) // step, 0)
     at = tl.cumsum(pieces, 0) - pieces
     total = tl.sum(pieces, 0)
-    out = listed + 3 * long * (own_group * len(STEPS) + own_class)
+    out = listed + 3 * long * (own_group * classes + own_class)
     for piece in range(tl.max(pieces, 0)):
         inside = those & (piece < pieces)
         to = out + 3 * (at + piece)

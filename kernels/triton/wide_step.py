@@ -1,7 +1,8 @@
 """A wide step of one MoE layer as launches, with no host in it: lists, copies, and products class by class.
 
 How an expert is computed follows from the number of its tokens, as where the host plans (``plan.py``): the same bits.
-A class that has nothing to do in a group is a launch of programs that end at once.
+A class that has nothing to do in a group is a launch of programs that end at once; one of more tokens than the step
+has is none.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,13 +24,14 @@ from vllm_dymoe.kernels.triton.launch import (
     grouped_gate_up,
 )
 from vllm_dymoe.kernels.triton.rotate import rotated_inputs
-from vllm_dymoe.kernels.triton.start import Start, run_kernel
+from vllm_dymoe.kernels.triton.start import prepared
 from vllm_dymoe.kernels.triton.tiles import Tiles
 from vllm_dymoe.kernels.triton.wide import plan_wide
 from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.wide_rule import KEPT, PASSING, WideShape, WideWork
 
-_Launch = tuple[Any, tuple[int, ...], tuple[Tensor | int, ...], dict[str, Any], dict[str, int]]
+_Launch = tuple[Callable[..., None], tuple[Tensor | int, ...]]
+"""And its tensors, but for the first two."""
 
 
 class TritonWide:
@@ -42,8 +44,7 @@ class TritonWide:
         tiers: bit-widths, or codebooks' tags, that may occur.
         tiles: sizes of programs.
         activation: of the gate.
-        scratch: of decode, for positions, elements of partial sums and semaphores; one layer at a time uses it.
-        start: launch, or only compile.
+        scratch: of decode, for elements of partial sums and semaphores; one layer at a time uses it.
     """
 
     def __init__(
@@ -55,16 +56,15 @@ class TritonWide:
         tiles: Tiles,
         activation: Activation,
         scratch: Callable[[int, int], Scratch],
-        *,
-        start: Start = run_kernel,
     ) -> None:
-        self.shape, self._table, self._tiles, self._activation, self._start = shape, table, tiles, activation, start
+        self.shape, self._table, self._tiles, self._activation = shape, table, tiles, activation
         device, self._inner = table["tier"].device, experts.intermediate
         self._steps = tiles.decode_tokens, *(tile.block_m for tile in tiles.grouped_down)
         decision = Decision.allocate(
             shape.tokens, shape.top_k, shape.experts, device, slices=shape.slices, scratch=shape.scratch
         )
-        self._wide, self._decision = WideWork.allocate(shape, self._steps, device), decision.tensors
+        classes = max(2, 1 + sum(step < shape.tokens for step in self._steps[:-1]))
+        self._wide, self._decision = WideWork.allocate(shape, self._steps[:classes], device), decision.tensors
         self.ids = self._wide.ids
         groups = range(KEPT, PASSING + shape.passes + (shape.passes > 0))
         self._spans = {group: {"spans": self._wide.spans[shape.spans(group)]} for group in groups}
@@ -75,7 +75,7 @@ class TritonWide:
         # Experts that are decoded come first, and share scratch by their positions.
         self._decoded = min(shape.positions, shape.items * tiles.decode_tokens)
         self._scratch = scratch(*(self._decoded * each for each in tiles.shared(experts.hidden, experts.intermediate)))
-        self._launches: list[list[_Launch]] = []  # of each group
+        self._launches: list[list[tuple[_Launch, _Launch]]] = []  # of each group and class
 
     def plan(
         self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, rows: Tensor, half: int, ahead: int,
@@ -84,9 +84,9 @@ class TritonWide:
         """Four launches; and memory for what is between gate, down and the sums."""
         plan_wide(
             self._table, layer, ids, weights, rows, self._decision, self.shape, half, ahead, self._steps,
-            vars(self._wide), marks, start=self._start,
+            vars(self._wide), marks,
         )  # fmt: skip
-        self._x, self._weights = rotated_inputs(x, self._rotation, start=self._start), weights
+        self._x, self._weights = rotated_inputs(x, self._rotation), weights
         self._hidden = x.new_empty(self.shape.positions, self._inner)
         self._out = x.new_empty(self.shape.positions, x.shape[1])
         if not self._launches:
@@ -94,35 +94,35 @@ class TritonWide:
 
     def copy(self, group: int) -> None:
         """One launch."""
-        fetch_ahead(self._spans[group], start=self._start)
+        fetch_ahead(self._spans[group])
 
     def compute(self, group: int) -> None:
         """Two launches for each class."""
-        up, down = (self._x, self._hidden), (self._hidden, self._out)
-        for number, (kernel, grid, tensors, constants, options) in enumerate(self._launches[group]):
-            self._start(kernel, grid, (*(down if number % 2 else up), *tensors), constants, options)
+        x, hidden, out = self._x, self._hidden, self._out
+        for (up, of_up), (down, of_down) in self._launches[group]:
+            up(x, hidden, *of_up)
+            down(hidden, out, *of_down)
 
-    def _products(self, group: int) -> "list[_Launch]":
+    def _products(self, group: int) -> list[tuple[_Launch, _Launch]]:
         """The launches of a group, checked once: between layers the first two tensors differ, and nothing else."""
         found: list[_Launch] = []
 
         def start(kernel: Any, grid: tuple[int, ...], tensors: Sequence[Tensor | int], *rest: Any) -> None:
-            found.append((kernel, grid, tuple(tensors[2:]), *rest))
+            found.append((prepared(kernel, grid, *rest), tuple(tensors[2:])))
 
-        tiles, table = self._tiles, self._experts
+        tiles, table, lists = self._tiles, self._experts, self._wide.work[group]
+        rooms = self.shape.work_items(group, self._steps[: len(lists)])
         decoded, *grouped = (
             WorkList(work[:room], *(of[: of.numel() if number else self._decoded] for of in self._at))
-            for number, (work, room) in enumerate(
-                zip(self._wide.work[group], self.shape.work_items(group, self._steps), strict=True)
-            )
+            for number, (work, room) in enumerate(zip(lists, rooms, strict=True))
         )
         hidden = self._hidden[: decoded.positions]
         decode_gate_up(self._x, hidden, table, decoded, self._activation, tiles.gate_up, self._scratch, start=start)
         decode_down(hidden, self._out, table, decoded, tiles.down, self._scratch, start=start)
-        for work, gate_up, down in zip(grouped, tiles.grouped_gate_up, tiles.grouped_down, strict=True):
+        for work, gate_up, down in zip(grouped, tiles.grouped_gate_up, tiles.grouped_down, strict=False):
             grouped_gate_up(self._x, self._hidden, table, work, self._activation, gate_up, start=start)
             grouped_down(self._hidden, self._out, table, work, down, start=start)
-        return found
+        return list(zip(found[::2], found[1::2], strict=True))
 
     def finish(self) -> Tensor:
         """One launch."""

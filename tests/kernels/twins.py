@@ -71,7 +71,7 @@ class Twins:
         found, lists = _of_shape(shape, self._soiled)
         found.bits[-1] = 0
         decide_plain(self.plain, layer, ids, weights, rows(real), decision, wide=True, marks=marks)
-        plan_wide_plain(self.plain, layer, ids, decision, shape, half, ahead, STEPS, wide)
+        plan_wide_plain(self.plain, layer, ids, decision, shape, half, ahead, _classes(shape), wide)
         there = [values.to(DEVICE) for values in (ids, weights, rows(real))]
         plan_wide(vars(self.table), layer, *there, found.tensors, shape, half, ahead, STEPS, vars(lists), marks)
         copies = shape.spans(shape.groups if ahead else shape.groups - 1).stop if shape.passes else shape.items
@@ -96,7 +96,12 @@ class Twins:
         return self.place(values.clone()).fill_(77)
 
 
+def _classes(shape):
+    """Those that an expert of so many tokens can be in, as ``TritonWide`` has them."""
+    return STEPS[: max(2, 1 + sum(step < shape.tokens for step in STEPS[:-1]))]
+
+
 def _of_shape(shape, place):
     sizes = {"slices": shape.slices, "scratch": shape.scratch}
     decision = Decision.allocate(shape.tokens, shape.top_k, shape.experts, "cpu", **sizes)
-    return moved(decision, place), moved(WideWork.allocate(shape, STEPS, "cpu"), place)
+    return moved(decision, place), moved(WideWork.allocate(shape, _classes(shape), "cpu"), place)

@@ -1,24 +1,42 @@
 """The part of `make gpu` that needs vLLM, with vLLM's CPU build and without a card."""
 
 import pytest
+import vllm
 
+from tests.e2e.full_replays import replayed_steps
+from tests.kernels.host_card import Inline
 from tests.support.benchmarks import modules_of
+
+NAMES = "off", "over whole steps"
+"""Of the graphs. Those with drafts run, too; pieces need a compiled model."""
 
 
 @pytest.fixture
 def part(monkeypatch):
+    """Engines in this process. As on a card the device decides, and decode steps are captured once they run."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    with modules_of("gpu"):
+    original = vllm.LLM
+    with modules_of("gpu"), replayed_steps() as seen:
         from parts import engine
 
-        monkeypatch.setattr(engine, "SETTINGS", {"enforce_eager": True})
-        monkeypatch.setattr(engine, "GRAPHS", {"off": ("NONE", {}), "on": ("FULL_DECODE_ONLY", engine.DRAFTS)})
+        def start(**settings):
+            settings["additional_config"]["dymoe"] |= {"decisions": "device", "host_store": "pinned"}
+            settings["compilation_config"]["mode"], seen.replaying = 0, False
+            llm = original(**settings)
+            seen.replaying = True
+            return llm
+
+        monkeypatch.setattr(vllm, "LLM", start)
+        monkeypatch.setattr(engine, "ProcessPoolExecutor", Inline)
+        monkeypatch.setattr(engine, "SETTINGS", {})
+        monkeypatch.setattr(engine, "GRAPHS", {name: engine.GRAPHS[name] for name in NAMES})
+        engine.seen = seen
         yield engine
 
 
 @pytest.mark.engine
-def test_both_engines_give_the_same_answers(part, tmp_path):
-    """On a CPU there are no graphs in either, nor is it worth compiling: the part runs to its end and compares."""
+def test_every_line_but_those_of_a_card_runs(part, tmp_path):
+    """Alone, together, three that fill up a graph for four, and one that comes late, at both budgets."""
     from record import Found, Recorder
 
     path = tmp_path / "engine.jsonl"
@@ -27,12 +45,12 @@ def test_both_engines_give_the_same_answers(part, tmp_path):
     for line in path.read_text().splitlines():
         found.add(line)
     assert found.wrong == []
-    assert [check["name"] for check in found.checks] == [
-        "vLLM's engine answers with graphs off, at 100% and 25%",
-        "vLLM's engine answers with graphs on, at 100% and 25%",
-        "the same answers with graphs as without",
-    ]
-    assert found.sentences[0].startswith("cudagraph_mode in force was NONE, ")
+    names = [f"vLLM's engine answers with graphs {name}, at 100% and 25%" for name in NAMES]
+    assert [check["name"] for check in found.checks] == [*names, "the same answers with graphs as without"]
+    assert found.sentences == ["cudagraph_mode in force was NONE, FULL_DECODE_ONLY."]
+    assert set(part.seen.captures) == {1, part.BATCH}
+    assert part.seen.replays > 3 * part.NEW_TOKENS
+    assert part.seen.moved == 0
 
 
 def test_another_token_or_log_probability_is_named(part):

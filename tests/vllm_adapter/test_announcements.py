@@ -56,6 +56,15 @@ def test_settings_that_work_badly_are_a_warning(store, slots, options, said):
     assert all("raise expert_budget" in sentence for sentence in found if "tier" in sentence)
 
 
+def test_a_token_uses_a_ranks_part_of_the_experts_that_its_router_names():
+    store = make_store(make_experts(layers=LAYERS, num_experts=EXPERTS, top_k=4))
+    keeps_two = runtime_with(store, LAYERS * 2 + STAGING)
+    assert "keeps 2 experts of the hi tier but one token uses 4, so" in warnings(keeps_two)[0]
+    assert warnings(keeps_two, expert_ranks=2) == []
+    keeps_one = runtime_with(store, LAYERS + STAGING)
+    assert "one token uses 2 here on average, so" in warnings(keeps_one, expert_ranks=2)[0]
+
+
 def test_the_first_line_says_what_is_active(store):
     runtime = runtime_with(store, slots=7)
     line = describe(runtime)

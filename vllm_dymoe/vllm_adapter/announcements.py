@@ -17,10 +17,12 @@ from vllm_dymoe.units import size
 logger = init_logger("vllm.plugins.dymoe")
 
 
-def announce(runtime: MoERuntime, rank: str, seconds: float, source: str = "", place: str = "") -> None:
+def announce(
+    runtime: MoERuntime, rank: str, seconds: float, source: str = "", place: str = "", expert_ranks: int = 1
+) -> None:
     """Say in one line what is active, where numbers come from and why the host store is where it is; and warn."""
     logger.info("%s%s Experts were ready after %.1f s.", describe(runtime, rank, place), source, seconds)
-    for warning in warnings(runtime):
+    for warning in warnings(runtime, expert_ranks):
         logger.warning("vllm-dymoe: %s", warning)
 
 
@@ -85,8 +87,8 @@ def _named(runtime: MoERuntime) -> str:
     return foresight.name if foresight else "none"
 
 
-def warnings(runtime: MoERuntime) -> list[str]:
-    """Sentences about settings that work, but badly."""
+def warnings(runtime: MoERuntime, expert_ranks: int = 1) -> list[str]:
+    """Sentences about settings that work, but badly, on one of so many ranks that share out the experts."""
     experts, options, plan = runtime.experts, runtime.options, runtime.plan
     shares = runtime.system.precision.all_shares(experts)
     found = []
@@ -106,7 +108,7 @@ def warnings(runtime: MoERuntime) -> list[str]:
         every_base = runtime.memory.nested and tier is Tier.LO
         # Whatever its tier, an expert needs its base.
         of_layers = [1.0] * len(experts.layers) if every_base else shares[tier]
-        wanted = [round(share * experts.top_k) for share in of_layers]
+        wanted = [round(share * experts.top_k / expert_ranks) for share in of_layers]
         short = [(kept, uses) for kept, uses in zip(plan.quotas[tier], wanted, strict=True) if kept < uses]
         if not short:
             continue
@@ -118,7 +120,8 @@ def warnings(runtime: MoERuntime) -> list[str]:
             )
         else:
             found.append(
-                f"a layer keeps {least} experts of the {tier.value} tier but one token uses {uses}, "
+                f"a layer keeps {least} experts of the {tier.value} tier but one token uses {uses}"
+                f"{' here on average' if expert_ranks > 1 else ''}, "
                 "so most experts are fetched for every token; raise expert_budget."
             )
     return found

@@ -165,7 +165,8 @@ class Loading:
         rank = f"rank {parallel.rank} of {ranks}" if ranks > 1 else ""
         if parallel.data_parallel_size > 1:
             rank = f"engine {parallel.data_parallel_rank} of {parallel.data_parallel_size} {rank}".rstrip()
-        announce(runtime, rank, time.perf_counter() - self._begin, source, place)
+        seconds = time.perf_counter() - self._begin
+        announce(runtime, rank, seconds, source, place, self._model.layers[0].expert_ranks)
 
     def _runtime(
         self, store: HostStore, options: Options, device: torch.device, predictor: Predictor | None, obstacle: str

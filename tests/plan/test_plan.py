@@ -215,7 +215,14 @@ def test_the_command_ends_with_one_to_paste(folder, monkeypatch):
     assert len(row.split()) == 9  # whole words
 
 
+def test_the_command_shows_one_rank_and_serves_all(folder):
+    shown_ = command("plan", folder, "--gpu", "rtx4090", "--dp", "2", "--ep", "--cards-per-switch", "2").stdout
+    for said in ("--data-parallel-size 2 --enable-expert-parallel", "64 x 768", "13.4"):
+        assert said in shown_
+
+
 def test_what_cannot_be_planned_is_a_sentence(folder):
+    assert "--trace or --ep out" in refused("plan", folder, "--gpu", "l4", "--tp", "2", "--ep", "--trace", folder)
     assert "--gpu rtx4090" in refused("plan", folder)
     assert "best" in refused("plan", folder, "--gpu", "rtx4090", "--system", "best")
     assert "device memory" in refused("plan", folder, "--gpu", "rtx4090", "--max-num-seqs", 10**6)

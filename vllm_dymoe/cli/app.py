@@ -287,16 +287,26 @@ def plan(
     misses: Annotated[
         str, typer.Option(help="fetch, or the rate at which the host computes those that it does not: 60GB/s.")
     ] = "fetch",
+    tp: Annotated[int, typer.Option(min=1, help="Ranks of tensor parallelism.")] = 1,
+    dp: Annotated[int, typer.Option(min=1, help="Engines of data parallelism, with a batch each.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Stages of a pipeline.")] = 1,
+    ep: Annotated[bool, typer.Option("--ep", help="Ranks of both share out whole experts.")] = False,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines over which the ranks are spread.")] = 1,
+    cards_per_switch: Annotated[int, typer.Option(min=1, help="Cards that share one link to the host.")] = 1,
+    network: Annotated[str | None, typer.Option(help="Rate between a node and the others: 12GB/s.")] = None,
 ) -> None:
     """Say what fits on a device, how fast each system will be, and which options to take; nothing is loaded."""
     from vllm_dymoe.cli import plan as planning
     from vllm_dymoe.config import ConfigError
     from vllm_dymoe.plan.choice import Serving
+    from vllm_dymoe.plan.device import parse_rate
+    from vllm_dymoe.plan.ranks import Ranks
 
     if gpu is None:
         raise ConfigError("say for which device: --gpu rtx4090, or a folder of measured rows.")
     serving = Serving(max_model_len, max_num_seqs, gpu_memory_utilization=gpu_memory_utilization)
-    planning.run(model, gpu, link, trace, batch, prompt, serving, system or (), disk, host_memory, misses)
+    ranks = Ranks(tp, dp, pp, ep, nodes, cards_per_switch, parse_rate(network) if network else 0.0)
+    planning.run(model, gpu, link, trace, batch, prompt, serving, system or (), disk, host_memory, misses, ranks)
 
 
 @app.command()

@@ -14,16 +14,20 @@ from vllm_dymoe.bench.systems import make_known
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.plan.choice import CANDIDATES, GOOD_ENOUGH, Choice, Serving, choices, recommended, shown
-from vllm_dymoe.plan.device import find_device, parse_rate
+from vllm_dymoe.plan.device import Device, find_device, parse_rate
 from vllm_dymoe.plan.model import ModelShape, read_shape
+from vllm_dymoe.plan.ranks import Ranks
 from vllm_dymoe.plan.replay import LOCALITY, SKEW, Routings, made_up
 from vllm_dymoe.residency.identity import ModelIdentity
 from vllm_dymoe.units import size
+
+ALONE = Ranks()
 
 
 def run(
     model: str, gpu: str, link: str | None, trace: Path | None, batch: int, prompt: int, serving: Serving,
     systems: Sequence[str], disk: str | None = None, host_memory: str | None = None, misses: str = "fetch",
+    ranks: Ranks = ALONE,
 ) -> None:  # fmt: skip
     if (disk is None) != (host_memory is None):
         raise ConfigError("experts are read from a disk where host memory has no room: say --disk and --host-memory.")
@@ -32,13 +36,19 @@ def run(
         raise ConfigError(f"{', '.join(sorted(unknown))}: a plan has the systems {', '.join(sorted(planned))}.")
     if Path(gpu).is_dir():
         make_known()  # its rows may be of systems that only bench has
-    shape, device = read_shape(model), find_device(gpu, link)
+    ranks.check()
+    whole, card = read_shape(model), find_device(gpu, link)
+    shape, device = ranks.shape(whole), ranks.device(card)
+    if trace is not None and shape.experts < whole.experts:
+        raise ConfigError("a trace is of all experts, and a rank has a part of them; leave --trace or --ep out.")
     if disk is not None:
         held = TypeAdapter(ByteSize).validate_python(host_memory)
         device = replace(device, disk=parse_rate(disk), host_memory=held)
     if misses != "fetch":
         device = replace(device, host=parse_rate(misses))
-    rows = list(choices(shape, device, _routings(shape, model, trace, batch), serving, prompt))
+    routings = _routings(shape, model, trace, ranks.batch(whole, batch))
+    found = choices(shape, device, routings, serving, prompt)
+    rows = [ranks.whole(row, whole, card, batch, prompt) for row in found]
     best = recommended(rows)
     table = Table(
         title=f"Batch {batch}, prompts of {prompt} tokens", title_justify="left", box=None, padding=(0, 2, 0, 0)
@@ -51,12 +61,12 @@ def run(
             f"{1e3 * row.tpot:.1f}", f"{row.hit_rate:.0%}",
             "" if row.agreement is None else f"{row.agreement:.0%}", style="bold" if row is best else None,
         )  # fmt: skip
-    packed = shape.packed((16, 4))
+    packed = whole.packed((16, 4))
     routers = f"as in {trace}" if trace else f"made up (popularity ~ rank^-{SKEW}, {LOCALITY:.0%} repeated)"
     said = (
-        f"{model}: {shape.moe_layers} layers of {shape.experts} experts, {shape.top_k} for a token; experts "
+        f"{model}: {whole.moe_layers} layers of {whole.experts} experts, {whole.top_k} for a token; experts "
         f"{size(packed.nbytes(16))} at 16 bits, {size(packed.nbytes(4))} at 4; everything else "
-        f"{size(shape.dense_bytes)}.\n{device.name}: {size(device.memory)}, reads {device.bandwidth / 1e9:.0f} GB/s, "
+        f"{size(whole.dense_bytes)}.\n{device.name}: {size(device.memory)}, reads {device.bandwidth / 1e9:.0f} GB/s, "
         f"its link {device.link / 1e9:.1f} GB/s, {1e6 * device.layer_seconds:.0f} us of the host for a layer; "
         f"routers are {routers}."
         + (f"\nHost memory holds {host_memory} of experts, the disk reads {disk}." if disk else "")
@@ -66,9 +76,32 @@ def run(
         "measured on this project's small model. Measure quality on yours."
     )
     typer.echo(said)
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    if ranks != ALONE:
+        console.print(_of_one_rank(ranks, shape, whole, card, batch))
+    console.print(table)
     given = {} if device.host_memory is None else {"host_memory": device.host_memory}
-    typer.echo(f"{recommending}\n{_command(model, best, shape, serving, given)}")
+    typer.echo(f"{recommending}\n{_command(model, best, shape, serving, given, ranks)}")
+
+
+def _of_one_rank(ranks: Ranks, shape: ModelShape, whole: ModelShape, card: Device, batch: int) -> Table:
+    near, far = ranks.sent(whole, batch)
+    table, packed = Table(title="One rank", title_justify="left", box=None, padding=(0, 2, 0, 0)), shape.packed((16, 4))
+    seconds, link = ranks.seconds(whole, card, batch), ranks.device(card).link
+    columns = {
+        "experts": f"{shape.experts} x {shape.intermediate}",
+        "at 16 bits": size(packed.nbytes(16)),
+        "at 4": size(packed.nbytes(4)),
+        "the rest": size(shape.dense_bytes),
+        "link GB/s": f"{link / 1e9:.1f}",
+        "to ranks": size(round(near)),
+        "to nodes": size(round(far)),
+        "ms a step": f"{1e3 * seconds:.2f}",
+    }
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_row(*columns.values())
+    return table
 
 
 def _routings(shape: ModelShape, model: str, trace: Path | None, batch: int) -> Routings:
@@ -85,10 +118,10 @@ def _routings(shape: ModelShape, model: str, trace: Path | None, batch: int) -> 
     return Routings(found, batch)
 
 
-def _command(model: str, row: Choice, shape: ModelShape, serving: Serving, more: dict[str, int]) -> str:
+def _command(model: str, row: Choice, shape: ModelShape, serving: Serving, more: dict[str, int], ranks: Ranks) -> str:
     length = min(serving.max_model_len, shape.longest)
     return (
         f"vllm serve {model} --quantization dymoe --max-model-len {length} --max-num-seqs {serving.max_num_seqs} "
-        f"--gpu-memory-utilization {serving.gpu_memory_utilization:g} "
+        f"--gpu-memory-utilization {serving.gpu_memory_utilization:g}{ranks.arguments} "
         f"--additional-config '{json.dumps({'dymoe': {**row.given, **more, 'expert_budget': row.limit}})}'"
     )

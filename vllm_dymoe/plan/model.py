@@ -30,6 +30,7 @@ class ModelShape:
     dense_weights: int  # those, and the embedding
     attention_width: int  # of a token's queries, keys and values together
     kv_bytes: int  # of KV cache that a token takes in all layers, at 16 bits
+    kv_heads: int  # parts into which ranks can cut it
     vocabulary: int  # logits of a token
     longest: int  # max_position_embeddings
 
@@ -98,6 +99,7 @@ def shape_of(config: dict[str, Any], where: str) -> ModelShape:
         dense_weights=per_token + head * (1 if config.get("tie_word_embeddings") else 2),
         attention_width=width,
         kv_bytes=ITEM * layers * cached,
+        kv_heads=1 if config.get("kv_lora_rank") else size("num_key_value_heads", "num_attention_heads"),
         vocabulary=size("vocab_size"),
         longest=size("max_position_embeddings", default=1 << 15),
     )  # fmt: skip

@@ -1,0 +1,96 @@
+"""A model on several ranks, beside what was computed by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.plan.test_plan import DEEPSEEK_V2_LITE, MIXTRAL, QWEN3_30B
+from vllm_dymoe.config import ConfigError
+from vllm_dymoe.plan.choice import Serving, choices
+from vllm_dymoe.plan.device import find_device
+from vllm_dymoe.plan.model import shape_of
+from vllm_dymoe.plan.ranks import Ranks
+from vllm_dymoe.plan.replay import made_up
+from vllm_dymoe.residency.identity import ModelIdentity
+
+QWEN, LITE, MIX = (shape_of(config, "config.json") for config in (QWEN3_30B, DEEPSEEK_V2_LITE, MIXTRAL))
+CARD = find_device("rtx4090", "20GB/s")
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "experts", "width", "top_k", "layers", "kv", "batch"),
+    [
+        (QWEN, Ranks(), 128, 768, 8, 48, 1, 3),
+        (QWEN, Ranks(tp=2), 128, 384, 8, 48, 2, 3),
+        (QWEN, Ranks(tp=8), 128, 96, 8, 48, 4, 3),  # of 4 heads, each of two ranks has one
+        (QWEN, Ranks(tp=2, ep=True), 64, 768, 4, 48, 2, 3),
+        (QWEN, Ranks(dp=4, ep=True), 32, 768, 2, 48, 1, 12),
+        (QWEN, Ranks(tp=2, dp=16, ep=True), 4, 768, 1, 48, 2, 12),  # a quarter of 48 tokens uses one of the four
+        (QWEN, Ranks(dp=4), 128, 768, 8, 48, 1, 3),
+        (QWEN, Ranks(tp=2, pp=3), 128, 384, 8, 16, 6, 3),
+        (LITE, Ranks(tp=2, ep=True), 32, 1408, 3, 26, 1, 3),  # one latent cache on both
+    ],
+)
+def test_what_one_rank_has(model, ranks, experts, width, top_k, layers, kv, batch):
+    shape = ranks.shape(model)
+    assert (shape.experts, shape.intermediate, shape.top_k, shape.moe_layers) == (experts, width, top_k, layers)
+    assert shape.kv_bytes == model.kv_bytes // kv
+    assert ranks.batch(model, 3) == batch
+    parts = ranks.tp * ranks.pp * (ranks.dp if ranks.ep else 1)
+    whole = shape.packed((16,)).nbytes(16) * parts
+    assert whole == pytest.approx(model.packed((16,)).nbytes(16), rel=0.01)
+
+
+ROW = 2048 * 2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "near", "far"),
+    [
+        (Ranks(), 0, 0),
+        (Ranks(dp=4), 0, 0),  # engines of their own
+        (Ranks(tp=2), 2 * 48 * 4 * ROW, 0),  # twice a layer, (2 - 1) / 2 of the rows there and back
+        (Ranks(tp=4), 2 * 48 * 4 * ROW * 1.5, 0),
+        (Ranks(dp=2, ep=True), 48 * 4 * (2 * ROW + 64), 0),
+        (Ranks(dp=4, ep=True, nodes=2, network=1e9), 48 * 4 * (2 * ROW + 64), 2 * 48 * 4 * (2 * ROW + 64)),
+        (Ranks(tp=2, dp=2, ep=True), 48 * 4 * (2 * ROW + 64) + 48 * 4 * ROW, 0),
+        (Ranks(tp=2, nodes=2, network=1e9), 0, 2 * 48 * 4 * ROW),
+    ],
+)
+def test_what_ranks_send_each_other_in_a_step_of_four_tokens(ranks, near, far):
+    assert ranks.sent(QWEN, 4) == (near, far)
+    each = ranks.nodes * 1e9 / (ranks.tp * ranks.dp)
+    assert ranks.seconds(QWEN, CARD, 4) == pytest.approx(near / 20e9 + far / each)
+    assert replace(ranks, per_switch=2).seconds(QWEN, CARD, 4) == pytest.approx(near / 10e9 + far / each)
+
+
+def test_two_cards_behind_one_switch_fetch_half_as_fast_and_stages_add_up():
+    identity = ModelIdentity("m", "", MIX.moe_layers, MIX.experts, MIX.top_k, MIX.hidden)
+
+    def fastest(ranks):
+        shape, device = ranks.shape(MIX), ranks.device(CARD)
+        rows = choices(shape, device, made_up(replace(identity, num_layers=shape.moe_layers), 1), Serving(), 64)
+        return next(row for row in rows if row.given == {"system": "on-demand", "hi": 4})
+
+    ranks, switched = Ranks(tp=2), Ranks(tp=2, per_switch=2)
+    alone, both = fastest(ranks), fastest(switched)
+    moving = alone.moved / CARD.link
+    assert both.moved == alone.moved
+    assert both.tpot - alone.tpot == pytest.approx(moving)
+    stages = Ranks(pp=2)
+    row = fastest(stages)
+    assert stages.whole(row, MIX, CARD, 1, 64).tpot == pytest.approx(2 * row.tpot)
+    assert ranks.whole(alone, MIX, CARD, 1, 64).tpot == pytest.approx(alone.tpot + ranks.seconds(MIX, CARD, 1))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sentence"),
+    [
+        (Ranks(dp=2, pp=2), "leave --pp out"),
+        (Ranks(tp=3, nodes=2, network=1.0), "change --nodes"),
+        (Ranks(tp=2, nodes=2), "--network 12GB/s"),
+    ],
+)
+def test_what_cannot_be_spread_is_a_sentence(ranks, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        ranks.check()

@@ -18,6 +18,7 @@ from tests.e2e.engines import (
     runtime_of,
 )
 from tests.e2e.test_server import free_port
+from tests.store.test_shared import pss
 from vllm_dymoe.store import StoreError
 
 pytestmark = [pytest.mark.engine, needs_two_cores]
@@ -46,10 +47,10 @@ def break_disk(worker, broken):
 
 def describe(worker):
     runtime = worker.vllm_config.quant_config.loaded_model().runtime
-    return runtime.experts.num_experts, runtime.store.description
+    return runtime.experts.num_experts, runtime.store.description, pss()
 
 
-def serve(rank, port, folder):
+def serve(rank, port, folder, options, meets):
     """What one of two engines answers: to prompts of its own, without any, and when an expert cannot be read."""
     from vllm import SamplingParams
 
@@ -59,7 +60,7 @@ def serve(rank, port, folder):
     os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     os.environ["DYMOE_STORE_DIR"] = str(folder / "stores")
     sampling, result = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=5), {}
-    with engine(dymoe=OPTIONS, enable_expert_parallel=True, max_num_batched_tokens=128) as llm:
+    with engine(dymoe=options, enable_expert_parallel=meets, max_num_batched_tokens=128) as llm:
         core, asked = llm.llm_engine, itertools.count()
 
         def together(texts):
@@ -76,6 +77,7 @@ def serve(rank, port, folder):
         def answers(texts):
             return list(map(Answer.of, together(texts)))
 
+        together([])  # both are there
         result["experts"] = llm.collective_rpc(describe)[0]
         own = prompts()[:5] if rank == 0 else prompts()[5:7]
         for budget in ("100%", "25%"):
@@ -99,10 +101,13 @@ def serve(rank, port, folder):
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data-parallel")
+    return serve_two(tmp_path_factory.mktemp("data-parallel"), OPTIONS, meets=True)
+
+
+def serve_two(folder, options, *, meets):
     port = free_port()
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-        running = [pool.submit(serve, rank, port, folder) for rank in (0, 1)]
+        running = [pool.submit(serve, rank, port, folder, options, meets) for rank in (0, 1)]
         try:
             return [one.result(400) for one in running]
         except BaseException:
@@ -146,3 +151,23 @@ def test_an_expert_that_one_engine_cannot_read_fails_the_requests_of_both(engine
             assert reason == "error"
             assert "the disk is on fire" in sentence
         assert result["after"] == result["both", "25%"]
+
+
+def test_engines_with_all_experts_each_have_one_copy_of_them_and_fail_alone(tmp_path, alone):
+    """One of them packs the store, and its experts are in host memory once."""
+    options = OPTIONS | {"host_store": "pinned", "link_gbps": 8.0}
+    engines = serve_two(tmp_path, options, meets=False)
+    said = [(tmp_path / f"log-{rank}").read_text() for rank in (0, 1)]
+    assert sorted("the experts are packed already" in log for log in said) == [False, True]
+    assert [result["experts"][0] for result in engines] == [32, 32]
+    assert all("shared by ranks" in result["experts"][1] for result in engines)
+    store = next((tmp_path / "stores").glob("*/rank-0-0"))
+    nbytes = sum(path.stat().st_size for path in store.glob("*.safetensors"))
+    assert sum(result["experts"][2] for result in engines) == pytest.approx(nbytes, rel=0.1)
+    for budget in ("100%", "25%"):
+        check_logprobs_close(alone[0], engines[0]["both", budget] + engines[1]["both", budget])
+        assert engines[1]["uses", budget] == 0, "tokens that were made up, or another engine's"
+    assert [reason for reason, _ in engines[0]["failed"]] == ["length"] * 2
+    ((reason, sentence),) = engines[1]["failed"]
+    assert (reason, "the disk is on fire" in sentence) == ("error", True)
+    assert engines[1]["after"] == engines[1]["both", "25%"]

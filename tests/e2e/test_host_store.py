@@ -1,13 +1,22 @@
 """What is packed once is never packed again, through the real engine."""
 
+import psutil
 import pytest
 
 from tests.e2e.engines import answer, engine, prompts, runtime_of
+from vllm_dymoe.config import ConfigError
 from vllm_dymoe.quantize.packer import ExpertPacker
 from vllm_dymoe.store import FileStore
 from vllm_dymoe.transfer import HostLevel
 
 pytestmark = pytest.mark.engine
+
+
+def held(llm, level):
+    """Bytes that go when the engine sleeps at a level."""
+    runtime = runtime_of(llm)
+    store = runtime.store.slots.nbytes if level == 2 and isinstance(runtime.store, HostLevel) else 0
+    return sum(pool.nbytes for pool in runtime.memory.pools.values()) + store
 
 
 def test_a_second_start_never_quantizes_again(tmp_path, monkeypatch):
@@ -20,6 +29,17 @@ def test_a_second_start_never_quantizes_again(tmp_path, monkeypatch):
             assert type(runtime_of(llm).store) is kind
             tokens.append([a.tokens for a in answer(llm, prompts()[:4], max_tokens=16, logprobs=None)])
             counts = runtime_of(llm).serving.counts
-        assert (counts.there > 0) is (host_store == "pinned"), "where all are in memory, a slot is the same memory"
+            assert (counts.there > 0) is (host_store == "pinned"), "where all are in memory, a slot is the same memory"
+            for level in (1, 2):
+                before, going = psutil.Process().memory_info().rss, held(llm, level)
+                llm.sleep(level)
+                assert before - psutil.Process().memory_info().rss > 0.9 * going
+                llm.wake_up()
+                if level == 2:  # which loses dense weights on a device with memory of its own
+                    llm.collective_rpc("reload_weights")
+                tokens.append([a.tokens for a in answer(llm, prompts()[:4], max_tokens=16, logprobs=None)])
+                runtime_of(llm).check_integrity()
+            with pytest.raises(ConfigError, match="weights cannot be replaced"):
+                llm.collective_rpc("reload_weights", kwargs={"weights_path": "/another"})
         assert len(packed) == count
-    assert tokens[0] == tokens[1]
+    assert all(said == tokens[0] for said in tokens), tokens

@@ -87,8 +87,8 @@ def test_depth_needs_all_layers_in_one_process():
 def test_what_cannot_meet_at_the_experts_of_several_engines_is_refused(tmp_path):
     both = {"data_parallel_size": 2, "enable_expert_parallel": True}
     configure(**both)
+    configure(data_parallel_size=2, all2all_backend="deepep_low_latency")  # without meeting at experts
     for sentence, dymoe, settings in (
-        ("add --enable-expert-parallel", None, both | {"enable_expert_parallel": False}),
         ("not through deepep_low_latency", None, both | {"all2all_backend": "deepep_low_latency"}),
         ("leave --pipeline-parallel-size out", None, both | {"pipeline_parallel_size": 2}),
         ("leave trace out", {"trace": {"folder": str(tmp_path)}}, both),
@@ -108,7 +108,8 @@ def test_a_hopeless_budget_is_refused_with_the_number_that_works(budget, bits):
     assert f"at least {least} bytes" in refusal({"hi": bits, "expert_budget": least - 1})
 
 
-@pytest.mark.parametrize("settings", [{}, {"tensor_parallel_size": 2}])
+# Engines with all experts each have one copy of them.
+@pytest.mark.parametrize("settings", [{}, {"tensor_parallel_size": 2}, {"data_parallel_size": 2}])
 def test_host_memory_that_is_not_there_is_refused_before_anything_is_loaded(monkeypatch, settings):
     monkeypatch.setattr(prepare, "available_host_memory", lambda: 10**6)
     message = refusal({"host_store": "pinned"}, **settings)

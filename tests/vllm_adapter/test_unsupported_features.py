@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +14,12 @@ from vllm.v1.worker.gpu_worker import Worker
 from tests.vllm_adapter.test_prepare import MODEL, configure, refusal
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.store import MANIFEST, Manifest
-from vllm_dymoe.vllm_adapter import prepare
+from vllm_dymoe.vllm_adapter import patches, prepare
 from vllm_dymoe.vllm_adapter.moe_method import DymoeMoEMethod
 from vllm_dymoe.vllm_adapter.patches import PATCHES, apply_patches
 from vllm_dymoe.vllm_adapter.prepare import experts_of, refuse_unsupported_features
 from vllm_dymoe.vllm_adapter.quant_config import read_options
+from vllm_dymoe.vllm_adapter.sleep import past_the_pool
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
@@ -32,9 +34,7 @@ def engine_config(model=None, **changes):
     }
     config = {"lora_config": None, "speculative_config": None, "weight_transfer_config": None}
     return SimpleNamespace(
-        model_config=SimpleNamespace(
-            **{"model": "the model", "get_num_experts": lambda: 32, "enable_sleep_mode": False} | (model or {})
-        ),
+        model_config=SimpleNamespace(**{"model": "the model", "get_num_experts": lambda: 32} | (model or {})),
         parallel_config=SimpleNamespace(**{name: changes.pop(name, value) for name, value in parallel.items()}),
         **config | changes,
     )
@@ -57,7 +57,6 @@ def draft(experts, model="another", method="mtp"):
             "adaptive verification of drafts",
         ),
         ({"speculative_config": draft(8)}, "a speculative draft model with experts"),
-        ({"model": {"enable_sleep_mode": True}}, "sleep mode"),
         ({"weight_transfer_config": object()}, "weight transfer"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -138,20 +137,45 @@ def test_beside_a_draft_with_experts_the_device_cannot_decide():
         prepare._device_decides(config, None, Options(decisions="device", host_store="pinned"))
 
 
-@pytest.mark.parametrize(("method", "refused"), [("dymoe", True), (None, False)])
-def test_only_our_weights_cannot_be_reloaded(method, refused):
+@pytest.mark.parametrize(
+    ("method", "other", "why", "refused"),
+    [
+        ("dymoe", {"weights_path": "/another"}, "", "because its experts are packed in a store"),
+        ("dymoe", {}, "it has changed", "because it has changed"),
+        ("dymoe", {}, "", None),
+        (None, {"weights_path": "/another"}, "", None),
+    ],
+)
+def test_only_our_weights_cannot_be_replaced_by_others(method, other, why, refused, monkeypatch):
     apply_patches()
-    asked = []
+    asked, quantization = [], SimpleNamespace(loading=SimpleNamespace(not_readable_again=why))
+    monkeypatch.setattr(patches, "_rank", lambda config: object())
     worker = SimpleNamespace(
-        vllm_config=SimpleNamespace(model_config=SimpleNamespace(quantization=method)),
+        vllm_config=SimpleNamespace(model_config=SimpleNamespace(quantization=method), quant_config=quantization),
         model_runner=SimpleNamespace(reload_weights=lambda *_, **__: asked.append(True)),
     )
     if refused:
-        with pytest.raises(ConfigError, match="weights cannot be replaced while the model is served"):
-            Worker.reload_weights(worker)
+        with pytest.raises(ConfigError, match=f"weights cannot be replaced while the model is served, {refused}"):
+            Worker.reload_weights(worker, **other)
     else:
-        Worker.reload_weights(worker)
+        Worker.reload_weights(worker, **other)
     assert asked == ([] if refused else [True])
+
+
+@pytest.mark.parametrize(("device", "pooled"), [("cuda", True), ("cuda", False), ("cpu", True)])
+def test_slots_are_made_past_the_pool_that_vllm_has_for_sleep(device, pooled, monkeypatch):
+    """``torch.cuda.use_mem_pool`` catches what the thread that entered it allocates."""
+    entered = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", entered.append)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(enable_cumem_allocator=pooled), device_config=SimpleNamespace(device_type=device)
+    )
+    past = device == "cuda" and pooled
+    assert (past_the_pool(config, threading.get_ident) != threading.get_ident()) is past
+    assert entered == [3] * past
+    with pytest.raises(ConfigError, match="as it is"):
+        past_the_pool(config, lambda: (_ for _ in ()).throw(ConfigError("as it is")))
 
 
 def packed_for(folder, ranks):

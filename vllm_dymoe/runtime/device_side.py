@@ -74,6 +74,9 @@ class DeviceSide:
         self.most_ahead = projections
         self.table.most_ahead.fill_(projections)
 
+    def store_moved(self) -> None:
+        self._sources = ()
+
     def serve(self, system: System, bits: Mapping[Tier, int], of_slices: Mapping[Tier, int]) -> None:
         """What the device goes by in the steps from now on, with the bits of each tier, 0 for one that is skipped, and
         of what the slots of each hold."""

@@ -52,6 +52,12 @@ class ExpertMemory:
             assert store.readable
             self.device_side = DeviceSide(store, device)
 
+    def store_moved(self) -> None:
+        """The store's bytes will lie elsewhere; what the device goes by follows with the next ``serve``."""
+        self.in_store = views(self.store)
+        if self.device_side is not None:
+            self.device_side.store_moved()
+
     def allocate(self, plan: SlotPlan, bits: Mapping[Tier, int], *, reuse_high: bool) -> None:
         """Make the slots of a plan, when those of the plan before have been freed; ConfigError if the device has no
         memory. No expert is there then, except where the device decides and all of them have a slot."""

@@ -163,6 +163,7 @@ class MoERuntime:
             self.serving.disk = files.counts
         self._expert_budget, self._agree = options.expert_budget, agree
         self._counts: DecodeCounts | None = None
+        self._asleep = 0  # at which level
         popularity = read_popularity(self.experts, system, hotness, agree)
         self._keep = None if hotness is None else partial(keep_hotness, hotness)
         self._spending = _Spending(self.experts, decoding is not None, popularity, automatic_budget)
@@ -196,7 +197,7 @@ class MoERuntime:
         if plan == self.plan and slot_bits(self.experts, options, system.precision.tiers) == self.memory.bits:
             self._serve_with(options, system)
         else:
-            self._replace("the precision", options, system, plan)
+            self._replace("precision", options, system, plan)
 
     def set_predictor(self, predictor: Predictor | None) -> None:
         """Foresee with another predictor, or with none; with a ConfigError the old one goes on: the budget has no room
@@ -218,14 +219,47 @@ class MoERuntime:
         if self.memory.device_side is not None:
             self.memory.device_side.fetch_ahead(0)
 
-    def _replace(self, what: str, options: Options, system: System, plan: SlotPlan) -> None:
-        """Go on with other slots; if they cannot be had, with the old ones and a ConfigError: a read that was given up
-        still writes into a slot, so that ``what`` cannot change, or there is no memory."""
+    def sleep(self, level: int) -> None:
+        """Give the slots' memory back until ``wake``, from level 2 on the host memory of the experts, too; what runs
+        without requests may go on. ConfigError if a read that was given up has not ended: all stays as it was."""
+        self.check_awake("falling asleep")
+        if level > 1 and isinstance(self.store, HostLevel):
+            try:
+                self.store.sleep()
+            except StoreError as error:
+                raise ConfigError(f"vllm-dymoe: {error}.") from error
+            self.memory.store_moved()
+        self._asleep = level
+        self.memory.pools.free()
+
+    def wake(self) -> None:
+        """Have slots again, which are empty but where all have one. ConfigError if there is no memory, StoreError if
+        the experts cannot be read; it goes on sleeping."""
+        if self._asleep > 1 and isinstance(self.store, HostLevel):
+            self.store.wake()
+            self._asleep = 1
+        if self._asleep:
+            try:
+                self._allocate(self.options, self.system, self.plan)
+            except ConfigError:
+                self.memory.pools.free()
+                raise
+            self._asleep = 0
+
+    def check_awake(self, what: str) -> None:
+        """ConfigError if slots cannot go now: they have gone, or a read that was given up writes into one."""
+        if self._asleep:
+            raise ConfigError(f"vllm-dymoe: {what} is impossible while the engine sleeps; wake it up first.")
         if not self.serving.end():
             raise ConfigError(
-                f"vllm-dymoe: {what} cannot change while reads that were given up have not ended "
+                f"vllm-dymoe: {what} is impossible while reads that were given up have not ended "
                 f"({self.store.description}); try again later."
             )
+
+    def _replace(self, what: str, options: Options, system: System, plan: SlotPlan) -> None:
+        """Go on with other slots; if they cannot be had, with the old ones and a ConfigError: slots cannot go now, or
+        there is no memory."""
+        self.check_awake(f"a change of {what}")
         bits = slot_bits(self.experts, options, system.precision.tiers)
         formats = {tier: self.experts.formats[width] for tier, width in bits.items()}
         self.memory.pools.check_growth(plan, self.plan, formats)
@@ -334,8 +368,7 @@ def resize_host_memory(runtime: MoERuntime, wanted: Any) -> None:
     why = "say how many bytes it is to be" if level else f"experts are in {runtime.store.description}"
     if level is None or nbytes is None:
         raise ConfigError(f"vllm-dymoe: host_memory stays as it was: {why}.")
-    if not runtime.serving.end():
-        raise ConfigError("vllm-dymoe: host_memory cannot change while reads have not ended; try again later.")
+    runtime.check_awake("a change of host_memory")
     try:
         level.resize(nbytes)
     except StoreError as error:

@@ -42,14 +42,18 @@ class HostRoom:
     wanted: ExpertBudget = AUTO  # the option ``host_memory``
     taken: int = 0  # bytes of it that another model's experts have on this rank
     separate: bool = True  # the device has memory of its own, real or emulated, beside which host memory is a level
+    replicas: int = 1  # of the ranks, those that share one copy where it holds everything
 
     def limit(self, experts: ModelExperts) -> int | None:
         """Bytes that the user allows, None if that is left to us; HostMemoryError if they are more than there are: the
         machine would swap, or end the process."""
         limit = host_memory_bytes(self.wanted, experts)
-        if limit is not None and limit - self.taken > self.available // self.ranks:
+        each = self.available // self.ranks
+        if limit is not None and limit >= whole_level(experts):
+            each = self.available * self.replicas // self.ranks
+        if limit is not None and limit - self.taken > each:
             raise HostMemoryError(
-                f"host_memory is {limit} bytes on each of {self.ranks} ranks, but {self.available // self.ranks} are "
+                f"host_memory is {limit} bytes on each of {self.ranks} ranks, but {each} are "
                 'available to each; lower host_memory, or leave it "auto"'
             )
         return None if limit is None else max(0, limit - self.taken)
@@ -67,7 +71,7 @@ def choose_host_place(asked: str, device_type: str, experts: ModelExperts, room:
     needed, available, limit = whole_level(experts), room.available, room.limit(experts)
     each = f" on each of {room.ranks} ranks" if room.ranks > 1 else ""
     if asked == "pinned":
-        mine = available // room.ranks if limit is None else limit
+        mine = available * room.replicas // room.ranks if limit is None else limit
         if needed > mine:
             raise HostMemoryError(
                 f'host_store = "pinned" needs {needed} bytes of host memory{each}, but {mine} are available'
@@ -79,10 +83,11 @@ def choose_host_place(asked: str, device_type: str, experts: ModelExperts, room:
         return HostPlace(False, "auto: there is no CUDA device" if limit is None else "host_memory is the budget, too")
     left = max(_LEAST_LEFT, available // _SHARE_LEFT)
     told = f"host_memory is {size(limit or 0)}"
+    whole = limit or 0
     if limit is None:
-        limit = max(0, available - left) // room.ranks
+        whole, limit = (max(0, available - left) * count // room.ranks for count in (room.replicas, 1))
         told = f"auto: {size(available)} of host memory are available, of which {size(left)} are left to others"
-    if needed <= limit:
+    if needed <= whole:
         return HostPlace(True, f"{told}; all take {size(needed)}{each}", needed)
     if limit < smallest_level(experts):
         return HostPlace(False, f"{told}; not enough for a level between device and files")

@@ -6,6 +6,7 @@ import weakref
 import torch
 
 from vllm_dymoe.host_memory import map_bytes, whole_pages
+from vllm_dymoe.store.shared import SharedMemory
 
 # cudaHostRegisterPortable: for every context. cudaHostRegisterMapped: kernels can read it, too.
 _PORTABLE_AND_MAPPED = 1 | 2
@@ -41,10 +42,11 @@ class CudaPageLock:
 
 
 class Arena:
-    """A mapping, ``memory`` uint8 [nbytes], that can be locked for a device; OSError if impossible."""
+    """A mapping, ``memory`` uint8 [nbytes], a part of ``shared`` if other processes map the same, that can be locked for
+    a device; OSError if impossible."""
 
-    def __init__(self, nbytes: int, page_lock: CudaPageLock | None) -> None:
-        self.memory = map_bytes(nbytes)
+    def __init__(self, nbytes: int, page_lock: CudaPageLock | None, shared: SharedMemory | None = None) -> None:
+        self.memory = map_bytes(nbytes) if shared is None else shared.map(nbytes, locked=page_lock is not None)
         self._page_lock = page_lock
         self._unlock: weakref.finalize[[int], Arena] | None = None
 

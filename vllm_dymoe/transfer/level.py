@@ -19,6 +19,7 @@ from vllm_dymoe.observe.timeline import Lane
 from vllm_dymoe.residency.format import EVERY_PROJECTION, BlobKey, ModelExperts
 from vllm_dymoe.store import FileStore, HostMemoryError, HostStore
 from vllm_dymoe.store.page_lock import CudaPageLock
+from vllm_dymoe.store.shared import SharedMemory
 from vllm_dymoe.transfer.engine import TransferEngine
 from vllm_dymoe.transfer.host import CpuDelivery
 from vllm_dymoe.transfer.level_reads import LevelReads
@@ -49,6 +50,7 @@ class HostLevel(HostStore):
         nbytes: of host memory, a hard limit.
         page_lock: of the device, where there is one.
         timeout: seconds that a read is waited for; None for ever.
+        shared: its memory, if other processes have the same; there is room for everything, and ``fill`` is next.
 
     Attributes:
         slots: what is in host memory.
@@ -58,15 +60,21 @@ class HostLevel(HostStore):
     """
 
     def __init__(
-        self, files: FileStore, nbytes: int, page_lock: CudaPageLock | None = None, timeout: float | None = None
+        self,
+        files: FileStore,
+        nbytes: int,
+        page_lock: CudaPageLock | None = None,
+        timeout: float | None = None,
+        shared: SharedMemory | None = None,
     ) -> None:
-        self.experts, self.files, self._page_lock = files.experts, files, page_lock
+        self.experts, self.files, self._page_lock, self._shared = files.experts, files, page_lock, shared
         self.delivery = _DiskDelivery(files)
         self.engine = TransferEngine(self.delivery, files.depth, timeout=timeout, waiters_move=False, lane=Lane.DISK)
         try:
-            self.slots = LevelSlots(files.experts, nbytes, page_lock, self.engine)
+            self.slots = LevelSlots(files.experts, nbytes, page_lock, self.engine, shared)
         except BaseException:
             self.engine.close()
+            self._unshare()
             raise
         self.reads = LevelReads(self.slots, self.engine)
 
@@ -85,7 +93,7 @@ class HostLevel(HostStore):
             where = "page-locked"
             if slots.locked < slots.nbytes:
                 where = f"{size(slots.locked)} of it page-locked, the rest behind staging buffers: {slots.refused}"
-        said = f"{size(slots.nbytes)} of host memory ({where})"
+        said = f"{size(slots.nbytes)} of host memory ({where}{', shared by ranks' if self._shared is not None else ''})"
         if self.whole:
             return said
         count = sum(len(pool.slots) for pool in slots.pools.values())
@@ -118,11 +126,14 @@ class HostLevel(HostStore):
             self.files.read_into(held.key, held.blob)
             return held.blob.numel()
 
+        there = self.slots.assign_all()
         try:
             # Reading and checking both leave the interpreter: threads are worth it even where the files are in memory.
             with ThreadPoolExecutor(max(self.files.depth, min(8, os.cpu_count() or 1))) as pool:
-                for nbytes in pool.map(read, self.slots.assign_all()):
+                for nbytes in pool.map(read, there if self._shared is None or not self._shared.found else ()):
                     progress(nbytes)
+            if self._shared is not None:
+                self._shared.publish()
         except BaseException:
             self.close()
             raise
@@ -133,23 +144,40 @@ class HostLevel(HostStore):
         two slices of each version, or cannot be had; the old one stays."""
         before = self.slots.limit
         with self.reads.changed:
-            for key in list(self.slots.coming):
-                self.engine.cancel(self.slots.ticket(key))
-            if (
-                not all(self.engine.settle(self.slots.ticket(key)) for key in list(self.slots.coming))
-                or self.slots.orphans
-            ):
-                raise HostMemoryError("host_memory cannot change while reads have not ended; check the disk")
-            for held in self.slots.held.values():
-                if held.last_read is not None:
-                    self.delivery.synchronize(held.last_read)
-            self.slots.forget()
-            self.whole = False
+            self._empty()
+            self.whole, self._shared = False, None
             try:
                 self.slots.make(nbytes)
             except HostMemoryError:
                 self.slots.make(before)
                 raise
+
+    def sleep(self) -> None:
+        """Give the memory back until ``wake``. No step may be running; HostMemoryError while reads have not ended."""
+        with self.reads.changed:
+            self._empty()
+
+    def wake(self) -> None:
+        """Have as much memory as before, with everything in it if it was whole, else empty; errors as at start."""
+        try:
+            with self.reads.changed:
+                self.slots.make(self.slots.limit, self._shared if self.whole else None)
+        except BaseException:
+            self._unshare()
+            raise
+        if self.whole:
+            self.fill()
+
+    def _empty(self) -> None:
+        for key in list(self.slots.coming):
+            self.engine.cancel(self.slots.ticket(key))
+        if not all(self.engine.settle(self.slots.ticket(key)) for key in list(self.slots.coming)) or self.slots.orphans:
+            raise HostMemoryError("host_memory cannot change while reads have not ended; check the disk")
+        for held in self.slots.held.values():
+            if held.last_read is not None:
+                self.delivery.synchronize(held.last_read)
+        self.slots.forget()
+        self._unshare()
 
     def take(self, other: HostStore, experts: ModelExperts) -> None:
         """As a store, with the host memory of both; empty unless both are whole. No step may be running."""
@@ -168,7 +196,12 @@ class HostLevel(HostStore):
         """End the reads and give the memory back; returns the files."""
         self.engine.close()
         self.slots.forget()
+        self._unshare()
         return self.files
+
+    def _unshare(self) -> None:
+        if self._shared is not None:
+            self._shared.close()
 
     def reset_stats(self) -> None:
         self.slots.counts, self.engine.stats = LevelCounts(), TransferStats()

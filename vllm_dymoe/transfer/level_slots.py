@@ -17,6 +17,7 @@ from vllm_dymoe.residency.table import Table, check_integrity, layer_shares, set
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.store import HostMemoryError, smallest_level
 from vllm_dymoe.store.page_lock import Arena, CudaPageLock
+from vllm_dymoe.store.shared import SharedMemory
 from vllm_dymoe.transfer.engine import TransferEngine
 from vllm_dymoe.transfer.ticket import Reason, Ticket
 
@@ -85,7 +86,12 @@ class LevelSlots:
     """
 
     def __init__(
-        self, experts: ModelExperts, nbytes: int, page_lock: CudaPageLock | None, engine: TransferEngine
+        self,
+        experts: ModelExperts,
+        nbytes: int,
+        page_lock: CudaPageLock | None,
+        engine: TransferEngine,
+        shared: SharedMemory | None = None,  # memory for everything, which other processes have, too
     ) -> None:
         self.experts, self.counts, self._page_lock, self._engine = experts, LevelCounts(), page_lock, engine
         self._arenas: list[Arena] = []
@@ -96,9 +102,9 @@ class LevelSlots:
         self.orphans: list[Held] = []
         self.limit = self.nbytes = self.locked = 0
         self.refused: str | None = None
-        self.make(nbytes)
+        self.make(nbytes, shared)
 
-    def make(self, nbytes: int) -> None:
+    def make(self, nbytes: int, shared: SharedMemory | None = None) -> None:
         sizes = {bits: whole_pages(fmt.nbytes) for bits, fmt in self.experts.formats.items()}
         least = smallest_level(self.experts)
         if nbytes < least:
@@ -107,7 +113,11 @@ class LevelSlots:
                 f"least {least} bytes"
             )
         count = min(len(self.experts.layers) * self.experts.num_experts, nbytes // sum(sizes.values()))
-        if (free := available_host_memory()) < count * sum(sizes.values()):
+        needed, found = count * sum(sizes.values()), False
+        if shared is not None:
+            shared.begin(needed)
+            found = shared.found
+        if not found and (free := available_host_memory()) < needed:
             raise HostMemoryError(f"host_memory would be {nbytes} bytes, but {free} are free")
         self.limit, self.nbytes, self.locked = nbytes, 0, 0
         self.refused = None
@@ -116,9 +126,10 @@ class LevelSlots:
                 slots: list[Held] = []
                 while len(slots) < count:
                     part = min(count - len(slots), max(1, _CHUNK // each))
-                    arena = Arena(part * each, self._page_lock)
+                    arena = Arena(part * each, self._page_lock, shared)
                     self._arenas.append(arena)
-                    arena.memory.fill_(0)  # so that it is there: a machine short of it would end the process later
+                    if not found:
+                        arena.memory.fill_(0)  # so that it is there: a machine short of it would end the process later
                     self.refused = self.refused or arena.lock()
                     locks = self._page_lock is not None and self.refused is None
                     self.locked += part * each * locks
@@ -271,6 +282,7 @@ class LevelSlots:
         self.passing.clear()
         self.coming.clear()
         self.pools.clear()
+        self.nbytes = self.locked = 0
         while self._arenas:
             self._arenas.pop().close()
 

@@ -43,13 +43,14 @@ class StepFailures:
         *,
         collects: bool = True,  # this rank's output is the one that vLLM collects
         shared: bool = False,  # other engines compute the same steps with these experts, and have to find the sentence
+        engine: int = 0,  # whose steps these are, where they are not shared
     ) -> None:
         self.sentence: str | None = None
         # Called with the number of a step that failed on any rank, when its output is complete.
         self.on_failure: Callable[[int], None] = lambda step: None
         self.late = False  # whether a step that has run on the host may still fail on the device
         self._failed_through = 0, ""
-        self._step, self._store, self._collects, self._shared = step, store, collects, shared
+        self._step, self._store, self._collects, self._shared, self._engine = step, store, collects, shared, engine
 
     @property
     def alone(self) -> bool:
@@ -60,15 +61,15 @@ class StepFailures:
         if self.sentence is None:
             self.sentence = sentence
             if self._store is not None:
-                self._store.set(_key(self._step.number), sentence)
-                self._store.check([_key(self._step.number)])  # writing alone does not wait for the server
+                self._store.set(self._key(self._step.number), sentence)
+                self._store.check([self._key(self._step.number)])  # writing alone does not wait for the server
 
     def record_late(self, sentence: str) -> None:
         """A step of the device fails while it runs: every step that has begun and whose output is not complete does."""
         self._failed_through = self._step.number, f"vllm-dymoe: {sentence}"
         for step in range(max(1, self._step.number - 1), self._step.number + 1):  # vLLM schedules one step ahead
             if self._store is not None:
-                self._store.set(_key(step), f"vllm-dymoe: {sentence}")
+                self._store.set(self._key(step), f"vllm-dymoe: {sentence}")
 
     def finish(self, output: Any) -> Any:
         """The step ends: declare its output failed if the step is; this rank may have none."""
@@ -89,12 +90,16 @@ class StepFailures:
         return _Checked(output, checked) if isinstance(output, AsyncModelRunnerOutput) else checked(output)
 
     def _taken(self, step: int) -> str | None:
-        if self._store is None or not self._store.check([_key(step)]):
+        key = self._key(step)
+        if self._store is None or not self._store.check([key]):
             return None
-        sentence: str = self._store.get(_key(step)).decode()
+        sentence: str = self._store.get(key).decode()
         if not self._shared:
-            self._store.delete_key(_key(step))
+            self._store.delete_key(key)
         return sentence
+
+    def _key(self, step: int) -> str:
+        return f"vllm_dymoe/failed_step/{self._engine}/{step}"
 
 
 class _Checked(AsyncModelRunnerOutput):
@@ -108,20 +113,18 @@ class _Checked(AsyncModelRunnerOutput):
         return self._check(self._output.get_output())
 
 
-def make_step_failures(step: RunningStep) -> StepFailures:
-    """For this worker, after vLLM has set up its process groups."""
+def make_step_failures(step: RunningStep, *, shared: bool) -> StepFailures:
+    """For this worker, after vLLM has set up its process groups; ``shared`` as above."""
     from torch.distributed import distributed_c10d
     from vllm.distributed.parallel_state import get_dp_group, get_pp_group, get_tp_group, get_world_group
 
-    if get_world_group().world_size == 1:
+    engines = get_dp_group()
+    if not shared and get_world_group().world_size == engines.world_size:  # an engine is one rank
         return StepFailures(step)
     collects = get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0
-    shared = get_dp_group().world_size > 1
-    return StepFailures(step, distributed_c10d._get_default_store(), collects=collects, shared=shared)
-
-
-def _key(step: int) -> str:
-    return f"vllm_dymoe/failed_step/{step}"
+    engine = 0 if shared else engines.rank_in_group
+    store = distributed_c10d._get_default_store()
+    return StepFailures(step, store, collects=collects, shared=shared, engine=engine)
 
 
 def update_from_output(

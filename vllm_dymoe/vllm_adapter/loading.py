@@ -29,10 +29,11 @@ from vllm_dymoe.vllm_adapter.automatic_budget import automatic_budget, budget_in
 from vllm_dymoe.vllm_adapter.failures import make_step_failures
 from vllm_dymoe.vllm_adapter.gates import Foresight
 from vllm_dymoe.vllm_adapter.graphs import leave_layers_out
-from vllm_dymoe.vllm_adapter.model_files import host_needed
+from vllm_dymoe.vllm_adapter.model_files import host_needed, meets
 from vllm_dymoe.vllm_adapter.model_store import LayerSpec, LayerStore, ModelStore, held_bytes
 from vllm_dymoe.vllm_adapter.observers import Observation, observe_trace
 from vllm_dymoe.vllm_adapter.running import Running
+from vllm_dymoe.vllm_adapter.sleep import past_the_pool
 from vllm_dymoe.vllm_adapter.step import RunningStep
 
 
@@ -52,7 +53,7 @@ class Loading:
     ) -> None:
         self.options, self.reader = options, reader
         self.running: Running | None = None  # until the last layer of the first model is loaded
-        self._vllm_config = vllm_config
+        self.config = vllm_config
         self._foresight = Foresight(options)
         self.model_made = self._foresight.model_made
         # Before any rank of this machine fills its share.
@@ -69,7 +70,7 @@ class Loading:
         if self._draft is None:
             self._begin = time.perf_counter()
             taken = held_bytes(self._model.store)
-            self._draft = ModelStore(self._vllm_config, self.options, None, self.reader, self._host_memory, taken)
+            self._draft = ModelStore(self.config, self.options, None, self.reader, self._host_memory, taken)
         if self._draft.place is not None:
             raise ConfigError(f"vllm-dymoe: {spec.name} belongs to a third model with MoE layers; two are supported.")
         self._draft.add(spec)
@@ -104,12 +105,19 @@ class Loading:
         if not complete:
             return
         if self.running is None:
-            self._run(routed_experts.moe_config.num_experts)
+            past_the_pool(self.config, lambda: self._run(routed_experts.moe_config.num_experts))
         else:
-            self._extend(self.running, store.model)
+            past_the_pool(self.config, lambda: self._extend(self.running, store.model))
+
+    @property
+    def not_readable_again(self) -> str:
+        """Why dense weights cannot be read again from the checkpoint; empty if they can be."""
+        if self.reader.held or self.options.dense != 16:
+            return "its dense layers are quantized, and were not tried with that; start again"
+        return "" if self._model.unchanged() else "the files of its checkpoint have changed; start again"
 
     def _run(self, num_experts: int) -> None:
-        options, config, spec, store = self.options, self._vllm_config, self._model.layers[0], self._model.store
+        options, config, spec, store = self.options, self.config, self._model.layers[0], self._model.store
         assert store is not None
         device = torch.device(config.device_config.device)
         predictor = self._foresight.predictor(self._routed_model(options.predictor))
@@ -133,7 +141,7 @@ class Loading:
             observation.join(observation.trace)
         speculative, step = config.speculative_config, RunningStep()
         drafted = speculative.num_speculative_tokens if speculative else 0
-        failures = make_step_failures(step)
+        failures = make_step_failures(step, shared=meets(config.parallel_config))
         self.running = Running(runtime, step, failures, self._foresight, observation, self._routed_model, drafted)
 
     def _extend(self, running: Running, draft: ModelStore) -> None:
@@ -144,14 +152,14 @@ class Loading:
         store = join(before.store, draft.store)
         predictor = None if before.predictor is None else before.predictor.predictor
         runtime = self._runtime(store, self.options, before.device, predictor, DRAFTED)
-        leave_layers_out(self._vllm_config, DRAFTED)
+        leave_layers_out(self.config, DRAFTED)
         running.extend(runtime)
         self._announce(runtime, draft)
 
     @property
     def _obstacle(self) -> str:
         """Why the host has to decide in decode; empty if the model gives no reason."""
-        if reason := host_needed(self._vllm_config):
+        if reason := host_needed(self.config):
             return reason
         on_input = any(layer.weights_on_input for layer in self._model.layers)
         return "the router's weights multiply what experts read" if on_input else ""
@@ -160,7 +168,7 @@ class Loading:
         source, place = "", store.place.reason if store.place is not None else ""
         if self.reader.held and not store.dummy:
             source = f" Experts: {describe(self.reader, self.options.stored_bits, self.options.quantizer)}."
-        parallel = self._vllm_config.parallel_config
+        parallel = self.config.parallel_config
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         rank = f"rank {parallel.rank} of {ranks}" if ranks > 1 else ""
         if parallel.data_parallel_size > 1:
@@ -171,7 +179,7 @@ class Loading:
     def _runtime(
         self, store: HostStore, options: Options, device: torch.device, predictor: Predictor | None, obstacle: str
     ) -> MoERuntime:
-        experts, config = store.experts, self._vllm_config
+        experts, config = store.experts, self.config
         mine = self.options
         least = minimum_budget(experts, mine, make_system(mine), workspace_bytes(experts, device.type))
         try:
@@ -205,7 +213,7 @@ class Loading:
             held=held,
             hidden=self._model.layers[0].hidden,
             fingerprint="" if predictor is None else self._model.model_fingerprint,
-            device=torch.device(self._vllm_config.device_config.device),
+            device=torch.device(self.config.device_config.device),
             predictor=predictor,
             horizon=1 if self._model.store is not None and self._model.store.whole else FAR,
         )

@@ -66,7 +66,17 @@ def host_needed(config: VllmConfig) -> str:
     """Why the host has to decide about experts in every step, as far as vLLM's configuration says; empty otherwise."""
     if drafted_by_experts(config):
         return DRAFTED
-    return MET if config.parallel_config.data_parallel_size > 1 else ""
+    return MET if meets(config.parallel_config) else ""
+
+
+def meets(parallel: ParallelConfig) -> bool:
+    """Whether tokens of several engines meet at each other's experts; otherwise an engine has all of them."""
+    return bool(parallel.data_parallel_size > 1 and parallel.enable_expert_parallel)
+
+
+def replicas_of_machine(parallel: ParallelConfig) -> int:
+    """Engines of this machine whose ranks have the same experts."""
+    return 1 if meets(parallel) else max(1, int(parallel.data_parallel_size_local))
 
 
 def ranks_of_machine(parallel: ParallelConfig) -> int:

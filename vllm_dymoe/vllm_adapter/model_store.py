@@ -42,10 +42,11 @@ from vllm_dymoe.store import (
 )
 from vllm_dymoe.store.disk import Reading
 from vllm_dymoe.store.page_lock import CudaPageLock
+from vllm_dymoe.store.shared import SharedMemory, Turn
 from vllm_dymoe.store.writer import StoreWriter
 from vllm_dymoe.transfer import HostLevel
 from vllm_dymoe.vllm_adapter.announcements import logger
-from vllm_dymoe.vllm_adapter.model_files import local_folder, ranks_of_machine
+from vllm_dymoe.vllm_adapter.model_files import local_folder, ranks_of_machine, replicas_of_machine
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
 
@@ -129,6 +130,7 @@ class ModelStore:
         self._host_memory, self._taken = host_memory, taken
         self._packed_for = ""  # fingerprint of the model that the checkpoint's own store was made from
         self._loaded = 0
+        self._turn: Turn | None = None  # among ranks that have the same experts
         self._packer: ExpertPacker | None = None
         self._progress: tqdm[Any] | None = None
 
@@ -190,6 +192,8 @@ class ModelStore:
         except (StoreError, ConfigError) as error:
             if self._packer is not None:
                 self._packer.discard()
+            if self._turn is not None:
+                self._turn.end()
             if isinstance(error, ConfigError):
                 raise
             raise StoreError(f"vllm-dymoe: {error}") from error
@@ -204,6 +208,13 @@ class ModelStore:
             return Checkpoint.open(folder).fingerprint()
         except CheckpointError:  # vLLM reads more kinds of checkpoints than we do
             return fingerprint(folder, "its routers")
+
+    def unchanged(self) -> bool:
+        """Whether the checkpoint's files are those that were read at start."""
+        return self._read == self._files()
+
+    def _files(self) -> str:
+        return "" if self.dummy else fingerprint(local_folder(self._vllm_config), "")
 
     @cached_property
     def _manifest(self) -> Manifest:
@@ -230,8 +241,11 @@ class ModelStore:
 
     def _open(self) -> None:
         config, experts = self._vllm_config, self.experts
-        device = config.device_config.device_type
+        device, self._read = config.device_config.device_type, self._files()
         self.place = choose_host_place(self._options.host_store, device, experts, self._room)
+        if self._room.replicas > 1:  # one of them packs, and the others find its store
+            self._turn = Turn(self._folder)
+            self._turn.begin()
         if self._checkpoint is None or self.dummy:
             existing = cached_store(self._folder, self._manifest)  # of an earlier start
         else:
@@ -254,10 +268,11 @@ class ModelStore:
 
     @cached_property
     def _room(self) -> HostRoom:
-        options, ranks = self._options, ranks_of_machine(self._vllm_config.parallel_config)
+        options, parallel = self._options, self._vllm_config.parallel_config
+        ranks, replicas = ranks_of_machine(parallel), replicas_of_machine(parallel)
         separate = self._vllm_config.device_config.device_type != "cpu" or options.link_gbps is not None
         available = max(0, self._host_memory - self._taken * ranks)
-        return HostRoom(available, ranks, options.host_memory, self._taken, separate)
+        return HostRoom(available, ranks, options.host_memory, self._taken, separate, replicas)
 
     def _placed(self, files: FileStore) -> HostStore:
         assert self.place is not None
@@ -266,7 +281,10 @@ class ModelStore:
             files.reading = self._reading(files)
         options = self._options
         asked, timeout = options.host_store != "auto", options.transfer_timeout_s or None
-        store, self.place = place_experts(files, self.place, device, asked_for=asked, timeout=timeout)
+        shared = None if self._turn is None else SharedMemory(files.folder, self._turn)
+        store, self.place = place_experts(files, self.place, device, asked_for=asked, timeout=timeout, shared=shared)
+        if self._turn is not None:
+            self._turn.end()
         return store
 
     def _reading(self, files: FileStore) -> Reading:
@@ -350,7 +368,13 @@ def held_bytes(store: HostStore | None) -> int:
 
 
 def place_experts(
-    files: FileStore, place: HostPlace, device: torch.device, *, asked_for: bool, timeout: float | None = None
+    files: FileStore,
+    place: HostPlace,
+    device: torch.device,
+    *,
+    asked_for: bool,
+    timeout: float | None = None,
+    shared: SharedMemory | None = None,  # for all experts, if other ranks of this machine have the same
 ) -> tuple[HostStore, HostPlace]:
     """Make host memory a level over files, and fill it, with progress, if all of them are to be there.
 
@@ -365,7 +389,7 @@ def place_experts(
         return files, place
     lock = CudaPageLock(device) if device.type == "cuda" else None
     try:
-        level = HostLevel(files, place.level, lock, timeout)
+        level = HostLevel(files, place.level, lock, timeout, shared if place.pinned else None)
         if place.pinned and asked_for and (refused := level.slots.refused) is not None:
             level.release()
             limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]

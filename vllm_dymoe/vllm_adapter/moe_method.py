@@ -32,6 +32,7 @@ from vllm_dymoe.vllm_adapter.activations import activation_of
 from vllm_dymoe.vllm_adapter.expert_loader import ExpertLoader
 from vllm_dymoe.vllm_adapter.loading import Loading
 from vllm_dymoe.vllm_adapter.model_store import LayerSpec
+from vllm_dymoe.vllm_adapter.sleep import past_the_pool
 from vllm_dymoe.vllm_adapter.step import RankLayer
 
 
@@ -40,7 +41,7 @@ class DymoeMoEMethod(FusedMoEMethodBase):
 
     def __init__(self, moe: FusedMoEConfig, loading: Loading) -> None:
         super().__init__(moe)
-        self.loading = loading
+        self.loading, self._loaded = loading, False
 
     @property
     def supports_internal_mk(self) -> bool:
@@ -93,8 +94,9 @@ class DymoeMoEMethod(FusedMoEMethodBase):
             )
         )
         part = get_tensor_model_parallel_rank() if parallel.is_sequence_parallel else None
-        meets = parallel.dp_size > 1
-        self.layer = RankLayer(layer.layer_name, position, activation, None, weights_on_input, meets, part)
+        self.layer = RankLayer(
+            layer.layer_name, position, activation, None, weights_on_input, parallel.dp_size > 1, part
+        )
         sink, sizes = self.loading.layer_store(position), (hidden_size, intermediate_size_per_partition)
         self._loader = ExpertLoader(layer, sink, *sizes, self.loading.reader)
         self._loader.register(layer, params_dtype, bias=self.moe.has_bias)
@@ -102,11 +104,14 @@ class DymoeMoEMethod(FusedMoEMethodBase):
         get_current_vllm_config().compilation_config.static_forward_context[_context_key(layer.layer_name)] = self
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        local = layer.expert_map
-        if local is not None:
-            self.layer = replace(self.layer, expert_map=torch.cat((local, local.new_full((1,), -1))))
+        if self._loaded:  # dense layers are read again
+            return
+        if (local := layer.expert_map) is not None:
+            whole = past_the_pool(self.loading.config, lambda: torch.cat((local, local.new_full((1,), -1))))
+            self.layer = replace(self.layer, expert_map=whole)
         self._loader.check_complete()
         self.loading.layer_loaded(self.layer.position, layer)
+        self._loaded = True
 
     def apply(
         self,

@@ -10,7 +10,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_dymoe.vllm_adapter import data_parallel, failures, prepare
+from vllm.config import get_current_vllm_config_or_none
+
+from vllm_dymoe.vllm_adapter import data_parallel, failures, prepare, sleep
 from vllm_dymoe.vllm_adapter.quant_config import DymoeConfig
 from vllm_dymoe.vllm_adapter.running import Running
 
@@ -41,6 +43,7 @@ class Patch:
 PATCHES: list[Patch] = []
 _WORKER = "vllm.v1.worker.gpu_worker.Worker"
 _STEP_ERROR = "an exception of a model that fails a step and not the engine"
+_SLEEP_HOOK = "a register of what sleeps and wakes beside its weights and KV cache"
 _CAPTURE_HOOK = "a hook around the capture of graphs"
 _STATS_FIELD = "a field of SchedulerStats for data of a worker's plugin, passed on to stat logger plugins"
 
@@ -141,6 +144,21 @@ def _reduce_scatterv(original: Original, self: Any, input_: Any, dim: int = 0, s
     return data_parallel.add_rows(self, input_, sizes)
 
 
+@_replaces(
+    "vllm.model_executor.layers.fused_moe.config.FusedMoEParallelConfig", "make",
+    "data parallelism of layers with experts that cuts none of them",
+)  # fmt: skip
+def _make_parallel(original: Original, *args: Any, **kwargs: Any) -> Any:
+    """Without expert parallelism vLLM cuts each expert into parts for all data-parallel ranks, whose tokens then have
+    to meet in every layer. An engine's budget holds some of the experts whole, and its tokens stay where they are."""
+    config = get_current_vllm_config_or_none()
+    if config is not None and config.model_config is not None and config.model_config.quantization == "dymoe":
+        named = inspect.signature(original).bind(*args, **kwargs).arguments
+        if not named["vllm_parallel_config"].enable_expert_parallel:
+            return original(**named | {"dp_size_": 1})
+    return original(*args, **kwargs)
+
+
 _replaces("vllm.v1.core.sched.scheduler.Scheduler", "update_from_output", _STEP_ERROR)(failures.update_from_output)
 
 
@@ -174,8 +192,27 @@ async def _generate(original: Original, self: Any, *args: Any, **kwargs: Any) ->
 @_replaces(_WORKER, "reload_weights", "a way for a quantization method to refuse or to take part in reloading")
 def _reload_weights(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Reloading would exchange the dense layers and leave the packed experts as they are, without asking first."""
-    prepare.refuse_reloading(self.vllm_config)
+    config = self.vllm_config
+    sleep.check_reloading(config, _rank(getattr(config, "quant_config", None)), other=bool(args or kwargs))
     return original(self, *args, **kwargs)
+
+
+@_replaces("vllm.v1.worker.cpu_worker.CPUWorker", "sleep", _SLEEP_HOOK)
+@_replaces(_WORKER, "sleep", _SLEEP_HOOK)
+def _sleep(original: Original, self: Any, level: int = 1) -> None:
+    """Slots are no weights of vLLM's, which would leave them where they are."""
+    if (rank := _rank(self.vllm_config.quant_config)) is not None:
+        sleep.sleep(rank, level)
+    original(self, level)
+
+
+@_replaces("vllm.v1.worker.cpu_worker.CPUWorker", "wake_up", _SLEEP_HOOK)
+@_replaces(_WORKER, "wake_up", _SLEEP_HOOK)
+def _wake_up(original: Original, self: Any, tags: list[str] | None = None) -> None:
+    """Behind vLLM's memory, which has the first claim on the device's, slots come back."""
+    original(self, tags)
+    if (rank := _rank(self.vllm_config.quant_config)) is not None:
+        sleep.wake(rank, tags)
 
 
 @_replaces(

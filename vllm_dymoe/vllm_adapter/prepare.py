@@ -27,7 +27,9 @@ from vllm_dymoe.vllm_adapter.model_files import (
     check_ranks,
     drafted_by_experts,
     host_needed,
+    meets,
     ranks_of_machine,
+    replicas_of_machine,
 )
 from vllm_dymoe.vllm_adapter.quant_config import expert_width, read_options
 
@@ -79,14 +81,6 @@ def refuse_idle_options(config: VllmConfig) -> None:
         raise ConfigError(
             "vllm-dymoe: additional_config.dymoe is set, but the model is not served with dymoe; "
             "add --quantization dymoe, or leave additional_config.dymoe out."
-        )
-
-
-def refuse_reloading(config: VllmConfig) -> None:
-    if config.model_config.quantization == "dymoe":
-        raise ConfigError(
-            "vllm-dymoe: weights cannot be replaced while the model is served, because its experts are packed in a "
-            "store; nothing was changed: start again with the new checkpoint."
         )
 
 
@@ -151,12 +145,8 @@ def _refuse_data_parallel(config: VllmConfig, options: Options) -> None:
     if parallel.data_parallel_size == 1:
         return
     refused = {
-        "without expert parallelism would cut every expert into parts for all replicas; add --enable-expert-parallel, "
-        "so that each has experts of its own, or start one server for each replica": (
-            not parallel.enable_expert_parallel
-        ),
         f"exchanges tokens through allgather and reduce-scatter, and not through {parallel.all2all_backend}; leave "
-        "--all2all-backend out": parallel.all2all_backend != "allgather_reducescatter",
+        "--all2all-backend out": meets(parallel) and parallel.all2all_backend != "allgather_reducescatter",
         "does not go with stages of a pipeline; leave --pipeline-parallel-size out": parallel.pipeline_parallel_size
         > 1,
         "does not go with drafts that have experts; leave --speculative-config out": drafted_by_experts(config),
@@ -194,7 +184,9 @@ def _check_memory(config: VllmConfig, experts: ModelExperts, options: Options) -
 
 
 def _room(config: VllmConfig, options: Options) -> HostRoom:
-    return HostRoom(available_host_memory(), ranks_of_machine(config.parallel_config), options.host_memory)
+    parallel, available = config.parallel_config, available_host_memory()
+    replicas = replicas_of_machine(parallel)
+    return HostRoom(available, ranks_of_machine(parallel), options.host_memory, replicas=replicas)
 
 
 def _layers_with_experts(config: VllmConfig, layers: int) -> int:
@@ -258,10 +250,6 @@ def refuse_unsupported_features(config: VllmConfig) -> None:
         "model, the model's own multi-token prediction (method mtp), or the method ngram in --speculative-config.": (
             drafted_by_experts(config)
             and (drafts.method != "mtp" or str(drafts.draft_model_config.model) != str(model.model))
-        ),
-        "sleep mode is not supported, because experts in their slots would not survive it; leave --enable-sleep-mode "
-        "out, and lower the budget with dymoe_resize to give their memory back to the device.": (
-            getattr(model, "enable_sleep_mode", False)
         ),
         "weight transfer is not supported, because the experts are packed in a store; leave --weight-transfer-config "
         "out.": getattr(config, "weight_transfer_config", None) is not None,

@@ -22,7 +22,9 @@ EXPERTS = make_experts()
 SPEC = LayerSpec("layers.1.mlp.experts", 6, 2, 64, 32, torch.bfloat16, False, 0, 1, 0, 1)
 CONFIG = SimpleNamespace(
     device_config=SimpleNamespace(device="cpu", device_type="cpu"),
-    parallel_config=SimpleNamespace(local_world_size=1, data_parallel_size_local=1),
+    parallel_config=SimpleNamespace(
+        local_world_size=1, data_parallel_size_local=1, data_parallel_size=1, enable_expert_parallel=False
+    ),
 )
 
 

@@ -74,9 +74,14 @@ def meets(parallel: ParallelConfig) -> bool:
     return bool(parallel.data_parallel_size > 1 and parallel.enable_expert_parallel)
 
 
+def replicated(parallel: ParallelConfig) -> bool:
+    """Whether several engines have all experts; vLLM does not always say how many of them this machine has."""
+    return bool(parallel.data_parallel_size > 1 and not parallel.enable_expert_parallel)
+
+
 def replicas_of_machine(parallel: ParallelConfig) -> int:
-    """Engines of this machine whose ranks have the same experts."""
-    return 1 if meets(parallel) else max(1, int(parallel.data_parallel_size_local))
+    """Engines of this machine whose ranks have the same experts, as far as is known."""
+    return max(1, int(parallel.data_parallel_size_local)) if replicated(parallel) else 1
 
 
 def ranks_of_machine(parallel: ParallelConfig) -> int:

@@ -46,7 +46,7 @@ from vllm_dymoe.store.shared import SharedMemory, Turn
 from vllm_dymoe.store.writer import StoreWriter
 from vllm_dymoe.transfer import HostLevel
 from vllm_dymoe.vllm_adapter.announcements import logger
-from vllm_dymoe.vllm_adapter.model_files import local_folder, ranks_of_machine, replicas_of_machine
+from vllm_dymoe.vllm_adapter.model_files import local_folder, ranks_of_machine, replicas_of_machine, replicated
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
 
@@ -243,7 +243,7 @@ class ModelStore:
         config, experts = self._vllm_config, self.experts
         device, self._read = config.device_config.device_type, self._files()
         self.place = choose_host_place(self._options.host_store, device, experts, self._room)
-        if self._room.replicas > 1:  # one of them packs, and the others find its store
+        if replicated(config.parallel_config):  # one of them packs, and the others find its store
             self._turn = Turn(self._folder)
             self._turn.begin()
         if self._checkpoint is None or self.dummy:

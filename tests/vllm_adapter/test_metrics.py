@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from vllm import envs
 
 from vllm_dymoe import summary
 from vllm_dymoe.runtime.stats import RuntimeStats
@@ -105,7 +106,8 @@ class Engine:
         self.engine_core = SimpleNamespace(client_index=client)
         self.asked = 0
 
-    async def collective_rpc(self, method):
+    async def collective_rpc(self, method, timeout):
+        assert timeout == envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, "a node that has died would be waited for"
         assert method == "dymoe_stats"
         self.asked += 1
         return [answer(hits=1)]
@@ -125,7 +127,7 @@ def test_no_worker_is_asked_where_nothing_is_to_say(options):
 def test_counts_that_cannot_be_had_stop_nothing(warnings):
     """An exception here would end vLLM's logging, and in LLM() the step."""
     engine = Engine()
-    engine.collective_rpc = lambda method: 1 / 0
+    engine.collective_rpc = lambda method, timeout: 1 / 0
     asyncio.run(patches._do_log_stats(original, engine))
     patches._do_log_stats(lambda self: None, engine)
     assert ["division by zero" in warning for warning in warnings()] == [True, True]

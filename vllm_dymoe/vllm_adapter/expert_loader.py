@@ -40,6 +40,8 @@ _STACKED_KINDS = ("weight", "weight_scale")
 class ExpertLoader:
     """Takes the experts of one layer from vLLM's loaders, in any order; this rank's part goes to ``store``."""
 
+    __name__ = "load_expert"  # vLLM asks for that of a function
+
     def __init__(
         self, layer: Any, store: LayerStore, hidden: int, intermediate: int, reader: Reader = PLAIN_READER
     ) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
+from vllm import envs
 
 from vllm_dymoe.runtime.stats import RuntimeStats
 from vllm_dymoe.vllm_adapter.announcements import in_words, logger
@@ -122,7 +123,7 @@ def publish(engine: Any, logged: Awaitable[None] | None) -> Awaitable[None] | No
         return _publish_later(engine, logged)
     with _serving_goes_on():
         if (statistics := statistics_of(engine)) is not None:
-            statistics.publish(engine.collective_rpc("dymoe_stats"))
+            statistics.publish(engine.collective_rpc("dymoe_stats", _patience()))
     return None
 
 
@@ -130,7 +131,13 @@ async def _publish_later(engine: Any, logged: Awaitable[None]) -> None:
     await logged
     with _serving_goes_on():
         if (statistics := statistics_of(engine)) is not None:
-            statistics.publish(await engine.collective_rpc("dymoe_stats"))
+            statistics.publish(await engine.collective_rpc("dymoe_stats", _patience()))
+
+
+def _patience() -> float:
+    """Seconds that vLLM waits for a step, and we for counts: a node that has died never answers, and requests wait
+    behind the question."""
+    return float(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
 
 
 @contextlib.contextmanager

@@ -30,13 +30,16 @@ class Ranks:
 
     def check(self) -> None:
         """ConfigError for what is refused at start, or cannot be planned."""
-        ranks = self.tp * self.dp * self.pp
         if self.dp > 1 and self.pp > 1:
             raise ConfigError("data parallelism does not go with stages of a pipeline; leave --pp out.")
-        if ranks % self.nodes:
-            raise ConfigError(f"{ranks} ranks cannot be spread evenly over {self.nodes} nodes; change --nodes.")
+        if self.count % self.nodes:
+            raise ConfigError(f"{self.count} ranks cannot be spread evenly over {self.nodes} nodes; change --nodes.")
         if self.nodes > 1 and not self.network:
             raise ConfigError("say how fast a node reaches the others: --network 12GB/s.")
+
+    @property
+    def count(self) -> int:
+        return self.tp * self.dp * self.pp
 
     @property
     def experts_over(self) -> int:
@@ -92,7 +95,7 @@ class Ranks:
     def seconds(self, model: ModelShape, card: Device, tokens: int) -> float:
         """Time of those bytes, beside which no experts come."""
         near, far = self.sent(model, tokens)
-        each = self.network * self.nodes / (self.tp * self.dp * self.pp)  # ranks of a node share its network
+        each = self.network * self.nodes / self.count  # ranks of a node share its network
         return near / self.device(card).link + (far / each if far else 0.0)
 
     def whole(self, row: Choice, model: ModelShape, card: Device, batch: int, prompt: int) -> Choice:

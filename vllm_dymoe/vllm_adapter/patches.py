@@ -12,9 +12,10 @@ from typing import Any
 
 from vllm.config import get_current_vllm_config_or_none
 
-from vllm_dymoe.vllm_adapter import data_parallel, failures, prepare, sleep
+from vllm_dymoe.vllm_adapter import data_parallel, failures, prepare
 from vllm_dymoe.vllm_adapter.quant_config import DymoeConfig
 from vllm_dymoe.vllm_adapter.running import Running
+from vllm_dymoe.vllm_adapter.sleep import check_reloading
 
 Original = Callable[..., Any]
 
@@ -193,7 +194,7 @@ async def _generate(original: Original, self: Any, *args: Any, **kwargs: Any) ->
 def _reload_weights(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Reloading would exchange the dense layers and leave the packed experts as they are, without asking first."""
     config = self.vllm_config
-    sleep.check_reloading(config, _rank(getattr(config, "quant_config", None)), other=bool(args or kwargs))
+    check_reloading(config, _rank(getattr(config, "quant_config", None)), other=bool(args or kwargs))
     return original(self, *args, **kwargs)
 
 
@@ -202,7 +203,7 @@ def _reload_weights(original: Original, self: Any, *args: Any, **kwargs: Any) ->
 def _sleep(original: Original, self: Any, level: int = 1) -> None:
     """Slots are no weights of vLLM's, which would leave them where they are."""
     if (rank := _rank(self.vllm_config.quant_config)) is not None:
-        sleep.sleep(rank, level)
+        rank.runtime.sleep(level)
     original(self, level)
 
 
@@ -211,8 +212,9 @@ def _sleep(original: Original, self: Any, level: int = 1) -> None:
 def _wake_up(original: Original, self: Any, tags: list[str] | None = None) -> None:
     """Behind vLLM's memory, which has the first claim on the device's, slots come back."""
     original(self, tags)
-    if (rank := _rank(self.vllm_config.quant_config)) is not None:
-        sleep.wake(rank, tags)
+    rank = _rank(self.vllm_config.quant_config)
+    if rank is not None and (tags is None or "weights" in tags):
+        rank.runtime.wake()
 
 
 @_replaces(

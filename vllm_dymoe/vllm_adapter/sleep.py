@@ -14,8 +14,6 @@ import torch
 from vllm.config import VllmConfig
 
 from vllm_dymoe.config import ConfigError
-from vllm_dymoe.units import size
-from vllm_dymoe.vllm_adapter.announcements import logger
 from vllm_dymoe.vllm_adapter.running import Running
 
 Made = TypeVar("Made")
@@ -37,30 +35,11 @@ def past_the_pool(config: VllmConfig, make: Callable[[], Made]) -> Made:
         return thread.submit(context.run, run).result()
 
 
-def sleep(rank: Running, level: int) -> None:
-    """Before vLLM's weights and KV cache go; ConfigError, and nothing has changed, if the slots cannot go."""
-    before = rank.runtime.memory.pools.available
-    rank.runtime.sleep(level)
-    store = "" if level == 1 else ", host memory of the experts"
-    freed = rank.runtime.memory.pools.available - before
-    logger.info("vllm-dymoe: slots%s went to sleep, %s are free again.", store, size(max(0, freed)))
-
-
-def wake(rank: Running, tags: list[str] | None) -> None:
-    """When vLLM's have come back; with ``tags`` slots are weights."""
-    if tags is None or "weights" in tags:
-        rank.runtime.wake()
-
-
 def check_reloading(config: VllmConfig, rank: Running | None, *, other: bool) -> None:
     """Refuse (ConfigError) to read weights again, unless they are those of 16 bits that are served, which a sleep at
     level 2 has lost: the experts stay as they are packed."""
-    if config.model_config.quantization != "dymoe":
-        return
-    why = None
-    if other:
-        why = "its experts are packed in a store; start again with the new checkpoint"
-    elif rank is not None:
-        why = config.quant_config.loading.not_readable_again
-    if why:
+    why = "its experts are packed in a store; start again with the new checkpoint"
+    if not other:
+        why = "" if rank is None else config.quant_config.loading.not_readable_again
+    if why and config.model_config.quantization == "dymoe":
         raise ConfigError(f"vllm-dymoe: weights cannot be replaced while the model is served, because {why}.")

@@ -13,7 +13,7 @@ from vllm_dymoe.config import ConfigError, ExpertBudget
 from vllm_dymoe.observe.synthetic import synthetic_trace
 from vllm_dymoe.plan.choice import GOOD_ENOUGH, Serving, choices, predict, recommended, room_for_experts, shown
 from vllm_dymoe.plan.device import Device, find_device, measured_device, parse_rate
-from vllm_dymoe.plan.model import shape_of
+from vllm_dymoe.plan.model import is_moe, shape_of
 from vllm_dymoe.plan.replay import Routings, made_up, replay
 from vllm_dymoe.residency.identity import ModelIdentity
 from vllm_dymoe.residency.tier import Tier
@@ -45,6 +45,14 @@ def test_sizes_add_up_to_what_the_model_is_named_after(config, billions, layers)
     experts = shape.moe_layers * shape.experts * 3 * shape.hidden * shape.intermediate
     assert shape.moe_layers == layers
     assert (shape.dense_weights + experts) / 1e9 == pytest.approx(billions, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [({}, 8), ({"mlp_only_layers": [0, 3]}, 6), ({"decoder_sparse_step": 2}, 4), ({"first_k_dense_replace": 1}, 7)],
+)
+def test_layers_without_experts_are_known(changes, layers):
+    assert sum(is_moe(QWEN3_30B | changes, layer) for layer in range(8)) == layers
 
 
 def test_a_model_without_experts_is_refused():

@@ -123,23 +123,6 @@ def test_host_memory_that_is_not_there_is_refused_before_anything_is_loaded(monk
     configure({"host_store": "pinned"}, **settings)
 
 
-@pytest.mark.parametrize(
-    ("changes", "layers"),
-    [
-        ({}, 8),
-        ({"mlp_only_layers": [0, 3]}, 6),
-        ({"decoder_sparse_step": 2}, 4),
-        ({"first_k_dense_replace": 1}, 7),
-        ({"moe_layer_freq": [0, 1, 1, 1]}, 8),
-    ],
-)
-def test_layers_without_experts_need_no_host_memory(changes, layers):
-    config = configure()
-    for name, value in changes.items():
-        setattr(config.model_config.hf_text_config, name, value)
-    assert prepare._layers_with_experts(config, 8) == layers
-
-
 @pytest.mark.parametrize("damage", ["cut", "missing"])
 def test_a_checkpoint_that_is_not_whole_is_refused_before_it_is_loaded(tmp_path, damage):
     model = shutil.copytree(MODEL, tmp_path / "model")

@@ -86,7 +86,7 @@ def shape_of(config: dict[str, Any], where: str) -> ModelShape:
         size("num_hidden_layers"), size("hidden_size"), size(*NUM_EXPERTS), size(*INTERMEDIATE)
     )  # fmt: skip
     dense_width = size("intermediate_size_mlp", "intermediate_size", default=0)
-    moe = sum(_is_moe(config, layer) for layer in range(layers))
+    moe = sum(is_moe(config, layer) for layer in range(layers))
     shared = size("shared_expert_intermediate_size", "shared_intermediate_size", default=0)
     shared = shared or size("n_shared_experts", "moe_num_shared_experts", default=0) * intermediate
     attention, width, cached = _attention(hidden, size("num_attention_heads"), size)
@@ -118,8 +118,9 @@ def _attention(hidden: int, heads: int, size: Callable[..., int]) -> tuple[int, 
     return 2 * hidden * head * (heads + kv_heads), head * (heads + 2 * kv_heads), 2 * kv_heads * head
 
 
-def _is_moe(config: dict[str, Any], layer: int) -> bool:
-    if layer in (config.get("mlp_only_layers") or ()) or layer < (config.get("first_k_dense_replace") or 0):
+def is_moe(config: dict[str, Any], layer: int) -> bool:
+    dense = config.get("first_k_dense_replace") or config.get("num_dense_layers") or 0
+    if layer in (config.get("mlp_only_layers") or ()) or layer < dense:
         return False
     if isinstance(chosen := config.get("moe_layers"), list):  # Llama 4
         return layer in chosen

@@ -149,15 +149,15 @@ def _reduce_scatterv(original: Original, self: Any, input_: Any, dim: int = 0, s
     "vllm.model_executor.layers.fused_moe.config.FusedMoEParallelConfig", "make",
     "data parallelism of layers with experts that cuts none of them",
 )  # fmt: skip
-def _make_parallel(original: Original, *args: Any, **kwargs: Any) -> Any:
+def _make_parallel(
+    original: Original, tp_size_: int, pcp_size_: int, dp_size_: int, sp_size_: int, vllm_parallel_config: Any
+) -> Any:
     """Without expert parallelism vLLM cuts each expert into parts for all data-parallel ranks, whose tokens then have
     to meet in every layer. An engine's budget holds some of the experts whole, and its tokens stay where they are."""
     config = get_current_vllm_config_or_none()
-    if config is not None and config.model_config is not None and config.model_config.quantization == "dymoe":
-        named = inspect.signature(original).bind(*args, **kwargs).arguments
-        if not named["vllm_parallel_config"].enable_expert_parallel:
-            return original(**named | {"dp_size_": 1})
-    return original(*args, **kwargs)
+    ours = config is not None and config.model_config is not None and config.model_config.quantization == "dymoe"
+    dp_size_ = 1 if ours and not vllm_parallel_config.enable_expert_parallel else dp_size_
+    return original(tp_size_, pcp_size_, dp_size_, sp_size_, vllm_parallel_config)
 
 
 _replaces("vllm.v1.core.sched.scheduler.Scheduler", "update_from_output", _STEP_ERROR)(failures.update_from_output)

@@ -11,6 +11,7 @@ from vllm.platforms import current_platform
 
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.host_memory import available_host_memory
+from vllm_dymoe.plan.model import is_moe
 from vllm_dymoe.predict.checkpoint import PredictorError, read_card
 from vllm_dymoe.quantize.readers.base import PLAIN_READER, format_fields
 from vllm_dymoe.quantize.tensors import CheckpointError
@@ -179,7 +180,8 @@ def _check_memory(config: VllmConfig, experts: ModelExperts, options: Options) -
         limit = limit_in_bytes(options.expert_budget, experts, options, workspace, automatic=0)
         plan_slots(experts, options, make_system(options), limit, workspace)
     if options.host_store == "pinned":
-        surely = replace(experts, layers=experts.layers[: _layers_with_experts(config, len(experts.layers))])
+        told = config.model_config.hf_text_config.to_dict()
+        surely = replace(experts, layers=tuple(layer for layer in experts.layers if is_moe(told, layer)))
         choose_host_place(options.host_store, device_type, surely, _room(config, options))
 
 
@@ -187,17 +189,6 @@ def _room(config: VllmConfig, options: Options) -> HostRoom:
     parallel, available = config.parallel_config, available_host_memory()
     replicas = replicas_of_machine(parallel)
     return HostRoom(available, ranks_of_machine(parallel), options.host_memory, replicas=replicas)
-
-
-def _layers_with_experts(config: VllmConfig, layers: int) -> int:
-    """How many of so many layers have experts, as far as config.json says which have none."""
-    text = config.model_config.hf_text_config
-    dense = sum(int(getattr(text, name, None) or 0) for name in ("first_k_dense_replace", "num_dense_layers"))
-    dense += len(getattr(text, "mlp_only_layers", None) or ())
-    names = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq")
-    steps = (getattr(text, name, None) for name in names)
-    step = max((step for step in steps if isinstance(step, int)), default=1)
-    return max(0, layers - dense) // max(1, step)
 
 
 def _device_decides(config: VllmConfig, experts: ModelExperts | None, options: Options) -> bool:

@@ -104,10 +104,10 @@ class Loading:
             self._foresight.layer_loaded(position, routed_experts)
         if not complete:
             return
-        if self.running is None:
+        if (running := self.running) is None:
             past_the_pool(self.config, lambda: self._run(routed_experts.moe_config.num_experts))
         else:
-            past_the_pool(self.config, lambda: self._extend(self.running, store.model))
+            past_the_pool(self.config, lambda: self._extend(running, store.model))
 
     @property
     def not_readable_again(self) -> str:

@@ -1,6 +1,5 @@
 """What is packed once is never packed again, through the real engine."""
 
-import psutil
 import pytest
 
 from tests.e2e.engines import answer, engine, prompts, runtime_of
@@ -10,13 +9,6 @@ from vllm_dymoe.store import FileStore
 from vllm_dymoe.transfer import HostLevel
 
 pytestmark = pytest.mark.engine
-
-
-def held(llm, level):
-    """Bytes that go when the engine sleeps at a level."""
-    runtime = runtime_of(llm)
-    store = runtime.store.slots.nbytes if level == 2 and isinstance(runtime.store, HostLevel) else 0
-    return sum(pool.nbytes for pool in runtime.memory.pools.values()) + store
 
 
 def test_a_second_start_never_quantizes_again(tmp_path, monkeypatch):
@@ -31,9 +23,9 @@ def test_a_second_start_never_quantizes_again(tmp_path, monkeypatch):
             counts = runtime_of(llm).serving.counts
             assert (counts.there > 0) is (host_store == "pinned"), "where all are in memory, a slot is the same memory"
             for level in (1, 2):
-                before, going = psutil.Process().memory_info().rss, held(llm, level)
-                llm.sleep(level)
-                assert before - psutil.Process().memory_info().rss > 0.9 * going
+                llm.sleep(level)  # what it frees is measured where slots are large (tests/runtime/test_sleep.py)
+                assert not runtime_of(llm).memory.pools
+                assert kind is FileStore or (runtime_of(llm).store.slots.nbytes == 0) is (level == 2)
                 llm.wake_up()
                 if level == 2:  # which loses dense weights on a device with memory of its own
                     llm.collective_rpc("reload_weights")

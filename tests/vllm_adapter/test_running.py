@@ -219,7 +219,8 @@ def test_rows_of_padding_are_not_seen_and_told_from_experts_of_other_ranks(paddi
     """vLLM 0.32 routes them to expert -1, and before that they may have any expert."""
     method = DymoeMoEMethod.__new__(DymoeMoEMethod)
     method.layer, method._loader = LAYER, SimpleNamespace(check_complete=lambda: None)
-    method.loading = SimpleNamespace(layer_loaded=lambda position, layer: None)
+    config = SimpleNamespace(model_config=None, device_config=None)
+    method.loading = SimpleNamespace(layer_loaded=lambda position, layer: None, config=config)
     method.process_weights_after_loading(SimpleNamespace(expert_map=torch.tensor([-1, 0, -1, 1], dtype=torch.int32)))
     runtime = Runtime()
     rank = rank_of(runtime)

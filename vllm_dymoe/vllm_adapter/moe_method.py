@@ -39,9 +39,11 @@ from vllm_dymoe.vllm_adapter.step import RankLayer
 class DymoeMoEMethod(FusedMoEMethodBase):
     """One MoE layer whose experts live in the host store; routing and shared experts stay vLLM's."""
 
+    _loaded = False
+
     def __init__(self, moe: FusedMoEConfig, loading: Loading) -> None:
         super().__init__(moe)
-        self.loading, self._loaded = loading, False
+        self.loading = loading
 
     @property
     def supports_internal_mk(self) -> bool:

@@ -42,8 +42,8 @@ class CudaPageLock:
 
 
 class Arena:
-    """A mapping, ``memory`` uint8 [nbytes], a part of ``shared`` if other processes map the same, that can be locked for
-    a device; OSError if impossible."""
+    """A mapping, ``memory`` uint8 [nbytes], a part of ``shared`` if other processes map the same, that can be locked
+    for a device; OSError if impossible."""
 
     def __init__(self, nbytes: int, page_lock: CudaPageLock | None, shared: SharedMemory | None = None) -> None:
         self.memory = map_bytes(nbytes) if shared is None else shared.map(nbytes, locked=page_lock is not None)

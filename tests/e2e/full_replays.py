@@ -7,8 +7,7 @@ plain twin stands in for kernels. What a graph cannot hold ends the capture.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -19,23 +18,10 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from tests.e2e.replays import Replays, platform_with_graphs, seen, tensors
+from tests.e2e.replays import Replays, platform_with_graphs, seen
+from tests.support.launches import Launch, decode_as_launches, tensors
 from tests.support.no_host import NoHost
-from vllm_dymoe.runtime.decode_plain import PlainDecode, PlainWide
 from vllm_dymoe.vllm_adapter import moe_method, running
-
-
-@dataclass
-class Launch:
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
-    results: list[torch.Tensor]
-
-    def replay(self) -> None:
-        for kept, now in zip(self.results, tensors(self.function(*self.arguments, **self.options)), strict=True):
-            if now.data_ptr() != kept.data_ptr():
-                kept.copy_(now)
 
 
 class Capture(NoHost):
@@ -50,9 +36,6 @@ class Capture(NoHost):
             with self:
                 return moe_method._moe_forward_into(*arguments, **options)
         results = super().__torch_dispatch__(function, types, arguments, options)
-        return self.keep(results, function, arguments, options)
-
-    def keep(self, results: Any, function: Any, arguments: Any, options: Any) -> Any:
         self.launches.append(Launch(function, arguments, options, tensors(results)))
         return results
 
@@ -89,18 +72,6 @@ class ReplayedStep:
         return outputs
 
 
-def as_launch(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that stands in for a kernel: a capture keeps the call, and looks at nothing in it."""
-
-    def launched(*arguments: Any) -> Any:
-        if seen.capturing is None:
-            return plain(*arguments)
-        with torch.utils._python_dispatch._disable_current_modes():
-            return seen.capturing.keep(plain(*arguments), plain, arguments, {})
-
-    return launched
-
-
 @contextlib.contextmanager
 def replayed_steps() -> Iterator[Replays]:
     """Engines that start in a ``with`` block capture whole decode steps; the counts of what they do."""
@@ -114,15 +85,16 @@ def replayed_steps() -> Iterator[Replays]:
     replaced = (
         (CPUModelRunner, "load_model", load_model),
         (CPUModelRunner, "get_model", lambda self: getattr(self.model, "replayed_model", self.model)),
-        (PlainDecode, "forward", as_launch(PlainDecode.forward)),
-        (PlainDecode, "name_ahead", staticmethod(as_launch(PlainDecode.name_ahead))),
-        (PlainDecode, "fetch_ahead", as_launch(PlainDecode.fetch_ahead)),
-        *((PlainWide, name, as_launch(getattr(PlainWide, name))) for name in ("plan", "copy", "compute", "finish")),
         (running, "is_captured", lambda x: seen.capturing is not None),
         (CPUAttentionMetadataBuilder, "get_cudagraph_support", lambda *_: AttentionCGSupport.UNIFORM_BATCH),
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(platform_with_graphs())
-        for owner, name, value in replaced:
+
+        def put(owner: Any, name: str, value: Any) -> None:
             stack.enter_context(mock.patch.object(owner, name, value))
+
+        for owner, name, value in replaced:
+            put(owner, name, value)
+        decode_as_launches(put, lambda: seen.capturing and seen.capturing.launches)
         yield seen

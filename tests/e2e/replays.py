@@ -17,6 +17,8 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.platforms.cpu import CpuPlatform
 
+from tests.support.launches import tensors
+
 
 @dataclass
 class Replays:
@@ -59,11 +61,6 @@ class ReplayedPiece:
         for output, result in zip(tensors(outputs), tensors(self.runnable(*captured)), strict=True):
             output.copy_(result)
         return outputs
-
-
-def tensors(results: Any) -> list[torch.Tensor]:
-    results = results if isinstance(results, tuple | list) else [results]
-    return [result for result in results if isinstance(result, torch.Tensor)]
 
 
 @contextlib.contextmanager

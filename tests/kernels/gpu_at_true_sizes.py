@@ -1,14 +1,17 @@
 """The measurements of `make gpu` and `make bench-gpu` at their true sizes, with launches and copies that do nothing.
 
-    python tests/kernels/gpu_at_true_sizes.py speeds|layers FILE
+    python tests/kernels/gpu_at_true_sizes.py speeds|layers FILE [few]
 
 The host is in place of the card, memory is mapped and not written, and what is left is the host's own work: FILE gets
 what the part found, and the times of "runtime, ..." and of prompts that the device decides are the host's for a layer.
-Numbers of the device mean nothing.
+Numbers of the device mean nothing. With `few` a model has few experts, of true size: views of a thousand slots for each
+of twenty runtimes are what takes minutes, but the host's times are those for 128.
 """
 
 import sys
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -29,6 +32,7 @@ from record import Recorder  # noqa: E402
 
 from tests.support.memory_writer import MemoryStore  # noqa: E402
 from vllm_dymoe.kernels.triton import wide_step  # noqa: E402
+from vllm_dymoe.runtime import host_side  # noqa: E402
 from vllm_dymoe.runtime.wide_path import WidePath  # noqa: E402
 
 LARGE = 1 << 16
@@ -76,6 +80,9 @@ kernel_speeds.ProcessPoolExecutor = host_card.Inline
 kernel_speeds.seconds.__defaults__ = (0.0,)
 speeds.pinned_store = lambda model, bits: MemoryStore(model.at(bits))
 kernel_speeds.TOKENS = kernel_speeds.TOKENS[::3]
+if "few" in sys.argv:
+    speeds.MODEL = replace(speeds.MODEL, layers=2, experts=16)
+host_side.measure = partial(host_side.measure, seconds=0.0)
 speeds.STEPS, speeds.WARM = {phase: (tokens, 4) for phase, (tokens, _) in speeds.STEPS.items()}, 8
 WidePath.forward = timed(WidePath.forward)
 wide_step.combine = lambda out, weights, ids: out.new_empty(len(ids), out.shape[1])  # a launch

@@ -72,11 +72,11 @@ def test_it_runs_to_its_end(tmp_path):
     assert {"card", "driver", "cuda", "torch", "triton", "date"} <= results.keys()
     parts = results["parts"]
     counts = {name: len(part["checks"]) for name, part in parts.items()}
-    assert counts == {"kernels": 1, "runtime": 12, "graphs": 15, "sanitizer": 3, "engine": 0, "speeds": 22}
+    assert counts == {"kernels": 1, "runtime": 12, "graphs": 15, "sanitizer": 3, "engine": 0, "speeds": 25}
     assert parts["engine"]["sentences"][0].startswith("Left out: vLLM is not installed here")
     assert all(part["complete"] for part in parts.values())
     names = [speed["name"] for speed in parts["speeds"]["speeds"]]
-    assert len(names) == len(set(names)) == 23
+    assert len(names) == len(set(names)) == 27
     assert all(speed["bound"] > 0 and speed["measured"] > 0 for speed in parts["speeds"]["speeds"])
     table = readme.read_text().split("<!-- gpu:begin -->\n")[1].split("<!-- gpu:end -->")[0]
     assert "a card, " in table
@@ -86,12 +86,12 @@ def test_it_runs_to_its_end(tmp_path):
     assert "gpu: everything that was checked is right." in done.stdout
 
 
-@pytest.mark.parametrize(("part", "speeds"), [("speeds", 33), ("layers", 51)])
+@pytest.mark.parametrize(("part", "speeds"), [("speeds", 37), ("layers", 51)])
 def test_every_line_of_the_measurements_runs_at_its_true_size(tmp_path, part, speeds):
     """Sizes at which a down projection is split in four, which the small ones above do not have."""
     pytest.importorskip("triton")
     found = tmp_path / "found.jsonl"
-    command = [sys.executable, str(Path(__file__).with_name("gpu_at_true_sizes.py")), part, str(found)]
+    command = [sys.executable, str(Path(__file__).with_name("gpu_at_true_sizes.py")), part, str(found), "few"]
     done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stderr == ""

@@ -12,11 +12,11 @@ from vllm_dymoe.systems.exact import Exact
 
 
 def runtime_of(
-    stack: Stack, store: Any, bits: int, budget: str, projections: int, kind: type[Exact] = Exact
+    stack: Stack, store: Any, bits: int, budget: str, projections: int, kind: type[Exact] = Exact, **options: Any
 ) -> MoERuntime:
     """A runtime whose device decides, and fetches so many projections ahead."""
-    system = kind(ahead_in_graph=projections)
-    return stack.runtime(store, bits, budget=budget, prefetch="next-gate", system=system, decisions="device")
+    given = options | {"system": kind(ahead_in_graph=projections), "decisions": "device"}
+    return stack.runtime(store, bits, budget=budget, prefetch="next-gate", **given)
 
 
 class DecidedSteps:

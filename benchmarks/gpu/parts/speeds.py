@@ -4,12 +4,17 @@ import time
 from statistics import median
 
 import torch
+from capture import captured
 from kernel_speeds import measure
 from layers import LAYERS, Layer, Machine, work_of
 from record import Recorder
 
 from parts.decided import DecidedSteps, runtime_of
-from parts.stack import Model, Stack, pinned_store, same_bits
+from parts.stack import DEVICE, Model, Stack, pinned_store, same_bits
+from vllm_dymoe.kernels import Activation, native
+from vllm_dymoe.kernels.triton.doorbell import Door, post, wait
+from vllm_dymoe.residency.constants import Fate
+from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.store import HostStore
 from vllm_dymoe.systems.exact import Exact
@@ -46,6 +51,11 @@ def run(record: Recorder) -> None:
         machine = measure(record, KERNEL_LAYERS, ("4", "4/2"), KERNEL_TOKENS)
     _measure_runtime(record, machine, store, stack)
     _measure_decided(record, machine, store, stack)
+    if native.load() is None:
+        record.say("Left out: misses that the host computes, since the native library was not built here.")
+    else:
+        _measure_decided(record, machine, store, stack, "share")
+        _measure_doorbell(record, machine, store, stack)
     store.close()
 
 
@@ -75,37 +85,74 @@ def _measure_runtime(record: Recorder, machine: Machine, store: HostStore, stack
                     del runtime
 
 
-def _measure_decided(record: Recorder, machine: Machine, store: HostStore, stack: Stack) -> None:
+def _measure_decided(record: Recorder, machine: Machine, store: HostStore, stack: Stack, misses: str = "fetch") -> None:
     """Steps between which the host does nothing: a layer's time, beside what link or memory allow.
 
-    Decode of one token is one graph; a prompt is launched, and streams through the staging slots.
+    Decode of one token is one graph; a prompt is launched, and streams through the staging slots. Misses that the host
+    computes count as if they had been fetched, so that a share above 1 is what they gain.
     """
-    for phase, (tokens, steps) in STEPS.items():
-        wide = phase == "prefill"
-        for budget, ahead in [(budget, ahead) for budget in BUDGETS for ahead in AHEAD]:
-            if ahead and (wide or budget == "100%"):
-                continue
-            name = f"{phase} decided on the device, {budget}, {ahead} projections ahead"
-            with record.check(f"{name}, could be measured"):
-                runtime = runtime_of(stack, store, BITS, budget, ahead, OfAllLayers)
-                replayed = DecidedSteps(stack, runtime, tokens, launched=wide, wide=wide)
-                for seed in range(1 if wide else WARM):
-                    replayed.step(stack.inputs(tokens, steps + seed))
-                inputs = [stack.inputs(tokens, seed) for seed in range(steps)]
-                torch.cuda.synchronize()
-                runtime.reset_stats()
-                begin = time.perf_counter()
-                for x in inputs:
-                    seen = replayed.step(x)
-                torch.cuda.synchronize()
-                measured = (time.perf_counter() - begin) / steps / MODEL.layers
-                stats, layer = runtime.stats(), Layer("", MODEL.hidden, MODEL.intermediate, MODEL.experts, MODEL.top_k)
-                on_card = work_of(layer, seen[0].ids.tolist(), (BITS,)).seconds(machine)
-                missed = stats.misses * runtime.experts.formats[BITS].nbytes / steps / MODEL.layers
-                bound = max(on_card, missed / machine.host_bytes_per_second)
-                remark = f"{stats.hit_rate:.0%} hits, {stats.prefetches}"
-                record.speed(f"{name}, a layer", "us", 1e6 * measured, 1e6 * bound, bound / measured, remark)
-                runtime.engine.close()
+    alone = [("decode", budget, ahead) for budget in BUDGETS[:-1] for ahead in AHEAD[1:]]
+    cases = [(phase, budget, 0) for phase in STEPS for budget in BUDGETS] + alone
+    for phase, budget, ahead in cases if misses == "fetch" else [("decode", budget, 0) for budget in BUDGETS[:-1]]:
+        (tokens, steps), wide = STEPS[phase], phase == "prefill"
+        name = f"{phase} decided on the device, misses {misses}, {budget}, {ahead} projections ahead"
+        with record.check(f"{name}, could be measured"):
+            runtime = runtime_of(stack, store, BITS, budget, ahead, OfAllLayers, misses=misses)
+            replayed = DecidedSteps(stack, runtime, tokens, launched=wide, wide=wide)
+            for seed in range(1 if wide else WARM):
+                replayed.step(stack.inputs(tokens, steps + seed))
+            inputs = [stack.inputs(tokens, seed) for seed in range(steps)]
+            torch.cuda.synchronize()
+            runtime.reset_stats()
+            begin = time.perf_counter()
+            for x in inputs:
+                seen = replayed.step(x)
+            torch.cuda.synchronize()
+            measured = (time.perf_counter() - begin) / steps / MODEL.layers
+            stats, layer = runtime.stats(), Layer("", MODEL.hidden, MODEL.intermediate, MODEL.experts, MODEL.top_k)
+            on_card = work_of(layer, seen[0].ids.tolist(), (BITS,)).seconds(machine)
+            missed = stats.misses * runtime.experts.formats[BITS].nbytes / steps / MODEL.layers
+            bound = max(on_card, missed / machine.host_bytes_per_second)
+            remark = f"{stats.hit_rate:.0%} hits, {stats.there} computed there, {stats.prefetches}"
+            record.speed(f"{name}, a layer", "us", 1e6 * measured, 1e6 * bound, bound / measured, remark)
+            runtime.close(keep_store=True)
+
+
+def _measure_doorbell(record: Recorder, machine: Machine, store: HostStore, stack: Stack) -> None:
+    """Both bandwidths, each while the other works, and the way to the host and back without a row to compute."""
+    with record.check("the doorbell could be measured") as wrong:
+        runtime = runtime_of(stack, store, BITS, BUDGETS[0], 0, misses="share")
+        path, rates = runtime.decode, runtime.host_side.rates
+        assert path is not None
+        assert rates is not None
+        doorbell, (_, steps) = path.kernel.doorbell, STEPS["decode"]
+        assert doorbell is not None
+        doorbell.serve(Activation.SILU)
+        link, most = rates.link / 1e9, machine.host_bytes_per_second / 1e9
+        record.speed("the link while the host computes", "GB/s", link, most, link / most, rates.describe(store.experts))
+        door = Door(doorbell.ring.shape, doorbell.turn, doorbell.present)
+        x, tag = stack.inputs(1, 0), store.experts.formats[BITS].code.tag
+        decision = Decision.allocate(1, MODEL.top_k, MODEL.experts, DEVICE).tensors
+        for name, value in (("count", 1), ("fate", int(Fate.THERE)), ("bits", tag), ("addresses", 0)):
+            decision[name].fill_(value)
+        ids, one = torch.full((1, MODEL.top_k), -1, device=DEVICE), torch.ones_like(decision["count"])
+
+        def ring() -> None:
+            post(door, 0, x, ids, one, decision)
+            wait(doorbell.turn)
+
+        graph = captured(ring)
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            graph.replay()
+        torch.cuda.synchronize()
+        trip, least = 1e6 * (time.perf_counter() - begin) / steps, 1e6 * rates.round_trip
+        remark = "bound: between two of the host's cores"
+        record.speed("doorbell, there and back", "us", trip, least, least / trip, remark)
+        if doorbell.failed:
+            wrong.append("the host did not answer")
+        runtime.close(keep_store=True)
 
 
 def _measure(

@@ -63,8 +63,8 @@ def node_of(pci_address: str) -> int | None:
 
 
 class Arena:
-    """A mapping, ``memory`` uint8 [nbytes], a part of ``shared`` if other processes map the same, that can be locked for a
-    device, and lies near it, unless ``unbound`` says why not; OSError if impossible."""
+    """A mapping, ``memory`` uint8 [nbytes], a part of ``shared`` if other processes map the same, that can be locked
+    for a device, and lies near it, unless ``unbound`` says why not; OSError if impossible."""
 
     def __init__(self, nbytes: int, page_lock: CudaPageLock | None, shared: SharedMemory | None = None) -> None:
         self.memory = map_bytes(nbytes) if shared is None else shared.map(nbytes, locked=page_lock is not None)

@@ -10,7 +10,7 @@ from tests.small_model import make_experts
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.host_memory import map_bytes
 from vllm_dymoe.quantize.dummy import random_store
-from vllm_dymoe.runtime.moe import resize_host_memory
+from vllm_dymoe.runtime.moe import resize_host_memory, sleep, wake
 from vllm_dymoe.store import FileStore, Manifest, StoreError, whole_level
 from vllm_dymoe.store.writer import StoreWriter
 from vllm_dymoe.transfer import HostLevel
@@ -42,7 +42,7 @@ def test_memory_goes_at_its_level_and_the_bits_are_the_same_behind_it(folder, pa
     want, process = ask(runtime, STEPS), psutil.Process()
     slots, there, before = runtime.memory.pools.values(), level.slots.nbytes, process.memory_info().rss
     gone = sum(pool.nbytes for pool in slots) + there * (depth == 2)
-    runtime.sleep(depth)
+    sleep(runtime, depth)
     assert before - process.memory_info().rss > 0.9 * gone > 10 << 20
     assert level.slots.nbytes == there * (depth == 1)
     elsewhere = [map_bytes(arena) for arena in (there, there // 2, there // 2)]  # other memory takes its addresses
@@ -51,12 +51,12 @@ def test_memory_goes_at_its_level_and_the_bits_are_the_same_behind_it(folder, pa
     for change in (
         lambda: runtime.resize("25%"),
         lambda: resize_host_memory(runtime, 1 << 30),
-        lambda: runtime.sleep(1),
+        lambda: sleep(runtime, 1),
     ):
         with pytest.raises(ConfigError, match=r"is impossible while the engine sleeps|experts are in"):
             change()
-    runtime.wake()
-    runtime.wake()  # of another part of vLLM's memory
+    wake(runtime)
+    wake(runtime)  # of another part of vLLM's memory
     assert level.slots.nbytes == there
     assert all(map(torch.equal, ask(runtime, STEPS), want))
     assert not any(map(torch.any, elsewhere))
@@ -66,15 +66,15 @@ def test_memory_goes_at_its_level_and_the_bits_are_the_same_behind_it(folder, pa
 def test_what_cannot_be_had_again_is_a_sentence_and_may_be_tried_again(folder, monkeypatch):
     runtime = make_runtime(make_level(folder, 1), "50%", link_gbps=50.0)
     want = run(runtime, STEPS)
-    runtime.sleep(2)
+    sleep(runtime, 2)
     monkeypatch.setattr("vllm_dymoe.transfer.level_slots.available_host_memory", lambda: 5)
     with pytest.raises(StoreError, match="5 are free"):
-        runtime.wake()
+        wake(runtime)
     monkeypatch.undo()
     monkeypatch.setattr(runtime.memory.pools, "_device_memory", type("Full", (), {"available": lambda self: 5})())
     with pytest.raises(ConfigError, match="5 bytes of host memory are available"):
-        runtime.wake()
+        wake(runtime)
     monkeypatch.undo()
-    runtime.wake()
+    wake(runtime)
     assert all(map(torch.equal, run(runtime, STEPS), want))
     runtime.close()

@@ -163,11 +163,11 @@ class MoERuntime:
             self.serving.disk = files.counts
         self._expert_budget, self._agree = options.expert_budget, agree
         self._counts: DecodeCounts | None = None
-        self._asleep = 0  # at which level
+        self.asleep = 0  # at which level
         popularity = read_popularity(self.experts, system, hotness, agree)
         self._keep = None if hotness is None else partial(keep_hotness, hotness)
         self._spending = _Spending(self.experts, decoding is not None, popularity, automatic_budget)
-        self._allocate(options, system, self._spending.plan(options.expert_budget, options, system, self.beside))
+        self.allocate(options, system, self._spending.plan(options.expert_budget, options, system, self.beside))
 
     # -- what can change between two steps --------------------------------------------------------
 
@@ -219,60 +219,23 @@ class MoERuntime:
         if self.memory.device_side is not None:
             self.memory.device_side.fetch_ahead(0)
 
-    def sleep(self, level: int) -> None:
-        """Give the slots' memory back until ``wake``, from level 2 on the host memory of the experts, too; what runs
-        without requests may go on. ConfigError if a read that was given up has not ended: all stays as it was."""
-        self.check_awake("falling asleep")
-        if level > 1 and isinstance(self.store, HostLevel):
-            try:
-                self.store.sleep()
-            except StoreError as error:
-                raise ConfigError(f"vllm-dymoe: {error}.") from error
-            self.memory.store_moved()
-        self._asleep = level
-        self.memory.pools.free()
-
-    def wake(self) -> None:
-        """Have slots again, which are empty but where all have one. ConfigError if there is no memory, StoreError if
-        the experts cannot be read; it goes on sleeping."""
-        if self._asleep > 1 and isinstance(self.store, HostLevel):
-            self.store.wake()
-            self._asleep = 1
-        if self._asleep:
-            try:
-                self._allocate(self.options, self.system, self.plan)
-            except ConfigError:
-                self.memory.pools.free()
-                raise
-            self._asleep = 0
-
-    def check_awake(self, what: str) -> None:
-        """ConfigError if slots cannot go now: they have gone, or a read that was given up writes into one."""
-        if self._asleep:
-            raise ConfigError(f"vllm-dymoe: {what} is impossible while the engine sleeps; wake it up first.")
-        if not self.serving.end():
-            raise ConfigError(
-                f"vllm-dymoe: {what} is impossible while reads that were given up have not ended "
-                f"({self.store.description}); try again later."
-            )
-
     def _replace(self, what: str, options: Options, system: System, plan: SlotPlan) -> None:
         """Go on with other slots; if they cannot be had, with the old ones and a ConfigError: slots cannot go now, or
         there is no memory."""
-        self.check_awake(f"a change of {what}")
+        check_awake(self, f"a change of {what}")
         bits = slot_bits(self.experts, options, system.precision.tiers)
         formats = {tier: self.experts.formats[width] for tier, width in bits.items()}
         self.memory.pools.check_growth(plan, self.plan, formats)
         before = self.options, self.system, self.plan
         self.memory.pools.free()
         try:
-            self._allocate(options, system, plan)
+            self.allocate(options, system, plan)
         except ConfigError:
             self.memory.pools.free()
-            self._allocate(*before)
+            self.allocate(*before)
             raise
 
-    def _allocate(self, options: Options, system: System, plan: SlotPlan) -> None:
+    def allocate(self, options: Options, system: System, plan: SlotPlan) -> None:
         """Serve with other slots; the old ones are gone, so that there is one arena at a time."""
         memory, serving, migrating = self.memory, self.serving, system.residency.migrating
         before = serving.migration
@@ -358,6 +321,46 @@ class MoERuntime:
             self.level.check_integrity()
 
 
+def sleep(runtime: MoERuntime, level: int) -> None:
+    """Give the slots' memory back until ``wake``, from level 2 on the host memory of the experts, too; what runs
+    without requests may go on. ConfigError if a read that was given up has not ended: all stays as it was."""
+    check_awake(runtime, "falling asleep")
+    if level > 1 and isinstance(runtime.store, HostLevel):
+        try:
+            runtime.store.sleep()
+        except StoreError as error:
+            raise ConfigError(f"vllm-dymoe: {error}.") from error
+        runtime.memory.store_moved()
+    runtime.asleep = level
+    runtime.memory.pools.free()
+
+
+def wake(runtime: MoERuntime) -> None:
+    """Have slots again, which are empty but where all have one. ConfigError if there is no memory, StoreError if
+    the experts cannot be read; it goes on sleeping."""
+    if runtime.asleep > 1 and isinstance(runtime.store, HostLevel):
+        runtime.store.wake()
+        runtime.asleep = 1
+    if runtime.asleep:
+        try:
+            runtime.allocate(runtime.options, runtime.system, runtime.plan)
+        except ConfigError:
+            runtime.memory.pools.free()
+            raise
+        runtime.asleep = 0
+
+
+def check_awake(runtime: MoERuntime, what: str) -> None:
+    """ConfigError if slots cannot go now: they have gone, or a read that was given up writes into one."""
+    if runtime.asleep:
+        raise ConfigError(f"vllm-dymoe: {what} is impossible while the engine sleeps; wake it up first.")
+    if not runtime.serving.end():
+        raise ConfigError(
+            f"vllm-dymoe: {what} is impossible while reads that were given up have not ended "
+            f"({runtime.store.description}); try again later."
+        )
+
+
 def resize_host_memory(runtime: MoERuntime, wanted: Any) -> None:
     """Change the budget of host memory, as the option has it; the level starts empty. On a CPU it is the expert budget.
     The old one stays with a ValueError: there is no level, or the budget is too small or more than there is."""
@@ -368,7 +371,7 @@ def resize_host_memory(runtime: MoERuntime, wanted: Any) -> None:
     why = "say how many bytes it is to be" if level else f"experts are in {runtime.store.description}"
     if level is None or nbytes is None:
         raise ConfigError(f"vllm-dymoe: host_memory stays as it was: {why}.")
-    runtime.check_awake("a change of host_memory")
+    check_awake(runtime, "a change of host_memory")
     try:
         level.resize(nbytes)
     except StoreError as error:

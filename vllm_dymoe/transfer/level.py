@@ -74,7 +74,7 @@ class HostLevel(HostStore):
             self.slots = LevelSlots(files.experts, nbytes, page_lock, self.engine, shared)
         except BaseException:
             self.engine.close()
-            self._unshare()
+            _unshare(shared)
             raise
         self.reads = LevelReads(self.slots, self.engine)
 
@@ -147,7 +147,7 @@ class HostLevel(HostStore):
         two slices of each version, or cannot be had; the old one stays."""
         before = self.slots.limit
         with self.reads.changed:
-            self._empty()
+            self.sleep()
             self.whole, self._shared = False, None
             try:
                 self.slots.make(nbytes)
@@ -158,7 +158,18 @@ class HostLevel(HostStore):
     def sleep(self) -> None:
         """Give the memory back until ``wake``. No step may be running; HostMemoryError while reads have not ended."""
         with self.reads.changed:
-            self._empty()
+            for key in list(self.slots.coming):
+                self.engine.cancel(self.slots.ticket(key))
+            if (
+                not all(self.engine.settle(self.slots.ticket(key)) for key in list(self.slots.coming))
+                or self.slots.orphans
+            ):
+                raise HostMemoryError("host_memory cannot change while reads have not ended; check the disk")
+            for held in self.slots.held.values():
+                if held.last_read is not None:
+                    self.delivery.synchronize(held.last_read)
+            self.slots.forget()
+            _unshare(self._shared)
 
     def wake(self) -> None:
         """Have as much memory as before, with everything in it if it was whole, else empty; errors as at start."""
@@ -166,21 +177,10 @@ class HostLevel(HostStore):
             with self.reads.changed:
                 self.slots.make(self.slots.limit, self._shared if self.whole else None)
         except BaseException:
-            self._unshare()
+            _unshare(self._shared)
             raise
         if self.whole:
             self.fill()
-
-    def _empty(self) -> None:
-        for key in list(self.slots.coming):
-            self.engine.cancel(self.slots.ticket(key))
-        if not all(self.engine.settle(self.slots.ticket(key)) for key in list(self.slots.coming)) or self.slots.orphans:
-            raise HostMemoryError("host_memory cannot change while reads have not ended; check the disk")
-        for held in self.slots.held.values():
-            if held.last_read is not None:
-                self.delivery.synchronize(held.last_read)
-        self.slots.forget()
-        self._unshare()
 
     def take(self, other: HostStore, experts: ModelExperts) -> None:
         """As a store, with the host memory of both; empty unless both are whole. No step may be running."""
@@ -199,12 +199,8 @@ class HostLevel(HostStore):
         """End the reads and give the memory back; returns the files."""
         self.engine.close()
         self.slots.forget()
-        self._unshare()
+        _unshare(self._shared)
         return self.files
-
-    def _unshare(self) -> None:
-        if self._shared is not None:
-            self._shared.close()
 
     def reset_stats(self) -> None:
         self.slots.counts, self.engine.stats = LevelCounts(), TransferStats()
@@ -215,6 +211,11 @@ class HostLevel(HostStore):
     def check_integrity(self) -> None:
         with self.reads.changed:
             self.slots.check_integrity()
+
+
+def _unshare(shared: SharedMemory | None) -> None:
+    if shared is not None:
+        shared.close()
 
 
 def join(model: HostStore, draft: HostStore) -> HostStore:

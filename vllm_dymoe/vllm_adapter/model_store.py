@@ -211,10 +211,7 @@ class ModelStore:
 
     def unchanged(self) -> bool:
         """Whether the checkpoint's files are those that were read at start."""
-        return self._read == self._files()
-
-    def _files(self) -> str:
-        return "" if self.dummy else fingerprint(local_folder(self._vllm_config), "")
+        return self.dummy or self._read == fingerprint(local_folder(self._vllm_config), "")
 
     @cached_property
     def _manifest(self) -> Manifest:
@@ -241,7 +238,8 @@ class ModelStore:
 
     def _open(self) -> None:
         config, experts = self._vllm_config, self.experts
-        device, self._read = config.device_config.device_type, self._files()
+        device = config.device_config.device_type
+        self._read = "" if self.dummy else fingerprint(local_folder(config), "")
         self.place = choose_host_place(self._options.host_store, device, experts, self._room)
         if replicated(config.parallel_config):  # one of them packs, and the others find its store
             self._turn = Turn(self._folder)

@@ -12,6 +12,7 @@ from typing import Any
 
 from vllm.config import get_current_vllm_config_or_none
 
+from vllm_dymoe.runtime.moe import sleep, wake
 from vllm_dymoe.vllm_adapter import data_parallel, failures, prepare
 from vllm_dymoe.vllm_adapter.quant_config import DymoeConfig
 from vllm_dymoe.vllm_adapter.running import Running
@@ -203,7 +204,7 @@ def _reload_weights(original: Original, self: Any, *args: Any, **kwargs: Any) ->
 def _sleep(original: Original, self: Any, level: int = 1) -> None:
     """Slots are no weights of vLLM's, which would leave them where they are."""
     if (rank := _rank(self.vllm_config.quant_config)) is not None:
-        rank.runtime.sleep(level)
+        sleep(rank.runtime, level)
     original(self, level)
 
 
@@ -214,7 +215,7 @@ def _wake_up(original: Original, self: Any, tags: list[str] | None = None) -> No
     original(self, tags)
     rank = _rank(self.vllm_config.quant_config)
     if rank is not None and (tags is None or "weights" in tags):
-        rank.runtime.wake()
+        wake(rank.runtime)
 
 
 @_replaces(

@@ -167,7 +167,7 @@ class MoERuntime:
         popularity = read_popularity(self.experts, system, hotness, agree)
         self._keep = None if hotness is None else partial(keep_hotness, hotness)
         self._spending = _Spending(self.experts, decoding is not None, popularity, automatic_budget)
-        self.allocate(options, system, self._spending.plan(options.expert_budget, options, system, self.beside))
+        self._allocate(options, system, self._spending.plan(options.expert_budget, options, system, self.beside))
 
     # -- what can change between two steps --------------------------------------------------------
 
@@ -229,13 +229,13 @@ class MoERuntime:
         before = self.options, self.system, self.plan
         self.memory.pools.free()
         try:
-            self.allocate(options, system, plan)
+            self._allocate(options, system, plan)
         except ConfigError:
             self.memory.pools.free()
-            self.allocate(*before)
+            self._allocate(*before)
             raise
 
-    def allocate(self, options: Options, system: System, plan: SlotPlan) -> None:
+    def _allocate(self, options: Options, system: System, plan: SlotPlan) -> None:
         """Serve with other slots; the old ones are gone, so that there is one arena at a time."""
         memory, serving, migrating = self.memory, self.serving, system.residency.migrating
         before = serving.migration
@@ -343,7 +343,7 @@ def wake(runtime: MoERuntime) -> None:
         runtime.asleep = 1
     if runtime.asleep:
         try:
-            runtime.allocate(runtime.options, runtime.system, runtime.plan)
+            runtime._allocate(runtime.options, runtime.system, runtime.plan)
         except ConfigError:
             runtime.memory.pools.free()
             raise

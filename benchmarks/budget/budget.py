@@ -31,6 +31,7 @@ OTHERS = (
     {"label": "all in memory", "system": "exact", "host_store": "pinned"},
     {"label": "all in memory, dense layers at 8 bits", "system": "exact", "host_store": "pinned", "dense": 8},
 )
+SAME = tuple(other["label"] for other in OTHERS)  # their rows differ little from budget to budget
 LABELS = {"vllm": "vLLM, all in memory", "accelerate": "accelerate, layers on disk"}
 QUALITY = HERE.parent / "quality" / "results.json"
 
@@ -75,7 +76,7 @@ def table(rows: Sequence[dict[str, Any]], everything: int) -> str:
     batch = {(row["label"], row["budget"]): row["measured"]["tokens_per_second"] for row in rows if row["batch"] > 1}
     lines = []
     for row in sorted(rows, key=lambda row: row["options"] is not None):
-        if row["batch"] > 1 or is_full_load(row):
+        if row["batch"] > 1 or is_full_load(row) or (row["label"] in SAME and row["budget"] not in ("top-k", "100%")):
             continue
         measured, ours, dense = row["measured"], row["options"] is not None, "dense" in (row["options"] or {})
         label = "" if row["label"] == "exact" else f", {row['label']}"

@@ -103,7 +103,7 @@ def test_manifest_and_parts(tmp_path):
 def test_a_disk_that_is_too_small_is_refused(tmp_path, monkeypatch):
     recording, _, _ = write_recording(tmp_path, layers=(0,), num_experts=5, top_k=2, hidden=32)
     check_space(recording, tmp_path)
-    sentence = r"10{15} tokens in .* needs 69121.6 TiB, but its disk has .* left .* free some space, or record fewer"
+    sentence = r"10{15} tokens in .* needs 67.5 PiB, but its disk has .* left .* free some space, or record fewer"
     with pytest.raises(CalibrationError, match=sentence):
         check_space(replace(recording, parts=(*recording.parts, 10**15)), tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=300))

@@ -1,9 +1,10 @@
 """What do the compilers make of the kernels, on every architecture?
 
 Compiles every variant ahead of time, without a GPU, with each Triton that a supported torch ships, and writes
-registers, spills, shared memory and tensor-core instructions to compiled.json and the README. A row of the same kernel
-source, tile and Triton is kept: a run that was interrupted goes on where it was. `--jobs` compiles in several
-processes, `--triton` and `--architecture` for one of them only, `--essential` what every change of a kernel needs.
+registers, spills, shared memory, tensor-core instructions and how decode computes to compiled.json and the README. A
+row of the same kernel source, tile and Triton is kept: a run that was interrupted goes on where it was. `--jobs`
+compiles in several processes, `--triton` and `--architecture` for one of them only, `--essential` what every change of
+a kernel needs.
 """
 
 import argparse
@@ -22,7 +23,8 @@ find_package()
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import triton  # noqa: E402
-from machine_code import compile_variant  # noqa: E402
+from flow import digests  # noqa: E402
+from machine_code import compile_variant, compiled_ptx  # noqa: E402
 from readme import put  # noqa: E402
 from variants import ARCHITECTURES, Variant, all_variants, essential_variants  # noqa: E402
 
@@ -37,6 +39,7 @@ BARRIERS = {"3.6.0": 6}
 """In a strip of 64 columns; its layout of scales is another one than that of the products."""
 SPILLS = {"3.6.0": 8}
 """Bytes of a thread: of gate and up with MXFP4 on sm_90."""
+FLOW_ON = 90
 
 
 def problems(row: dict) -> list[str]:
@@ -55,13 +58,26 @@ def problems(row: dict) -> list[str]:
         found.append(f"{name} has no tensor-core instructions")
     if row["kernel"] in ("gate_up", "down") and row["barriers_in_loops"] > BARRIERS.get(row["triton"], 0):
         found.append(f"{name} exchanges data between threads in its loop")
+    if "flow" in row:
+        fetching, fetching_two, plain, plain_two = row["flow"].split()
+        if (fetching, fetching_two) != (plain, plain_two):
+            found.append(f"{name} computes otherwise where it fetches")
+        if (fetching, plain) != (fetching_two, plain_two):
+            found.append(f"{name} computes a token otherwise beside another one")
     return found
+
+
+def has_flow(row: dict) -> bool:
+    """Whether it has to say how outputs are computed (``flow.py``): as devices launch it, on one architecture, of down,
+    whose products are those of gate and up."""
+    return row["kernel"] == "down" and row["note"] == "device" and row["architecture"] == FLOW_ON
 
 
 def compile_row(variant: Variant) -> dict:
     """One row of the table."""
     named = dict(zip(COLUMNS, (triton.__version__, *variant.key), strict=True))
-    return named | asdict(compile_variant(variant)) | {"digest": variant.digest}
+    row = named | asdict(compile_variant(variant)) | {"digest": variant.digest}
+    return row | {"flow": digests(variant, compiled_ptx)} if has_flow(row) else row
 
 
 def markdown(rows: list[dict]) -> str:
@@ -165,8 +181,9 @@ def known_rows() -> list[dict]:
 
 def fresh(rows: list[dict], planned: Iterable[Variant]) -> list[dict]:
     """Rows of planned variants whose source, tile and arguments are still what they were compiled from."""
-    digests = {variant.key: variant.digest for variant in planned}
-    return [row for row in rows if row["triton"] in TRITONS and digests.get(key(row)[1:]) == row["digest"]]
+    known = {variant.key: variant.digest for variant in planned}
+    rows = [row for row in rows if row["triton"] in TRITONS and known.get(key(row)[1:]) == row["digest"]]
+    return [row for row in rows if "flow" in row or not has_flow(row)]
 
 
 def save(rows: list[dict]) -> None:

@@ -1,15 +1,12 @@
 """Is every output of decode computed by the same expressions, however it is launched? Runs PTX on trees of floats.
 
-    python benchmarks/gpu/flow.py [ARCHITECTURE] [TIERS ...]
-
 One program of a compiled kernel runs here, all threads in step, on random bytes. Integers are computed. A float
 operation gives, beside its value, a hash of its name and rounding and of its operands' hashes: two outputs have one
-hash if the same operations were applied in the same order to the same bits. A kernel that fetches is compared with one
-that does not, and a token beside another one with it alone. For another Triton put it first on PYTHONPATH.
+hash if the same operations were applied in the same order to the same bits. ``compile_table.py`` notes for each kernel
+that fetches what it and the same one that does not give for two tokens, each alone and beside the other.
 """
 
 import re
-import sys
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,14 +14,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from checkout import find_package
 from numpy.typing import NDArray
-
-find_package()
-
-import triton  # noqa: E402
-from machine_code import compiled_ptx  # noqa: E402
-from variants import Variant, variants  # noqa: E402
+from variants import Variant
 
 Lanes = NDArray[np.uint64]
 _SIZES = {"pred": 1, "8": 8, "16": 16, "32": 32, "64": 64}
@@ -225,24 +216,29 @@ def _bits(kind: str, numbers: Any) -> Lanes:
     return bits
 
 
-def differences(variant: Variant, ptx: Callable[[Variant], str]) -> list[str]:
-    """What a decode kernel that fetches computes otherwise than one that does not, and for a token alone otherwise than
-    beside another one. At 16 bits a thread has half as many columns with two tokens, and adds them in another order."""
-    found, outputs, codes = (
-        [],
-        [],
-        [ptx(variant), ptx(replace(variant, constants=variant.constants | {"FETCH": False}))],
-    )
-    for first, last in ((0, 1), (1, 2), (0, 2)):
-        fetching, plain = (_outputs(variant, code, first, last) for code in codes)
-        outputs.append(plain)
-        if not np.array_equal(fetching, plain):
-            found.append(f"{variant.key} computes positions {first} to {last} otherwise where it fetches")
-    alone, second, both = outputs
-    if not variant.constants["TIERS"] & 16 and not (
-        np.array_equal(alone[0], both[0]) and np.array_equal(second[1], both[1])
-    ):
-        found.append(f"{variant.key} computes a token otherwise beside another one")
+def digests(variant: Variant, ptx: Callable[[Variant], str]) -> str:
+    """Of two tokens' outputs, each alone and both together, of a kernel that fetches, and of the same one that does
+    not: four times 8 hex digits. ValueError where ptxas may still choose which products to round."""
+    found = []
+    for fetch in (True, False):
+        code = ptx(replace(variant, constants=variant.constants | {"FETCH": fetch}))
+        if left := _left_to_ptxas(code):
+            raise ValueError(f"{variant.key} leaves it to ptxas whether a product is rounded: {left[0]}")
+        first, second, both = (_outputs(variant, code, *span) for span in ((0, 1), (1, 2), (0, 2)))
+        found += [f"{zlib.crc32(trees.tobytes()):08x}" for trees in (np.stack((first[0], second[1])), both)]
+    return " ".join(found)
+
+
+def _left_to_ptxas(ptx: str) -> list[str]:
+    """Sums of a product that is rounded in PTX, and names no rounding: ptxas may make one instruction of them. Products
+    with powers of two are exact, and do not count."""
+    products, found = set[str](), []
+    for line in re.finditer(r"(mul|add|sub)\.f32\s+(%\w+), (\S+), (\S+);", ptx):
+        name, to, *of = line.groups()
+        if name == "mul" and not any(text[:2] == "0f" and int(text[2:], 16) << 9 & 0xFFFFFFFF == 0 for text in of):
+            products.add(to)
+        elif name != "mul" and products & {*of}:
+            found.append(line[0])
     return found
 
 
@@ -276,20 +272,3 @@ def _random_bytes() -> NDArray[np.uint8]:
     return np.random.default_rng(0).integers(0, 256, 1 << 26, dtype=np.uint8) & np.array(
         [0x6F, 0xBF] * (1 << 25), np.uint8
     )
-
-
-def main() -> int:
-    """Every kernel of the device's own decode steps."""
-    architecture, *tiers = sys.argv[1:] or ["90"]
-    wrong = []
-    for variant in variants(int(architecture)):
-        if variant.note.startswith("device") and (not tiers or variant.tiers in tiers):
-            found = differences(variant, compiled_ptx)
-            wrong += found
-            print(f"Triton {triton.__version__}", *variant.key, "differs" if found else "same", flush=True)
-    print(*wrong, sep="\n", file=sys.stderr)
-    return len(wrong)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

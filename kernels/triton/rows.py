@@ -190,7 +190,9 @@ def quantized_rows(
             sums += (products - ones) * factor + (flipped - (7.5 if BITS == 4 else 1.5) * total)
         else:
             scale, zero = unpack_scales(_load(scales_at + group * PADDED_ROWS, valid, EVEN), STEPS, FLOAT16)
-            sums += scale * ((products - ones) * factor) + (zero - scale * CENTER) * total
+            # Of two products the compiler would choose which one to round: Triton 3.8 chose otherwise for some rows of
+            # a token alone than of one beside another.
+            sums += tl.fma(scale, (products - ones) * factor, (zero - scale * CENTER) * total)
         words = next_words
     if LATTICE:
         low, high = unpack_scales(tl.load(scales_at), 0, FLOAT16)
@@ -255,43 +257,45 @@ def plain_rows(
     FLOAT16: tl.constexpr,
 ):
     """The same for 16 bits: arguments and result as in quantized_rows."""
-    # 64 sums for each thread: with 8 warps and one token a lane has eight columns, which are one load.
-    WIDTH: tl.constexpr = 32 * WARPS // TOKENS
+    # 64 sums for each thread: with 8 warps a lane has eight columns, which are one load. With two tokens half of the
+    # rows come at a time: so a token's sums are taken in one order, alone and beside another one.
+    WIDTH: tl.constexpr = 32 * WARPS
     STRIPS: tl.constexpr = (COLUMNS + WIDTH - 1) // WIDTH
-    # The same columns for one token as for two: the program that fetches a part multiplies both with it.
-    SHARE: tl.constexpr = (COLUMNS + 32 * WARPS * SPLIT - 1) // (32 * WARPS * SPLIT) * TOKENS
-    HEIGHT: tl.constexpr = 64 // WARPS
+    SHARE: tl.constexpr = (STRIPS + SPLIT - 1) // SPLIT
+    HEIGHT: tl.constexpr = 64 // WARPS // TOKENS
     WHOLE_X: tl.constexpr = COLUMNS % WIDTH == 0
     dtype: tl.constexpr = tl.float16 if FLOAT16 else tl.bfloat16
     warp = tl.arange(0, WARPS)[:, None]
-    weights_at = section.to(tl.pointer_type(dtype)) + (block * 64 + warp).to(tl.int64) * COLUMNS
-    sums = ()
-    for _ in tl.static_range(HEIGHT * TOKENS):
-        sums = sums + (tl.zeros([WARPS, WIDTH], tl.float32),)
-    for strip in range(split * SHARE, tl.minimum((split + 1) * SHARE, STRIPS)):
-        column = strip * WIDTH + tl.arange(0, WIDTH)[None, :]
-        inside = column < COLUMNS
-        # The same row of x for every warp.
-        first = _load(x + column + 0 * warp, inside, WHOLE_X).to(tl.float32)
-        if TOKENS == 2:
-            second = _load(x + apart + column + 0 * warp, inside, WHOLE_X).to(tl.float32)
-        added = ()
-        for height in tl.static_range(HEIGHT):
-            pointers = weights_at + height * WARPS * COLUMNS + column
-            if COLUMNS % 8 == 0:
-                # Rows then begin on 16 bytes, because sections do: one load fetches eight weights.
-                pointers = tl.multiple_of(pointers, [1, 16])
-            row = block * 64 + height * WARPS + warp
-            weights = _load(pointers, (row < ROWS) & inside, WHOLE_X and ROWS % 64 == 0).to(tl.float32)
-            added = added + (sums[height * TOKENS] + weights * first,)
+    rows = tl.zeros([TOKENS, 64 // WARPS, WARPS], tl.float32)
+    for half in tl.static_range(TOKENS):
+        first_row = block * 64 + half * HEIGHT * WARPS + warp
+        weights_at = section.to(tl.pointer_type(dtype)) + first_row.to(tl.int64) * COLUMNS
+        sums = ()
+        for _ in tl.static_range(HEIGHT * TOKENS):
+            sums = sums + (tl.zeros([WARPS, WIDTH], tl.float32),)
+        for strip in range(split * SHARE, tl.minimum((split + 1) * SHARE, STRIPS)):
+            column = strip * WIDTH + tl.arange(0, WIDTH)[None, :]
+            inside = column < COLUMNS
+            # The same row of x for every warp.
+            first = _load(x + column + 0 * warp, inside, WHOLE_X).to(tl.float32)
             if TOKENS == 2:
-                added = added + (sums[height * TOKENS + 1] + weights * second,)
-        sums = added
-    rows = tl.zeros([TOKENS, HEIGHT, WARPS], tl.float32)
-    for number in tl.static_range(HEIGHT * TOKENS):
-        token = tl.arange(0, TOKENS)[:, None, None] == number % TOKENS
-        height = tl.arange(0, HEIGHT)[None, :, None] == number // TOKENS
-        rows = tl.where(token & height, tl.sum(sums[number], 1)[None, None, :], rows)
+                second = _load(x + apart + column + 0 * warp, inside, WHOLE_X).to(tl.float32)
+            added = ()
+            for height in tl.static_range(HEIGHT):
+                pointers = weights_at + height * WARPS * COLUMNS + column
+                if COLUMNS % 8 == 0:
+                    # Rows then begin on 16 bytes, because sections do: one load fetches eight weights.
+                    pointers = tl.multiple_of(pointers, [1, 16])
+                row = first_row + height * WARPS
+                weights = _load(pointers, (row < ROWS) & inside, WHOLE_X and ROWS % 64 == 0).to(tl.float32)
+                added = added + (sums[height * TOKENS] + weights * first,)
+                if TOKENS == 2:
+                    added = added + (sums[height * TOKENS + 1] + weights * second,)
+            sums = added
+        for number in tl.static_range(HEIGHT * TOKENS):
+            token = tl.arange(0, TOKENS)[:, None, None] == number % TOKENS
+            of_warp = tl.arange(0, 64 // WARPS)[None, :, None] == half * HEIGHT + number // TOKENS
+            rows = tl.where(token & of_warp, tl.sum(sums[number], 1)[None, None, :], rows)
     return rows.reshape(TOKENS, 64)
 
 

@@ -4,14 +4,12 @@ The two share the host's memory, so that neither number alone says what they rea
 and the best is kept beside the store, since cores that others use look slow.
 """
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +24,7 @@ from vllm_dymoe.runtime.memory import views
 from vllm_dymoe.runtime.there import Beside, Doorbell
 from vllm_dymoe.store import HostStore
 from vllm_dymoe.store.disk import MEASURED_STARTS
-from vllm_dymoe.store.durable import keep_beside
+from vllm_dymoe.store.durable import keep_beside, kept_beside
 from vllm_dymoe.transfer import Reason, TransferEngine
 
 RATES = "rates.json"  # where they are kept, beside a store
@@ -57,23 +55,12 @@ class Rates:
         host = ", ".join(f"{self.host(f) / 1e9:.1f} at {f.code.bits} bits" for f in experts.formats.values())
         return f"{self.link / 1e9:.1f} GB/s of the link and {host} of the host's {self.threads} threads"
 
-    @classmethod
-    def load(cls, path: Path, measured_for: str) -> "Rates | None":
-        """What was kept, if it holds for the same."""
-        try:
-            kept: dict[str, Any] = json.loads(path.read_text())
-            for name in ("first_row", "next_row"):
-                kept[name] = {int(tag): seconds for tag, seconds in kept[name].items()}
-            found = cls(**kept)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None
-        return found if found.measured_for == measured_for else None
-
 
 def measure_or_load(path: Path | None, measured_for: str, fmt: Format, measured: Callable[[], Rates]) -> Rates:
     """The best of the first starts, kept at a path if there is one: where link and host together handled most bytes of
     a format in a second. What was kept counts if it was measured for the same."""
-    kept = None if path is None else Rates.load(path, measured_for)
+    kept = None if path is None else kept_beside(path, Rates)
+    kept = kept if kept is not None and kept.measured_for == measured_for else None
     if kept is not None and kept.measured >= MEASURED_STARTS:
         return kept
     found = [rates for rates in (measured(), kept) if rates is not None]

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from pydantic import TypeAdapter
 
+from vllm_dymoe.store.durable import kept_beside
 from vllm_dymoe.store.manifest import BLOCK
 
 RATES = "disk.json"
@@ -157,11 +157,8 @@ def open_direct(path: Path) -> int | None:
 
 def known_rates(folder: Path) -> DiskRates | None:
     """What an earlier start has measured, if it can be read."""
-    try:
-        rates = TypeAdapter(DiskRates).validate_json((folder / RATES).read_bytes())
-    except (OSError, ValueError):
-        return None
-    return rates if min(rates.cached, rates.warm, *rates.direct.values()) > 0 else None
+    rates = kept_beside(folder / RATES, DiskRates)
+    return rates if rates and min(rates.cached, rates.warm, *rates.direct.values()) > 0 else None
 
 
 def measure_rates(

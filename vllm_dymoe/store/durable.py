@@ -10,8 +10,11 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import TypeAdapter
+
+Measured = TypeVar("Measured")
 _TEMPORARY = ".partial-"
 _REPLACED = "-replaced"
 
@@ -36,6 +39,14 @@ def keep_beside(path: Path, measured: Any) -> None:
     with contextlib.suppress(OSError):
         write_synced(partial, (json.dumps(asdict(measured), indent=2) + "\n").encode())
         partial.replace(path)
+
+
+def kept_beside(path: Path, kind: type[Measured]) -> Measured | None:
+    """The dataclass that was kept there, if it can be read."""
+    try:
+        return TypeAdapter(kind).validate_json(path.read_bytes())
+    except (OSError, ValueError):
+        return None
 
 
 def sync_folder(folder: Path) -> None:

@@ -6,7 +6,6 @@ of answers of one, for each token more.
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import statistics
@@ -20,7 +19,10 @@ from pathlib import Path
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
 os.environ |= {"OMP_NUM_THREADS": str(os.cpu_count()), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent / part) for part in ("budget", "levels")]
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "budget")]
+import model  # noqa: E402
+from gguf_file import write_gguf  # noqa: E402
+
 TOKENS, PROMPT, REPEATS, BATCHES = 24, 32, 5, (1, 16)
 Generate = Callable[[list[list[int]], int], None]  # prompts of token ids, and how many tokens each answer has
 
@@ -29,20 +31,13 @@ def write(work: Path, layers: int) -> tuple[Path, Path]:
     """The checkpoint of 16 bits, and the same for llama.cpp."""
     from safetensors.torch import load_file
 
-    def module(folder: str) -> object:
-        spec = importlib.util.spec_from_file_location(folder, HERE.parent / folder / "model.py")
-        made = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(made)
-        return made
-
-    levels, budget = module("levels"), module("budget")
     folder, file = work / f"qwen3-{layers}-layers", work / f"qwen3-{layers}-layers.gguf"
     if not (folder / "config.json").exists():
-        budget.write(folder, layers)
+        model.write(folder, layers)
     if not file.exists():
         tensors = {name: one for part in folder.glob("*.safetensors") for name, one in load_file(part).items()}
         config = json.loads((folder / "config.json").read_text())
-        levels.write_gguf(file.with_suffix(".partial"), tensors, config, "Q8_0")
+        write_gguf(file.with_suffix(".partial"), tensors, config, "Q8_0")
         file.with_suffix(".partial").rename(file)
     return folder, file
 

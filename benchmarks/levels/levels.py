@@ -215,7 +215,7 @@ def main() -> None:
     )
     found: dict[str, Any] = {}
     for label, system in {SOAK: SOAK}.items() if arguments.soak else SYSTEMS.items():
-        out = arguments.work / f"{system}.json"
+        out = arguments.work / f"{system}-{arguments.width}.json"
         if arguments.soak or system in arguments.only:
             log = arguments.work / f"{system}.log"
             command = [sys.executable, __file__, "--width", arguments.width, "--work", arguments.work]

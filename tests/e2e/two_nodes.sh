@@ -52,7 +52,7 @@ SECONDS=0
 ask | cut -c1-200 || true # the first node learns of it in its next step
 for second in $(seq 60); do kill -0 "${process[0]}" 2>/dev/null && sleep 1; done
 kill -0 "${process[0]}" 2>/dev/null && { echo "node 0 goes on without node 1"; exit 1; }
-echo "node 0 ended $SECONDS s after node 1: $(grep -h -o 'Connection closed by peer.*' "$work/node-0-first.log" | head -n 1)"
+echo "node 0 ended $SECONDS s after node 1: $(grep -h -o 'Connection \(closed\|reset\) by peer.*' "$work/node-0-first.log" | head -n 1)"
 serve second
 cmp "$work/answer-first" "$work/answer-second"
 grep -h -o 'the experts are packed already.*' "$work"/node-?-second.log

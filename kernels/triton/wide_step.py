@@ -60,7 +60,7 @@ class TritonWide:
         self.shape, self._table, self._tiles, self._activation = shape, table, tiles, activation
         device, self._inner = table["tier"].device, experts.intermediate
         self._steps = tiles.decode_tokens, *(tile.block_m for tile in tiles.grouped_down)
-        decision = Decision.allocate(
+        self.decision = decision = Decision.allocate(
             shape.tokens, shape.top_k, shape.experts, device, slices=shape.slices, scratch=shape.scratch
         )
         classes = max(2, 1 + sum(step < shape.tokens for step in self._steps[:-1]))

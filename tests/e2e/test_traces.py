@@ -38,8 +38,9 @@ class Watched(Observer):
         self.layers = []
 
     def see(self, routing):
-        fates = torch.from_numpy(routing.fates)
-        self.layers.append((routing.layer, routing.x.clone(), routing.weights.clone(), routing.ids.clone(), fates))
+        self.layers.append(
+            (routing.layer, routing.x.clone(), routing.weights.clone(), routing.ids.clone(), routing.fates)
+        )
 
 
 def tokens_of(llm, folder, before=0):

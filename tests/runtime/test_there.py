@@ -8,14 +8,16 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.runtime.decided import check_decided, decided_runtime, rates_of, run_decided
+from tests.runtime.decided import check_decided, decided_runtime, decode, decode_wide, rates_of, run_decided
 from tests.runtime.steps import BUDGETS, STEPS, ByNumber, forward, random_step, run, with_budget
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.kernels import CpuKernel, native
 from vllm_dymoe.observe.timeline import Lane
 from vllm_dymoe.residency.constants import LOW_VERSION, Cost, Fate
 from vllm_dymoe.residency.routing import Routing
+from vllm_dymoe.residency.table import Counter
 from vllm_dymoe.runtime import host_side, moe
+from vllm_dymoe.runtime.decode_path import DECODE_ROWS
 from vllm_dymoe.runtime.moe import start_timeline, stop_timeline
 from vllm_dymoe.runtime.replayed import Replayed
 from vllm_dymoe.systems.dymoe import Dymoe
@@ -163,34 +165,95 @@ def test_of_a_wide_step_the_host_computes_experts_of_few_rows_while_the_link_bri
     runtime.close(keep_store=True)
 
 
+OF_STEPS = (1, 1, 7, 40) * 4
+
+
+def steps_of_both_layers(experts):
+    """With an expert of another rank in some."""
+    for number, tokens in enumerate(OF_STEPS):
+        step = [random_step(2 * number + layer, tokens, experts) for layer in range(2)]
+        for _, _, ids in step[number % 3 :]:
+            ids[0, 0] = -1
+        yield step
+
+
+def answers(store, budget, system, ratio, fates=None, **options):
+    """What the host's steps give, and their fates; the device's kernel has other last bits than the host's."""
+    with rates_of(ratio), mock.patch.object(moe, "make_kernel", return_value=CpuKernel(isa="torch")):
+        runtime = with_budget(store, budget, system, misses="share", link_gbps=FAST, **options)
+    runtime.serving.records_fates = True
+    if fates is not None:
+        runtime.serving.replayed = Replayed(fates, runtime.memory.table)
+    outs, found = [], []
+    for step in steps_of_both_layers(store.experts):
+        routings = [Routing(layer, 2, x, ids, weights) for layer, (x, weights, ids) in enumerate(step)]
+        outs += map(runtime.serving.forward, routings)
+        found.append(torch.stack([routing.fates for routing in routings], 1))
+    runtime.check_integrity()
+    runtime.close(keep_store=True)
+    return outs, torch.cat(found)
+
+
+def decided(store, system, ratio, folder, **options):
+    """The same where the device decides, and the number of experts that it counted of each fate."""
+    options |= {"misses": "share", "trace": str(folder)}
+    with rates_of(ratio), mock.patch.object(moe, "make_kernel", return_value=CpuKernel(isa="torch")):
+        runtime = decided_runtime(store, "50%", system, **options)
+    outs, found = [], []
+    for step in steps_of_both_layers(store.experts):
+        narrow, layers = len(step[0][0]) <= DECODE_ROWS, []
+        for layer, of_layer in enumerate(step):
+            outs.append((decode if narrow else decode_wide)(runtime, layer, *of_layer))
+            if not narrow:
+                layers.append(runtime.decode.wide.fates(of_layer[2]))
+        found.append(torch.stack(layers or [runtime.decode.fates(layer, step[layer][2]) for layer in range(2)], 1))
+    counts = runtime.decode.table.counters.sum(0)
+    check_decided(runtime)
+    runtime.close(keep_store=True)
+    return outs, torch.cat(found), counts
+
+
+def all_equal(outs, want):
+    return all(map(torch.equal, outs, want))
+
+
 @needs_library
 @pytest.mark.parametrize("budget", ["minimum", "100%"])
 def test_recorded_fates_bring_an_answer_again_that_depends_on_them(memory_store, budget):
-    """The device's kernel has other last bits than the host's: it is torch's. The rates have changed meanwhile."""
+    """The rates have changed meanwhile."""
     system = ByNumber(low=frozenset({0, 3}), skipped=frozenset({5}))
-
-    def answers(budget, ratio, replayed=None):
-        kernel = mock.patch.object(moe, "make_kernel", return_value=CpuKernel(isa="torch"))
-        with rates_of(ratio), kernel:
-            runtime = with_budget(memory_store, budget, system, misses="share", link_gbps=FAST)
-        runtime.serving.records_fates, runtime.serving.replayed = True, replayed
-        outs, fates = [], []
-        for number, tokens in enumerate((1, 1, 7, 40) * 4):
-            layers = []
-            for layer in range(2):
-                x, weights, ids = random_step(2 * number + layer, tokens, memory_store.experts)
-                routing = Routing(layer, 2, x, ids, weights)
-                outs.append(runtime.serving.forward(routing))
-                layers.append(torch.from_numpy(routing.fates))
-            fates.append(torch.stack(layers, 1))
-        runtime.check_integrity()
-        runtime.close(keep_store=True)
-        return outs, torch.cat(fates)
-
-    def same(outs):
-        return all(map(torch.equal, outs, want))
-
-    want, fates = answers("50%", 3)
+    want, fates = answers(memory_store, "50%", system, 3)
     assert {0, 1, 2, Fate.THERE, Fate.SKIP, LOW_VERSION + Fate.THERE} <= set(fates.flatten().tolist())
-    assert not same(answers(budget, 0.5)[0])
-    assert same(answers(budget, 0.5, Replayed(fates))[0])
+    assert not all_equal(answers(memory_store, budget, system, 0.5)[0], want)
+    assert all_equal(answers(memory_store, budget, system, 0.5, fates)[0], want)
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("nested", "lo", "reuse_high"), [(False, 2, True), (False, 2, False), (False, 0, True), (True, 2, True)]
+)
+def test_fates_that_a_device_decided_bring_its_answer_again(nested, lo, reuse_high, tmp_path):
+    """In the host's steps, narrow and wide; every expert is recorded as it was counted."""
+    store = make_store(make_experts(layers=2, nested=nested))
+
+    def system():
+        return Dymoe(retention=0.5, high_by="depth", reuse_high=reuse_high)
+
+    want, fates, counts = decided(store, system(), 3, tmp_path, lo=lo)
+    for budget in ("minimum", "100%"):
+        assert all_equal(answers(store, budget, system(), 0.5, fates, lo=lo)[0], want), budget
+    kinds, first = fates % LOW_VERSION, 0
+    found = dict.fromkeys(Fate, 0)
+    for tokens, step in zip(OF_STEPS, steps_of_both_layers(store.experts), strict=True):
+        for layer, (_, _, ids) in enumerate(step):
+            of_experts = zip(
+                ids.flatten().tolist(), kinds[first : first + tokens, layer].flatten().tolist(), strict=True
+            )
+            for expert, fate in set(of_experts):
+                found[fate] += expert >= 0
+                assert expert >= 0 or fate == Fate.SKIP
+        first += tokens
+    for fate, counter in ((Fate.HIT, "HITS"), (Fate.PASS, "PASSED"), (Fate.THERE, "THERE"), (Fate.SKIP, "SKIPPED")):
+        assert found[fate] == counts[Counter[counter]] or (nested and fate is Fate.PASS)  # counted by slices
+    assert found[Fate.KEEP] > 0 < found[Fate.THERE]
+    assert (fates >= LOW_VERSION).any() == (lo > 0)

@@ -218,7 +218,7 @@ def _read(path: Path) -> _Part:
 
 def _joined(parts: Sequence[_Part]) -> Trace:
     """One trace of several files; each run has request numbers of its own, behind those of the run before."""
-    for name in ("next_gate", "fates"):  # of gates that turned out to be wrong, and of steps that a device decided
+    for name in ("next_gate", "fates"):  # of gates that turned out to be wrong, and of older traces
         if any(getattr(part.trace, name) is None for part in parts):
             absent: dict[str, Any] = {name: None}
             parts = [part._replace(trace=replace(part.trace, **absent)) for part in parts]

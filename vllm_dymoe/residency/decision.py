@@ -8,8 +8,9 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from vllm_dymoe.residency.constants import scratch_size
+from vllm_dymoe.residency.constants import LOW_VERSION, Fate, scratch_size
 from vllm_dymoe.residency.format import Expert
+from vllm_dymoe.residency.rule import LOW
 
 _NONE = torch.empty(0, dtype=torch.int32)
 
@@ -95,6 +96,19 @@ class Decision:
     def place(self, item: int, expert: Expert) -> None:
         """Say where an item's bytes are, or will be when it is computed; once."""
         self.views[item] = expert
+
+    def fates(self, ids: Tensor, experts: int) -> Tensor:
+        """uint8 [tokens, top_k], as :func:`~.rule.fates_of` says them, of a step that the device has decided for `ids`,
+        experts of a layer of so many; enqueued behind the decision, waits for nothing."""
+        counted = torch.arange(len(self.experts), device=ids.device) < self.count
+        places = torch.where(counted, self.experts, experts).long()
+        found = torch.full((experts + 1,), Fate.SKIP, dtype=torch.uint8, device=ids.device)
+        fates = self.fate.amax(0) + LOW_VERSION * (
+            self.tiers == LOW
+        )  # of two slices, what becomes of the one that lacks
+        found[places] = fates.to(torch.uint8)
+        found[-1] = Fate.SKIP  # what other ranks have, too
+        return found[ids.long()]
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:

@@ -46,8 +46,7 @@ class Routing:
     global_ids: Tensor | None = None
     """[tokens, top_k] int, as the router numbers experts; None where a rank has all of them, as ``ids``."""
     weights_on_input: bool = False  # weights multiply what experts read, and not what they give (Llama 4, Laguna)
-    fates: NDArray[np.uint8] | None = None
-    """[tokens, top_k], see :func:`~.rule.fates_of`, once a host has decided that records them."""
+    fates: Tensor | None = None  # uint8 [tokens, top_k], see :func:`~.rule.fates_of`, once it is decided and recorded
 
     @cached_property
     def host_ids(self) -> NDArray[np.int64]:

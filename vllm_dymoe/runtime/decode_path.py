@@ -45,16 +45,21 @@ class DecodeKernel(AheadKernel, WideKernel, Protocol):
 
 class DecodePath:
     """Every MoE layer of one rank, in steps that need no host: narrow ones here, others and prompts are ``wide``. While
-    a layer is computed the next one is fetched ``ahead``, if something names it."""
+    a layer is computed the next one is fetched ``ahead``, if something names it. If they are ``recorded``, decisions of
+    all layers are kept until the next step."""
 
     def __init__(
-        self, experts: ModelExperts, table: Table, kernel: DecodeKernel, device: torch.device, branch: Branch
-    ) -> None:
+        self, experts: ModelExperts, table: Table, kernel: DecodeKernel, device: torch.device, branch: Branch,
+        *, recorded: bool = False,
+    ) -> None:  # fmt: skip
         self.table, self.kernel = table, kernel
-        self._experts, self._device = experts, device
-        scratch = Decision.allocate(DECODE_ROWS, experts.top_k, experts.num_experts, device, slices=1 + table.nested)
+        self._experts, self._device, layers = experts, device, table.layers if recorded else 1
+        sizes = DECODE_ROWS, experts.top_k, experts.num_experts, device
         # One for each number of rows, made once: slices are host work, too.
-        self._decisions = [scratch.of(rows, experts.num_experts) for rows in range(DECODE_ROWS + 1)]
+        self._decisions = [
+            [scratch.of(rows, experts.num_experts) for rows in range(DECODE_ROWS + 1)]
+            for scratch in (Decision.allocate(*sizes, slices=1 + table.nested) for _ in range(layers))
+        ]
         self._rows = torch.zeros(1, dtype=torch.int32, device=device)
         self.wide = WidePath(experts, table, kernel, branch, self._rows)
         self._told = 0
@@ -68,7 +73,8 @@ class DecodePath:
     def nbytes(self) -> int:
         """Device memory of the table and of what is decided; slots and scratch are counted elsewhere."""
         doorbell = self.kernel.doorbell
-        tensors = *vars(self.table).values(), *self._decisions[-1].tensors.values(), self._rows
+        tensors = *vars(self.table).values(), self._rows
+        tensors += tuple(tensor for of_layer in self._decisions for tensor in of_layer[-1].tensors.values())
         others = (part.nbytes for part in (self.ahead, doorbell) if part is not None)
         return sum(tensor.nbytes for tensor in tensors) + sum(others)
 
@@ -93,13 +99,19 @@ class DecodePath:
 
     def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> Tensor:
         self.wide.settle()
-        decision, ahead = self._decisions[len(x)], self.ahead
+        decision, ahead = self._decisions[layer % len(self._decisions)][len(x)], self.ahead
         if ahead is not None:
             ahead.name(layer, x, ids, self._rows)
         out = self.kernel.forward(self.table, layer, self._rows, decision, x, weights, ids, activation)
         if ahead is not None:
             ahead.fetch()
         return out
+
+    def fates(self, layer: int, ids: Tensor) -> Tensor | None:
+        """Of a layer of the last narrow step, as :meth:`~.Decision.fates`; None where decisions are not recorded."""
+        if len(self._decisions) < self.table.layers:
+            return None
+        return self._decisions[layer][-1].fates(ids, self.table.experts)
 
     def settle(self) -> None:
         """The computing stream waits for what is fetched ahead, and no other step finds what a wide one has."""

@@ -127,7 +127,7 @@ class PlainWide:
     def __init__(self, owner: PlainDecode, table: Table, shape: WideShape, activation: Activation) -> None:
         self.shape, self._owner, self._table, self._activation = shape, owner, table, activation
         slices = {"slices": shape.slices, "scratch": shape.scratch}
-        self._decision = Decision.allocate(shape.tokens, shape.top_k, shape.experts, "cpu", **slices)
+        self.decision = Decision.allocate(shape.tokens, shape.top_k, shape.experts, "cpu", **slices)
         self._wide = WideWork.allocate(shape, self._steps, "cpu")
         self.ids = self._wide.ids
         self._due: dict[int, float] = {}  # when a group is there, behind an emulated link
@@ -136,7 +136,7 @@ class PlainWide:
         self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, rows: Tensor, half: int, ahead: int,
         marks: Tensor | None,
     ) -> None:  # fmt: skip
-        decision, owner = self._decision, self._owner
+        decision, owner = self.decision, self._owner
         owner.decide(self._table, layer, ids, weights, rows, decision, wide=True, marks=marks)
         self._groups = plan_wide_plain(
             self._table, layer, ids, decision, self.shape, half, ahead, self._steps, self._wide
@@ -153,7 +153,7 @@ class PlainWide:
     def compute(self, group: int) -> None:
         items, owner, read = (self._groups == group).nonzero()[0].tolist(), self._owner, 0
         for item in items:
-            read += owner.place(self._step, self._decision, item, through=False)
+            read += owner.place(self._step, self.decision, item, through=False)
         if self.shape.passes:
             read = 0  # it was copied
         sleep_until(max(self._due.pop(group, 0.0), owner.arrival(read, time.perf_counter())))

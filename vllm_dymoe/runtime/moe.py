@@ -151,8 +151,8 @@ class MoERuntime:
         self.host_side = HostSide(options, self.experts, device, decoding, parts.lock)  # computes misses, if asked to
         self.host_decides_because = why_not  # if the device was to decide
         writer = Writer.DEVICE if system.residency.migrating is None else Writer.PLANNER
-        self.memory = parts.memory(store, Writer.HOST if decoding is None else writer)
-        self.decode = None if decoding is None else _make_decode_path(parts, self.memory, decoding, system, predictor)
+        memory = self.memory = parts.memory(store, Writer.HOST if decoding is None else writer)
+        self.decode = None if decoding is None else _decode_path(parts, memory, decoding, options, system, predictor)
         measured = None if predictor is None else Measured(predictor)
         self.level = store if isinstance(store, HostLevel) and not store.whole else None
         self.serving = Serving(self.memory, self.kernel, self.engine, measured, self.level, foresees=decoding is None)
@@ -423,12 +423,13 @@ def _make_decode_kernel(
         return None, str(error)
 
 
-def _make_decode_path(
-    parts: Parts, memory: ExpertMemory, kernel: DecodeKernel, system: System, predictor: Predictor | None
-) -> DecodePath:
-    side = memory.device_side
+def _decode_path(
+    parts: Parts, memory: ExpertMemory, kernel: DecodeKernel, options: Options, system: System,
+    predictor: Predictor | None,
+) -> DecodePath:  # fmt: skip
+    side, recorded = memory.device_side, options.trace is not None
     assert side is not None
-    path = DecodePath(memory.experts, side.table, kernel, parts.device, parts.branch())
+    path = DecodePath(memory.experts, side.table, kernel, parts.device, parts.branch(), recorded=recorded)
     named = None if predictor is None else predictor.on_device(parts.device)
     ahead = system.foresight.projections_in_graph if system.foresight else 0
     if named is not None and ahead > 0 and not side.table.nested:

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from vllm_dymoe.residency.constants import LOW_VERSION, Fate
 from vllm_dymoe.residency.routing import Routing
+from vllm_dymoe.residency.table import Table
 from vllm_dymoe.residency.tier import Tier
 
 
@@ -12,10 +13,12 @@ class Replayed:
 
     Args:
         fates: uint8 [tokens, layers, top_k], as a trace has them.
+        table: of the steps; from now on a better version that is there does not serve: the fates say where one did.
     """
 
-    def __init__(self, fates: Tensor) -> None:
+    def __init__(self, fates: Tensor, table: Table) -> None:
         self._fates, self._done = fates.numpy(), [0] * fates.shape[1]
+        table.reuse_high[:] = False
 
     def next(self, routing: Routing) -> tuple[dict[int, Tier], set[int]]:
         """The tier of each expert that a layer's next tokens chose, and which are computed where they lie; ValueError

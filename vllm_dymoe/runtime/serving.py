@@ -182,7 +182,7 @@ class Serving:
             places[:, np.isin(active, list(there))] = THERE
         if self.records_fates:
             held = self.memory.table.tier[layer]
-            routing.fates = fates_of(routing.host_ids, active, codes, held, places)
+            routing.fates = torch.from_numpy(fates_of(routing.host_ids, active, codes, held, places))
         if self.level is not None:
             expect(self.level, self.memory, layer, wanted, places)
         return wanted, tiers.keys() - wanted.keys(), places

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vllm_dymoe.kernels import Activation
+from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.format import ModelExperts
 from vllm_dymoe.residency.table import Table
 from vllm_dymoe.residency.wide_rule import KEPT, PASSING, THERE, WideShape
@@ -32,6 +33,7 @@ class WideStep(Protocol):
 
     shape: WideShape  # what was allocated for
     ids: Tensor  # int32 [tokens, top_k], experts of what is computed, -1 for the other pairs
+    decision: Decision  # of the last layer that was planned
 
     def plan(
         self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, rows: Tensor, half: int, ahead: int,
@@ -131,6 +133,11 @@ class WidePath:
         branch.join(kept)
         step.compute(KEPT)
         return step.finish()
+
+    def fates(self, ids: Tensor) -> Tensor:
+        """Of the layer that was launched last, outside of a graph, as :meth:`~.Decision.fates`."""
+        assert self._last is not None
+        return self._last[1].decision.fates(ids, self._table.experts)
 
     def warm_up(self, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> None:
         """Compile and load what layers will launch, in graphs and outside, by steps without tokens."""

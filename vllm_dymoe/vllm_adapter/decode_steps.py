@@ -43,16 +43,19 @@ class DecodeSteps:
         *, capturing: bool,
     ) -> torch.Tensor:  # fmt: skip
         """A layer of a wide step, of which observers hear here; experts are those of all ranks, and of this one."""
-        step, rows, marks = self._step, len(x), None
+        step, rows, wide = self._step, len(x), self.path.wide
         self._wide = True
-        if not capturing and not step.warming_up:
-            tokens = step.real(rows)
-            for observer in self._observation.observers:
-                at = self._routing(layer.position, x[:tokens], here[:tokens], weights[:tokens])
-                at.global_ids = None if here is ids else ids[:tokens]
-                observer.see(at)
-            marks = None if self._prompts is None else self._prompts.marks(rows, x.device)
-        return self.path.wide.forward(layer.position, x, weights, here, layer.activation, marks, captured=capturing)
+        if capturing or step.warming_up:
+            return wide.forward(layer.position, x, weights, here, layer.activation, captured=capturing)
+        tokens, marks = step.real(rows), None if self._prompts is None else self._prompts.marks(rows, x.device)
+        out = wide.forward(layer.position, x, weights, here, layer.activation, marks)
+        at = self._routing(layer.position, x[:tokens], here[:tokens], weights[:tokens])
+        at.global_ids = None if here is ids else ids[:tokens]
+        if self._runtime.serving.records_fates:
+            at.fates = wide.fates(at.ids)
+        for observer in self._observation.observers:
+            observer.see(at)
+        return out
 
     @property
     def _asks(self) -> bool:
@@ -87,7 +90,9 @@ class DecodeSteps:
         for observer in () if self._wide else self._listeners:
             for layer in range(self._table.layers):
                 ids, weights = self._table.ring_ids[0, layer, :tokens], self._table.ring_weights[0, layer, :tokens]
-                observer.see(self._routing(layer, torch.empty(tokens, 0, device=ids.device), ids, weights))
+                at = self._routing(layer, torch.empty(tokens, 0, device=ids.device), ids, weights)
+                at.fates = self.path.fates(layer, ids)
+                observer.see(at)
 
     def _routing(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Routing:
         return Routing(layer, self._table.layers, x, ids, weights, self._step.phase)

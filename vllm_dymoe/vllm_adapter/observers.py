@@ -152,9 +152,8 @@ class TraceObserver(Observer):
         if layer + 1 < len(self._gates):
             next_gate, _ = self._gates[layer + 1].best(routing.x, ids.shape[1])
         heavy = None if prompt is None else prompt.heavy & prompt.rows
-        fates = None if routing.fates is None else torch.from_numpy(routing.fates)
         columns = {"weights": routing.weights, "router_inputs": routing.x, "next_gate": next_gate}
-        self.recorder.record(layer, ids, **columns, heavy=heavy, fates=fates)
+        self.recorder.record(layer, ids, **columns, heavy=heavy, fates=routing.fates)
 
     def end_step(self, runner: Any, scheduler_output: Any, step: int, *, failed: bool) -> None:
         if failed or not self.recorder.recording:

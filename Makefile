@@ -24,8 +24,7 @@ setup: ## create .venv with vLLM for this machine (about 3 minutes; PYTHON=pytho
 demo: setup ## serve a small model under a byte budget and watch it
 	@$(BIN)/python benchmarks/demo/demo.py
 
-bench-budget: setup ## what a byte budget costs: vLLM, accelerate and this plugin (20 to 40 minutes, 10 GB of disk, a quiet machine)
-	@$(BIN)/python -m pip install --quiet accelerate
+bench-budget: setup ## what a byte budget costs: vLLM and this plugin (20 minutes, 10 GB of disk, a quiet machine)
 	@$(BIN)/python benchmarks/budget/budget.py
 
 bench-papers: setup ## the four papers' tables on the shipped model (an hour and a half, a quiet machine)

@@ -1,4 +1,4 @@
-"""What does a byte budget cost, and what does it save? vLLM, accelerate's disk offload and this plugin, by one command.
+"""What does a byte budget cost, and what does it save? vLLM and this plugin, by one command.
 
 A synthetic model with the layer shapes of Qwen3-30B-A3B is written once, at 16 bits, and `vllm-dymoe bench` asks each
 system random prompts. Puts its table into this folder's README, and a shorter one into the project's.
@@ -12,8 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ sys.path.append(str(HERE.parent))
 import torch  # noqa: E402
 from readme import markdown, put  # noqa: E402
 
-from vllm_dymoe.bench.rows import ROWS, append_row, is_full_load, read_rows  # noqa: E402
+from vllm_dymoe.bench.rows import ROWS, is_full_load, read_rows  # noqa: E402
 
 BUDGETS = ("top-k", "25%", "50%", "100%")
 OTHERS = (
@@ -32,41 +31,18 @@ OTHERS = (
     {"label": "all in memory, dense layers at 8 bits", "system": "exact", "host_store": "pinned", "dense": 8},
 )
 SAME = tuple(other["label"] for other in OTHERS)  # their rows differ little from budget to budget
-LABELS = {"vllm": "vLLM, all in memory", "accelerate": "accelerate, layers on disk"}
 QUALITY = HERE.parent / "quality" / "results.json"
 
 
 def bench(folder: Path, out: Path, *options: str) -> None:
     """One run of the command; rows that `out` has are not measured again."""
     command = [Path(sys.executable).with_name("vllm-dymoe"), "bench", folder, "--out", out]
+    command += ["--peer", "vllm", *options]
     command += [part for system in ("exact", *map(json.dumps, OTHERS)) for part in ("--system", system)]
     command += ["--prompts", "random:32", "--max-tokens", "24", "--engine", '{"max_model_len": 256}']
     command += [part for budget in BUDGETS for part in ("--budget", budget)]
     environment = os.environ | {"DYMOE_STORE_DIR": str(folder.parent / "stores")}
-    subprocess.run([str(part) for part in (*command, *options)], check=True, env=environment)
-
-
-def twice(bench: Callable[[Path], None], out: Path) -> None:
-    """Bench twice, since other work only slows a run down, and once more over the faster rows, for its table."""
-    first, again = out / "first", out / "again"
-    for folder in (first, again):
-        folder.mkdir(parents=True, exist_ok=True)
-    bench(first)
-    known = {row["key"] for row in read_rows(again / ROWS)}
-    for row in read_rows(first / ROWS):
-        if row["key"] not in known and row["kind"] == "machine":
-            append_row(again / ROWS, row)
-    bench(again)
-    (out / ROWS).unlink(missing_ok=True)
-    others = {row["key"]: row for row in read_rows(again / ROWS)}
-    for row in read_rows(first / ROWS):
-        other = others[row["key"]]
-        if row["kind"] == "speed":
-            runs = [float(one["measured"]["tpot_ms"]["mean"]) for one in (row, other)]
-            row = row if runs[0] <= runs[1] else other
-            row["measured"]["tpot_ms"]["runs"] = runs
-        append_row(out / ROWS, row)
-    bench(out)
+    subprocess.run([str(part) for part in command], check=True, env=environment)
 
 
 def table(rows: Sequence[dict[str, Any]], everything: int) -> str:
@@ -81,10 +57,10 @@ def table(rows: Sequence[dict[str, Any]], everything: int) -> str:
         measured, ours, dense = row["measured"], row["options"] is not None, "dense" in (row["options"] or {})
         label = "" if row["label"] == "exact" else f", {row['label']}"
         together = batch.get((row["label"], row["budget"]))
-        held = measured["decode"]["peak_expert_bytes"] if ours else everything if row["label"] == "vllm" else 0
+        held = measured["decode"]["peak_expert_bytes"] if ours else everything
         lines.append([
-            f"dymoe, {row['budget']}{label}" if ours else LABELS[row["label"]],
-            f"{held / 1e9:.3g}" if held else "",
+            f"dymoe, {row['budget']}{label}" if ours else "vLLM, all in memory",
+            f"{held / 1e9:.3g}",
             f"{measured['ttft_ms']['median']:.0f}",
             f"{measured['tpot_ms']['median']:.1f}", "" if together is None else f"{together:.1f}",
             "" if dense else f"{four_bits['agreement'] if ours else 1:.0%}",
@@ -97,24 +73,19 @@ def main() -> None:
     """Prepare, measure, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=6, help="6 layers are 7.5 GB at 16 bits")
-    parser.add_argument("--once", action="store_true", help="in place of the faster of two runs")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "dymoe-budget", help="for models")
     arguments = parser.parse_args()
     folder, out = arguments.work / f"qwen3-{arguments.layers}-layers", arguments.work / f"rows-{arguments.layers}"
     if not (folder / "config.json").exists():
         shutil.rmtree(folder, ignore_errors=True)
         model.write(folder, arguments.layers)
-    alone = ("--peer", "vllm", "--peer", "accelerate", "--batch", "1", "--requests", "8", "--warm-up", "1")
-    together = ("--peer", "vllm", "--batch", "16", "--requests", "32", "--warm-up", "16")
-    for name, options in (("alone", alone), ("together", together)):
-        measure = partial(lambda options, run: bench(folder, run, *options), options)
-        measure(out / name) if arguments.once else twice(measure, out / name)
+    bench(folder, out / "alone", "--batch", "1", "--requests", "8", "--warm-up", "1")
+    bench(folder, out / "together", "--batch", "16", "--requests", "32", "--warm-up", "16")
     rows = [row for name in ("alone", "together") for row in read_rows(out / name / ROWS) if row["kind"] == "speed"]
     weights = arguments.layers * model.EXPERTS * 3 * model.HIDDEN * model.INTERMEDIATE
     bf16 = "with" if torch.cpu._is_avx512_bf16_supported() else "without"
     machine = f"{platform.machine()} CPU {bf16} bf16 instructions, {os.cpu_count()} cores"
-    runs = "one run" if arguments.once else "each row the faster of two runs"
-    said = f"{arguments.layers} layers, {machine}, {runs}."
+    said = f"{arguments.layers} layers, {machine}, one run."
     single, batch = ((out / name / "table.md").read_text().rstrip() for name in ("alone", "together"))
     tables = (single.replace(str(folder), "one at a time"), batch.replace(str(folder), "together"), said)
     put(HERE / "README.md", "results", "\n\n".join(tables))

@@ -19,6 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from safetensors import safe_open
 
 sys.path += [str(Path(__file__).resolve().parents[2])]
 
@@ -27,7 +28,6 @@ from tests.support.deterministic_threads import DeterministicThreads
 from tests.support.happens_before import History
 from vllm_dymoe.bench import systems as compared
 from vllm_dymoe.bench.papers import duoserve, dymoe, firm
-from vllm_dymoe.cli.paper import gates_of
 from vllm_dymoe.config import Options
 from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.predict import RoutedModel, accuracy
@@ -83,7 +83,9 @@ class Replay:
         self._inputs = decoded.router_inputs[order].to(torch.bfloat16)
         self._ids, self._weights = decoded.experts[order].int(), decoded.weights[order].float()
         self._header, self._host, self._predictor = header, host, predictor
-        self._gates = [Gate(partial(_logits, weight.float())) for weight in gates_of(MODEL)]
+        with safe_open(MODEL / "model.safetensors", framework="pt") as file:
+            names = (f"model.layers.{layer}.mlp.gate.weight" for layer in range(header.num_layers))
+            self._gates = [Gate(partial(_logits, file.get_tensor(name).float())) for name in names]
         shape = {"layers": header.num_layers, "num_experts": header.num_experts, "top_k": header.top_k}
         self._stores = {nested: make_store(make_experts(nested=nested, **shape)) for nested in (False, True)}
 

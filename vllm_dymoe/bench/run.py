@@ -52,8 +52,10 @@ def measure(
 def job_of(group: Sequence[Case], prompts: PromptSet, out: Path, expert_bytes: int = 0) -> dict[str, Any]:
     first = group[0]
     peer = find_peer(first.subject.peer)
-    share = ExpertBudget.parse(first.budget).share if peer and peer.takes_budgets else None
-    offloaded = peer.engine(share, expert_bytes) if peer and share is not None else {}
+    share = ExpertBudget.parse(first.budget).share if peer and peer.offloads else None
+    offloaded: dict[str, Any] = {}
+    if share is not None:
+        offloaded = {"cpu_offload_gb": (1 - share) * expert_bytes / 2**30, "cpu_offload_params": ["experts"]}
     return {
         "label": first.subject.label,
         "module": peer.module if peer else ENGINE,

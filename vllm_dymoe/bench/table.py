@@ -1,13 +1,9 @@
-"""Rows as tables and pictures: each with what it is a share of."""
+"""Rows as tables: each number with what it is a share of."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from vllm_dymoe.bench.rows import Row, is_full_load
-from vllm_dymoe.bench.summary import QUANTILES
-from vllm_dymoe.config import ConfigError
-from vllm_dymoe.observe.pictures import new_figure
 
 _NAMES = ("", "budget", "link MB/s", "batch")
 _FIRST_OF_BYTES = "resident MB"  # columns from here on are a table of their own on a terminal
@@ -81,34 +77,3 @@ def for_terminals(body: Sequence[Mapping[str, str]]) -> Iterator[list[str]]:
 
 def markdown(head: Sequence[str], body: Iterable[Iterable[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *body))
-
-
-def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Write the time of a token over the budget, and its distribution, to these files; none without matplotlib."""
-    rows = [row for row in rows if row["kind"] == "speed" and row["measured"]["tpot_ms"]]
-    try:
-        pictures = {"tpot": new_figure(7, 4.5), "cdf": new_figure(7, 4.5)}
-    except ConfigError:
-        return []
-    axes, distribution = (figure.subplots() for figure in pictures.values())
-    series: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        tpot, memory = row["measured"]["tpot_ms"], (row["measured"]["decode"] or {}).get("peak_expert_bytes", 0)
-        label = f"{row['label']}, batch {row['batch']}"
-        series.setdefault(label, []).append((memory / 1e6, tpot["median"]))
-        shares = [step / QUANTILES for step in range(QUANTILES + 1)]
-        distribution.step(tpot["cdf"], shares, where="post", label=f"{label}, {row['budget']}")
-    for label, points in series.items():
-        if all(memory for memory, _ in points):
-            axes.plot(*zip(*sorted(points), strict=True), "o-", label=label)
-        else:
-            axes.axhline(points[0][1], linestyle="--", color="gray", label=label)
-    axes.set(xlabel="most device memory of experts, MB", ylabel="time per output token, ms (median)", yscale="log")
-    distribution.set(xlabel="time per output token, ms", ylabel="share of tokens", xscale="log")
-    files = []
-    for name, figure in pictures.items():
-        figure.axes[0].grid(alpha=0.3)
-        figure.axes[0].legend(fontsize="small")
-        files.append(folder / f"{name}.png")
-        figure.savefig(files[-1], dpi=110)
-    return files

@@ -307,13 +307,3 @@ def plan(
     serving = Serving(max_model_len, max_num_seqs, gpu_memory_utilization=gpu_memory_utilization)
     ranks = Ranks(tp, dp, pp, ep, nodes, cards_per_switch, parse_rate(network) if network else 0.0)
     planning.run(model, gpu, link, trace, batch, prompt, serving, system or (), disk, host_memory, misses, ranks)
-
-
-@app.command()
-def served(
-    results: Annotated[Path, typer.Argument(help="Folder that `vllm bench serve --save-result` wrote to.")],
-) -> None:
-    """Show what `vllm bench serve` has measured at several concurrencies as one table."""
-    from vllm_dymoe.cli.served import run
-
-    run(results)

@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer
 
 from vllm_dymoe.bench.cases import EVERYTHING, FULL, Case, Subject, Workload, full_load, grid, subject_of
@@ -14,7 +15,7 @@ from vllm_dymoe.bench.prompts import PromptSet
 from vllm_dymoe.bench.rows import ROWS, Row, check_outputs, read_rows
 from vllm_dymoe.bench.run import measure
 from vllm_dymoe.bench.systems import make_known
-from vllm_dymoe.bench.table import Bounds, bits_of, draw, for_terminals, lines, markdown
+from vllm_dymoe.bench.table import Bounds, bits_of, for_terminals, lines, markdown
 from vllm_dymoe.cli.display import count_progress, print_table
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.plan.device import emulated_rate, parse_rate
@@ -85,10 +86,10 @@ class Bench:
             peer = find_peer(name)
             if peer is None:
                 raise ConfigError(f"{name} is no peer; known are {', '.join(PEERS)}, and servers by their address.")
-            if (why := peer.missing()) is not None:
-                typer.echo(why)
+            if peer.offloads and not torch.cuda.is_available():
+                typer.echo(f"{name} is left out: it offloads from a GPU, and there is none.")
             else:
-                yield Subject(name, peer=name, budgets=None if peer.takes_budgets else (EVERYTHING,))
+                yield Subject(name, peer=name, budgets=None if peer.offloads else (EVERYTHING,))
 
     def report(self, rows: Sequence[Row]) -> None:
         compared, workload = check_outputs(rows), self.workload
@@ -104,7 +105,7 @@ class Bench:
             typer.echo(f"{compared} answers of the same precision are the same, token by token.")
         page = self.out / "table.md"
         page.write_text(f"{title}\n\n{markdown(list(body[0]), (line.values() for line in body))}\n")
-        typer.echo(f"Written: {', '.join(map(str, [self.out / ROWS, page, *draw(rows, self.out)]))}")
+        typer.echo(f"Written: {self.out / ROWS}, {page}")
 
     def _bounds(self, rows: Sequence[Row]) -> Bounds:
         """What this machine reached before anything ran on it, and what a token has to read."""

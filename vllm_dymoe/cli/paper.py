@@ -1,7 +1,6 @@
 """``vllm-dymoe bench --paper``: the tables and figures of one paper, its numbers beside ours."""
 
 import json
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,18 +9,15 @@ from pathlib import Path
 
 import torch
 import typer
-from safetensors import safe_open
 
 from vllm_dymoe.bench.cases import Subject
 from vllm_dymoe.bench.papers import PAPERS
 from vllm_dymoe.bench.papers.duoserve import RECIPE
-from vllm_dymoe.bench.papers.dymoe import HEAVY_SHARE
-from vllm_dymoe.bench.papers.tables import TRAINED, At, Quality, Recorded, as_markdown, cases_of, fill, lines
+from vllm_dymoe.bench.papers.tables import TRAINED, At, Quality, as_markdown, cases_of, fill, lines
 from vllm_dymoe.bench.prompts import by_turns
 from vllm_dymoe.bench.quality import available, score
 from vllm_dymoe.bench.rows import Row, check_outputs
 from vllm_dymoe.bench.run import run_logged
-from vllm_dymoe.bench.table import draw
 from vllm_dymoe.cli.bench import Bench
 from vllm_dymoe.cli.display import print_table
 from vllm_dymoe.cli.train import write
@@ -30,7 +26,6 @@ from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.training import TrainingError
 
 _RECORDED_TOKENS = 128  # of an answer at least: networks learn from them
-_GATE = re.compile(r"layers\.(\d+)\..*\b(?:gate|router)\.weight$")
 
 
 class Paper:
@@ -69,7 +64,7 @@ class Paper:
         page = bench.out / f"{name}.md"
         rounded = bench.options.get("quantizer", "rtn")
         page.write_text(as_markdown(f"{name} on {bench.model}, experts quantized by {rounded}", filled))
-        typer.echo(f"Written: {', '.join(map(str, [page, *(draw(rows, bench.out) if rows else [])]))}")
+        typer.echo(f"Written: {page}")
         ours = [bool(numbers) for _, body in filled for numbers, _ in body]
         typer.echo(f"{sum(ours)} of {len(ours)} rows have numbers of ours.")
 
@@ -97,7 +92,7 @@ class Paper:
         return {column: found["scores"][task] for column, task in wanted.items()}
 
     @cached_property
-    def recorded(self) -> Recorded:
+    def recorded(self) -> Trace:
         """A trace of the prompts, recorded once, with the routers' inputs."""
         bench = self._bench
         if bench.asked.is_random:
@@ -110,19 +105,15 @@ class Paper:
             command = [Path(sys.executable).with_name("vllm-dymoe"), "trace", bench.model, "--prompts", prompts]
             command += ["--out", folder, "--inputs", "--engine", json.dumps(dict(bench.engine))]
             command += ["--max-tokens", max(bench.workload.max_tokens, _RECORDED_TOKENS)]
-            # Every expert stays high, and heavy hitters are recorded as well.
-            recorded = {"system": "dymoe", "lo": 0, "system_options": {"retention": 1, "heavy_share": HEAVY_SHARE}}
-            command += ["--options", json.dumps(recorded)]
             run_logged(list(map(str, command)), bench.out / "logs" / "trace.log", "recording the trace", {})
-        sizes = {"layers": bench.shape.moe_layers, "experts": bench.shape.experts, "top-k": bench.shape.top_k}
-        return Recorded(Trace.load(folder), gates_of(Path(bench.model)), sizes)
+        return Trace.load(folder)
 
     @cached_property
     def _predictor(self) -> Path:
         """DuoServe-MoE's network from the requests behind those that are measured, trained once."""
         workload = self._bench.workload
         try:
-            return train(self.recorded.trace, workload.warm_up + workload.requests, self._bench.out)
+            return train(self.recorded, workload.warm_up + workload.requests, self._bench.out)
         except ValueError as error:
             raise ConfigError(f"The paper's network cannot be trained: {error}.") from error
 
@@ -136,14 +127,3 @@ def train(trace: Trace, measured: int, out: Path) -> Path:
             raise TrainingError(f"none of the prompts is left to learn from behind {measured} that are measured")
         write(trace.select(torch.cat(others)), out / "trace", path, architecture="paper-shared", recipe=RECIPE)
     return path
-
-
-def gates_of(folder: Path) -> list[torch.Tensor]:
-    """Routers' weights [experts, hidden] of a checkpoint, by layer; none where its names are others."""
-    found: dict[int, torch.Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - it is no dictionary
-                if match := _GATE.search(name):
-                    found[int(match[1])] = file.get_tensor(name)
-    return [found[layer] for layer in sorted(found)]

@@ -9,9 +9,9 @@ from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.residency.hotness import squared_gates
 
 
-def load(trace: Trace, which: torch.Tensor | None = None) -> torch.Tensor:
-    """How often each expert was chosen: float64 [layers, experts]; ``which`` bool [tokens, layers] selects tokens."""
-    return _summed(trace, torch.ones_like(trace.experts, dtype=torch.int64), which)
+def load(trace: Trace) -> torch.Tensor:
+    """How often each expert was chosen: float64 [layers, experts]."""
+    return _summed(trace, torch.ones_like(trace.experts, dtype=torch.int64))
 
 
 def gate_load(trace: Trace) -> torch.Tensor:
@@ -19,12 +19,10 @@ def gate_load(trace: Trace) -> torch.Tensor:
     return _summed(trace, squared_gates(trace.weights))
 
 
-def _summed(trace: Trace, values: torch.Tensor, which: torch.Tensor | None = None) -> torch.Tensor:
+def _summed(trace: Trace, values: torch.Tensor) -> torch.Tensor:
     """Of int64 values [tokens, layers, top_k] for each expert: float64 [layers, experts]."""
     layers, experts = trace.header.num_layers, trace.header.num_experts
     index = trace.experts.long() + experts * torch.arange(layers)[:, None]
-    if which is not None:
-        index, values = index[which], values[which]
     sums = torch.zeros(layers * experts, dtype=torch.int64).index_add_(0, index.flatten(), values.flatten())
     return sums.view(layers, experts).double()
 
@@ -56,14 +54,6 @@ def by_domain(trace: Trace) -> dict[str, Trace]:
     domain = torch.tensor([names.index(name) for name in trace.domain])[trace.request.long()]
     found = {name: trace.select(domain == place) for place, name in enumerate(names)}
     return {name: part for name, part in found.items() if part.num_tokens}
-
-
-def overlap(one: Trace, other: Trace) -> torch.Tensor:
-    """How many of the n hottest experts of a layer two traces share, over n (DynaExq Figure 2): [layers, experts]."""
-    ranks = [load(trace).argsort(dim=-1, descending=True, stable=True).argsort(-1) for trace in (one, other)]
-    later = torch.maximum(*ranks)  # an expert is among the n hottest of both from here on
-    shared = torch.zeros(later.shape, dtype=torch.float64).scatter_add_(1, later, torch.ones(later.shape).double())
-    return shared.cumsum(-1) / torch.arange(1, later.shape[1] + 1)
 
 
 def _among(wanted: torch.Tensor, named: torch.Tensor) -> torch.Tensor:

@@ -1,24 +1,12 @@
-"""DuoServe-MoE: Tables 2 and 3, Figures 2, 5 and 6."""
+"""DuoServe-MoE: Tables 2 and 3, Figures 5 and 6."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from vllm_dymoe.bench.cases import FULL, Subject
-from vllm_dymoe.bench.papers.routers import patterns
-from vllm_dymoe.bench.papers.tables import (
-    RATE,
-    TRAINED,
-    TTFT,
-    At,
-    Numbers,
-    PaperTable,
-    Recorded,
-    Speed,
-    bound,
-    line,
-    of,
-)
+from vllm_dymoe.bench.papers.tables import RATE, TRAINED, TTFT, At, Numbers, PaperTable, Speed, bound, line, of
+from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.predict.expert_mlp import ARCHITECTURES
 from vllm_dymoe.training import Recipe, train
 
@@ -53,13 +41,11 @@ def tables() -> Iterator[PaperTable]:
         line("this model, the paper's network", partial(_trained, "paper-shared")),
         line("this model, the default network", partial(_trained, "linear+input")),
     ])  # fmt: skip
-    yield PaperTable("Figure 2", "popularity and affinity, in multiples of chance", (
-        "most popular expert", "strongest affinity"), [line("routers", patterns)])  # fmt: skip
     least = Speed(Subject("ACC", _SYSTEMS["ACC"][1]), {"tokens/s": (At("top-k"), lambda row: 1 / bound(row)[0])})
     latency = {"TTFT s": TTFT, "end to end s": of("request_ms", "mean", unit=1e-3)}
     about = "the paper reports 1.78 to 3.8 times less TTFT and 1.42 to 7.54 times less latency"
     yield PaperTable("Figure 5", about, tuple(latency), [line(name, _speed(name, latency)) for name in _COMPARED])
-    yield PaperTable("Figure 6", "decoding; its distribution is drawn in cdf.png", ("tokens/s",), [
+    yield PaperTable("Figure 6", "decoding", ("tokens/s",), [
         *(line(name, _speed(name, {"tokens/s": RATE})) for name in _COMPARED),
         line("bound: all of ACC's overlaps", least),
     ])  # fmt: skip
@@ -70,6 +56,6 @@ def _speed(name: str, columns: Mapping[str, Callable[..., Any]]) -> Speed:
     return Speed(Subject(name, options), {column: (At(budget), show) for column, show in columns.items()})
 
 
-def _trained(architecture: str, recorded: Recorded) -> Numbers:
-    found = train(recorded.trace, ARCHITECTURES[architecture], RECIPE).metrics["trained"]
+def _trained(architecture: str, trace: Trace) -> Numbers:
+    found = train(trace, ARCHITECTURES[architecture], RECIPE).metrics["trained"]
     return {"all experts %": 100 * found["all_k"], "at least one %": 100 * found["at_least_one"]}

@@ -1,20 +1,18 @@
-"""DyMoE: Tables 1 to 3, Figures 4, 6, 10 and 11."""
+"""DyMoE: Tables 1 to 3."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vllm_dymoe.bench.cases import Subject
-from vllm_dymoe.bench.papers.routers import heavy_hitters, similarity
 from vllm_dymoe.bench.papers.tables import TPOT, TTFT, At, Line, PaperTable, Quality, Speed, least, line
 
 _TASKS = {"MMLU": "mmlu", "CMMLU": "cmmlu", "GSM8K": "gsm8k"}
-HEAVY_SHARE = 0.2  # of a prompt's tokens; the paper names none
 _PLACES = {"16 GB": "25%", "24 GB": "75%"}  # of Mixtral's experts at 4 bits, beside what else is there
 _HERE = "here with " + " and ".join(f"{share} of the experts for {memory}" for memory, share in _PLACES.items())
 _COLUMNS = {f"{memory} {name}": (At(share), show) for memory, share in _PLACES.items() for name, show in
             (("TTFT s", TTFT), ("TPOT s", TPOT))}  # fmt: skip
 # Rounded up, 63 of 64 choices of Mixtral's decode stay high at r = 0.75, and rows 4 to 6 could not differ from 2 and 3.
-_NEAREST = {"high_by": "depth", "rounding": "nearest", "heavy_share": HEAVY_SHARE}
+_NEAREST = {"high_by": "depth", "rounding": "nearest", "heavy_share": 0.2}  # of a prompt's tokens; the paper names none
 _BOUND = {f"{memory} TPOT s": (At(share), least) for memory, share in _PLACES.items()}
 _DYMOE: dict[str, Any] = {"system": "dymoe", "lo": 0, "system_options": _NEAREST}
 
@@ -45,12 +43,6 @@ _DYNAMIC = {
     ("4/2", 0.9): ((0.6821, 0.5053, 0.6475), (0.7704, 0.8015, 0.9052)),
     ("4/2", 1.0): ((0.6795, 0.5044, 0.6467), (0.7705, 0.8044, 0.8908)),
 }
-_SYSTEMS: Mapping[str, Mapping[str, Any]] = {
-    "Accelerate": {"system": "on-demand", "system_options": {"overlap": False}},
-    "DyMoE (4/2)": _DYMOE | {"lo": 2},
-    "DyMoE (4/0)": _DYMOE,
-}
-_ELSEWHERE = "a system of its own, not built on this plugin; measure its server with --peer http://..."
 
 
 def tables() -> Iterator[PaperTable]:
@@ -67,19 +59,6 @@ def tables() -> Iterator[PaperTable]:
     ] + [
         line("2, and an oracle", Speed(Subject("oracle", _ORACLE), _COLUMNS)),
         line("bound: all of 2 overlaps", Speed(Subject("2. cache", _ABLATION["2. cache"][0]), _BOUND)),
-    ])  # fmt: skip
-    yield PaperTable("Figure 4", "where the heavy hitters of prompts go, beside all of their tokens", (
-        "of all tokens, to the busiest quarter %", "of heavy hitters %", "correlation of the loads"), [
-        line("experts", heavy_hitters)
-    ])  # fmt: skip
-    yield PaperTable("Figure 6", "cosine of neighbouring layers' inputs; the paper draws 0.8 to 1", (
-        "lowest", "mean", "highest"), [line("router inputs", similarity)])  # fmt: skip
-    yield PaperTable("Figure 10", f"systems; {_HERE}", tuple(_COLUMNS), [
-        *(line(label, Speed(Subject(label, options), _COLUMNS)) for label, options in _SYSTEMS.items()),
-        *(line(label, _ELSEWHERE) for label in ("Mixtral-Offloading", "MoE-Infinity", "Fiddler")),
-    ])  # fmt: skip
-    yield PaperTable("Figure 11", "quality over retention: Table 2 has its numbers", tuple(_TASKS), [
-        line(f"4/2, r = {r}", Quality(_dymoe("4/2", r), _TASKS)) for r in (0.5, 0.6, 0.7, 0.8)
     ])  # fmt: skip
 
 

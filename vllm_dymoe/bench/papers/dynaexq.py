@@ -1,13 +1,15 @@
-"""DynaExq: Tables 1 to 4, Figures 1 to 3 and 6 to 10."""
+"""DynaExq: Tables 1, 2 and 4, Figures 1, 3 and 6 to 8."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import torch
+
 from vllm_dymoe.bench.cases import Subject
-from vllm_dymoe.bench.papers.routers import activated, hot_sets
-from vllm_dymoe.bench.papers.tables import At, Line, Number, Numbers, PaperTable, Quality, Recorded, Speed, line, of
+from vllm_dymoe.bench.papers.tables import At, Line, Number, Numbers, PaperTable, Quality, Speed, line, of
 from vllm_dymoe.bench.rows import Row
+from vllm_dymoe.observe.trace import Trace
 
 _BATCHES = tuple(map(str, (1, 2, 4, 8, 16, 32)))
 _DECODE = {
@@ -20,8 +22,6 @@ _PREFILL = {
     "Qwen3-Next-80B": (24.6, 35.3, 48.8, 67.1, 78.9, 86.2),
     "DeepSeek-V2-Lite": (72.9, 86.9, 94.3, 96.0, 96.3, 96.3),
 }
-_SIZES = ("layers", "experts", "top-k")
-_MODELS = {"Qwen3-30B": (48, 128, 8), "Qwen3-80B": (48, 512, 10), "Phi-MoE": (32, 16, 2)}
 _TASKS = {"MMLU-Pro": "mmlu_pro", "GPQA": "gpqa_diamond_zeroshot", "GSM8K": "gsm8k", "HumanEval": "humaneval"}
 _BUDGET = "50%"  # of all experts at 16 bits: the low versions take half of it, high ones the rest
 _DYNAEXQ: Mapping[str, Any] = {"hi": 16, "lo": 4, "system": "dynaexq", "system_options": {"hotness": "uses"}}
@@ -48,10 +48,6 @@ def tables() -> Iterator[PaperTable]:
             line("this model", partial(_ratios, prefill)),
             *(line(model, _OTHER_MODEL, _BATCHES, numbers) for model, numbers in what.items()),
         ])  # fmt: skip
-    yield PaperTable("Table 3", "sizes", _SIZES, [
-        line("this model", lambda recorded: recorded.shape),
-        *(line(model, _OTHER_MODEL, _SIZES, numbers) for model, numbers in _MODELS.items()),
-    ])  # fmt: skip
     about = f"quality of Qwen3-MoE-30B; DynaExq with {_BUDGET} of FP16's bytes; AIME25 is no task of lm-eval"
     yield PaperTable("Table 4", about, tuple(_TASKS), [
         line(label, Quality(options, _TASKS), _TASKS, numbers) for label, (options, numbers) in _QUALITY.items()
@@ -59,28 +55,35 @@ def tables() -> Iterator[PaperTable]:
     yield PaperTable("Figure 1", "ms of a prompt that wait for the link, over its tokens", _LENGTHS, [
         _line(_FETCHED, _FETCHED, _LENGTHS, _stalled)
     ])  # fmt: skip
-    yield PaperTable(
-        "Figure 2",
-        "which experts are hot; domains are those of the prompts",
-        ("traffic of a layer's ten hottest %", "shared by two domains, mean %", "least %"),
-        [line("routers", hot_sets)],
-    )
     yield PaperTable("Figure 3", "perplexity over the budget of high versions", ("WikiText-2",), [
         line(f"{budget} of all experts' bytes at 16 bits",
              Quality({**_DYNAEXQ, "expert_budget": budget}, {"WikiText-2": "wikitext"}))
         for budget in ("30%", "50%", "75%", "100%")
     ])  # fmt: skip
-    yield PaperTable("Figure 6", "TTFT in s over batch sizes", _BATCHES, _times(_BATCHES, "ttft_ms"))
-    yield PaperTable("Figure 7", "TPOT in s over batch sizes", _BATCHES, _times(_BATCHES, "tpot_ms"))
+    yield PaperTable("Figure 6", "TTFT in s over batch sizes", _BATCHES, _times("ttft_ms"))
+    yield PaperTable("Figure 7", "TPOT in s over batch sizes", _BATCHES, _times("tpot_ms"))
     yield PaperTable("Figure 8", "tokens per second over batch sizes", _BATCHES, [
         _line(system, system, _BATCHES, of("tokens_per_second")) for system in _SYSTEMS
     ])  # fmt: skip
-    yield PaperTable("Figure 9", "end to end in s over batch sizes", _BATCHES, _times(_BATCHES, "request_ms"))
-    yield PaperTable("Figure 10", "TTFT in s over tokens of a prompt", _LENGTHS, _times(_LENGTHS, "ttft_ms"))
 
 
-def _ratios(prefill: bool, recorded: Recorded) -> Numbers:
-    return {batch: activated(recorded, int(batch), prefill=prefill) for batch in _BATCHES}
+def _ratios(prefill: bool, trace: Trace) -> Numbers:
+    return {batch: activated(trace, int(batch), prefill=prefill) for batch in _BATCHES}
+
+
+def activated(trace: Trace, batch: int, *, prefill: bool) -> float | None:
+    """Percent of a layer's experts that a step of so many requests uses; None for too few of them."""
+    part = trace.select(trace.prefill == prefill)
+    steps = list(part.steps(batch))
+    if prefill:
+        requests = list(part.by_request())
+        steps = [torch.cat(requests[i : i + batch]) for i in range(0, len(requests) - batch + 1, batch)]
+    shares = [
+        len(part.experts[step, layer].unique()) / trace.header.num_experts
+        for step in steps[:256]
+        for layer in range(trace.header.num_layers)
+    ]
+    return 100 * sum(shares) / len(shares) if shares else None
 
 
 def _line(system: str, label: str, columns: tuple[str, ...], show: Callable[[Row], Number]) -> Line:
@@ -90,9 +93,9 @@ def _line(system: str, label: str, columns: tuple[str, ...], show: Callable[[Row
     return line(label, Speed(Subject(system, options), {name: (at, show) for name, at in places.items()}))
 
 
-def _times(columns: tuple[str, ...], measured: str) -> list[Line]:
+def _times(measured: str) -> list[Line]:
     return [
-        _line(system, f"{system}, {kind}", columns, of(measured, kind, unit=1e-3))
+        _line(system, f"{system}, {kind}", _BATCHES, of(measured, kind, unit=1e-3))
         for system in _SYSTEMS
         for kind in ("mean", "p99")
     ]

@@ -1,21 +1,17 @@
-"""FIRM-MoE: Tables 1 and 2, Figures 4, 5 and 7."""
+"""FIRM-MoE: Tables 1 and 2."""
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 from vllm_dymoe.bench.cases import Subject
-from vllm_dymoe.bench.papers.routers import Votes, strategy
-from vllm_dymoe.bench.papers.tables import RATE, TPOT, At, PaperTable, Speed, least, line, spread
+from vllm_dymoe.bench.papers.tables import RATE, At, PaperTable, Speed, least, line, spread
 
 # Slots of the paper's caches as shares of Qwen1.5-MoE's 1440 experts.
 _CACHES = {"128": "9%", "256": "18%", "512": "36%", "768": "53%"}
-_SECONDS, _RUNS, _BOUND, _RATES = (
-    {cache: (At(share, runs=3), show) for cache, share in _CACHES.items()} for show in (TPOT, spread, least, RATE)
+_RUNS, _BOUND, _RATES = (
+    {cache: (At(share, runs=3), show) for cache, share in _CACHES.items()} for show in (spread, least, RATE)
 )
-_K, _P, _TOP_K = 3, 3, 4
-_PROMPTS, _ANSWERS = (16, 32, 64, 128, 256), (16, 32, 64)  # the paper has 15 pairs, and does not print which
-_LENGTHS = {f"{prompt}/{answer}": (At("18%", 1, prompt, answer), RATE) for prompt in _PROMPTS for answer in _ANSWERS}
+_K, _P = 3, 3
 
 
 def _parts(ahead: str, **parameters: Any) -> Mapping[str, Any]:
@@ -33,13 +29,6 @@ _TABLE_1: Mapping[str, tuple[Mapping[str, Any], tuple[float, ...]]] = {
     "an oracle": (_parts("oracle"), ()),
 }
 _TABLE_2 = {1: (3.51, 3.6, 3.8, 4.71), 2: (3.75, 3.87, 4.32, 4.92)}
-_AGREE = Votes((1.0,) * _P, float(_P))
-_STRATEGIES: Mapping[str, tuple[int, int, Votes, Mapping[str, float]]] = {
-    "MoL": (_K, _P, _AGREE, {"utilisation %": 90.5, "accuracy %": 59.8}),
-    "Top4": (_TOP_K, 1, Votes((1.0,), 1.0), {"utilisation %": 78.8}),
-    "Union": (_K, _P, Votes((1.0,) * _P, 1.0), {}),
-    **{f"Weighted Voting, at least {least}": (_K, _P, Votes((1.5, 1.0, 0.5), least), {}) for least in (1.5, 2.5, 3.0)},
-}
 
 
 def tables() -> Iterator[PaperTable]:
@@ -55,21 +44,6 @@ def tables() -> Iterator[PaperTable]:
     about = "tokens per second of Qwen1.5-MoE-A2.7B, by projections that are fetched ahead"
     yield PaperTable("Table 2", about, tuple(_CACHES), [
         line(f"n = {n}", Speed(_firm(n), _RATES), _CACHES, numbers) for n, numbers in _TABLE_2.items()
-    ])  # fmt: skip
-    yield PaperTable("Figure 4", "s per token of systems", tuple(_CACHES), [
-        line("FIRM-MoE", Speed(_firm(1), _SECONDS)),
-        line("BB", Speed(Subject("Baseline", _TABLE_1["Baseline"][0]), _SECONDS)),
-        *(line(name, "a system of its own; measure its server with --peer http://...")
-          for name in ("AP", "MI", "DP", "Fiddler")),
-    ])  # fmt: skip
-    yield PaperTable("Figure 5", "tokens per second over tokens of prompt and answer", tuple(_LENGTHS), [
-        line("FIRM-MoE", Speed(_firm(1), _LENGTHS)),
-        *(line(name, f"beside it: `vllm-dymoe bench MODEL --peer {peer}`.")
-          for name, peer in (("Fiddler", "http://..."), ("Llama.cpp", "llama.cpp"))),
-    ])  # fmt: skip
-    yield PaperTable("Figure 7", "what layers name, Qwen1.5-MoE-A2.7B", ("utilisation %", "accuracy %"), [
-        line(name, partial(strategy, k=k, p=p, votes=votes), numbers, tuple(numbers.values()))
-        for name, (k, p, votes, numbers) in _STRATEGIES.items()
     ])  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from vllm_dymoe.bench.cases import Case, Subject, Workload
 from vllm_dymoe.bench.rows import Row
 from vllm_dymoe.bench.table import markdown
+from vllm_dymoe.observe.trace import Trace
 
 Number = float | str | None
 Numbers = Mapping[str, Number]
@@ -24,15 +25,12 @@ class At:
     budget: str  # of experts
     batch: int = 1  # requests at once
     prompt_tokens: int | None = None  # of each prompt; None takes the run's prompts as they are
-    max_tokens: int | None = None  # of each answer; None for those of the run
     runs: int = 1  # of the same requests
 
     def case(self, subject: Subject, model: str, workload: Workload, engine: Mapping[str, Any]) -> Case:
-        """Of a run's workload: at least as many requests as the batch has, at the lengths that are asked for."""
-        asked = replace(
-            workload, requests=max(workload.requests, self.batch), prompt_tokens=self.prompt_tokens,
-            max_tokens=self.max_tokens or workload.max_tokens, runs=self.runs,
-        )  # fmt: skip
+        """Of a run's workload: at least as many requests as the batch has, at the length that is asked for."""
+        requests = max(workload.requests, self.batch)
+        asked = replace(workload, requests=requests, prompt_tokens=self.prompt_tokens, runs=self.runs)
         return Case(model, replace(subject, budgets=None), self.budget, self.batch, asked, engine)
 
 
@@ -52,16 +50,7 @@ class Quality:
     tasks: Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """What is known of a model's routers."""
-
-    trace: Any  # of prompts, with the routers' inputs
-    gates: Sequence[Any]  # [experts, hidden] of each layer; empty where they are not known
-    shape: Numbers  # sizes of the model by name, as its config.json has them
-
-
-Source = Speed | Quality | Callable[[Recorded], Numbers] | str
+Source = Speed | Quality | Callable[[Trace], Numbers] | str
 """Where ours come from; a function of a trace, or a sentence that says why there are none."""
 
 
@@ -138,7 +127,7 @@ def cases_of(
 def fill(
     line: Line,  # the paper's row
     row_of: Callable[[Subject, At], Row],  # what was measured of a subject there
-    recorded: Callable[[], Recorded],  # the trace
+    recorded: Callable[[], Trace],
     scores: Callable[[Quality], Numbers | str],  # of lm-eval by column, or why there are none
 ) -> tuple[Numbers, str]:
     """Our numbers for one row by column, and a sentence that says why there are none."""

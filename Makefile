@@ -78,7 +78,7 @@ gpu: ## is it right on this GPU, and how fast? (10 minutes; PYTHON=one with torc
 bench-gpu: ## measure the Triton kernels on a GPU (PYTHON=one with torch and triton; nothing is installed)
 	$(PYTHON) benchmarks/gpu/gpu.py --parts kernels layers
 
-kernels-table: setup ## compile every Triton kernel for six architectures with each Triton, without a GPU (hours of two cores; goes on where it was)
+kernels-table: setup ## compile the Triton kernels for three architectures with each Triton, without a GPU (an hour of two cores; goes on where it was)
 	$(BIN)/python benchmarks/gpu/compile_table.py --jobs 2
 
 clean: ## remove .venv and everything generated

@@ -3,8 +3,7 @@
 Compiles every variant ahead of time, without a GPU, with each Triton that a supported torch ships, and writes
 registers, spills, shared memory, tensor-core instructions and how decode computes to compiled.json and the README. A
 row of the same kernel source, tile and Triton is kept: a run that was interrupted goes on where it was. `--jobs`
-compiles in several processes, `--triton` and `--architecture` for one of them only, `--essential` what every change of
-a kernel needs.
+compiles in several processes, `--triton` and `--architecture` for one of them only.
 """
 
 import argparse
@@ -26,20 +25,19 @@ import triton  # noqa: E402
 from flow import digests  # noqa: E402
 from machine_code import compile_variant, compiled_ptx  # noqa: E402
 from readme import put  # noqa: E402
-from variants import ARCHITECTURES, Variant, all_variants, essential_variants  # noqa: E402
+from variants import ARCHITECTURES, MAIN, Variant, all_variants  # noqa: E402
 
 HERE = Path(__file__).parent
 TABLE, README = HERE / "compiled.json", HERE / "README.md"
 COLUMNS = ("triton", "architecture", "kernel", "shape", "tiers", "note")
 TRITONS = {"3.6.0": "torch 2.11, vLLM 0.26", "3.7.1": "torch 2.13, vLLM 0.32", "3.8.0": "torch 2.14, vLLM 0.33"}
 """Those that supported torch builds ship."""
-SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+SHARED_KIB = {80: 163, 90: 227, 120: 99}
 """Shared memory that one program may have, from NVIDIA's compute capability table."""
 BARRIERS = {"3.6.0": 6}
 """In a strip of 64 columns; its layout of scales is another one than that of the products."""
 SPILLS = {"3.6.0": 8}
 """Bytes of a thread: of gate and up with MXFP4 on sm_90."""
-FLOW_ON = 90
 
 
 def problems(row: dict) -> list[str]:
@@ -70,7 +68,7 @@ def problems(row: dict) -> list[str]:
 def has_flow(row: dict) -> bool:
     """Whether it has to say how outputs are computed (``flow.py``): as devices launch it, on one architecture, of down,
     whose products are those of gate and up."""
-    return row["kernel"] == "down" and row["note"] == "device" and row["architecture"] == FLOW_ON
+    return row["kernel"] == "down" and row["note"] == "device" and row["architecture"] == MAIN
 
 
 def compile_row(variant: Variant) -> dict:
@@ -90,13 +88,12 @@ def markdown(rows: list[dict]) -> str:
     order = {variant.key[1:]: number for number, variant in enumerate(all_variants())}
     for key, some in sorted(groups.items(), key=lambda group: order[group[0]]):
         on = sorted({row["architecture"] for row in some})
-        cells = [*key, "all" if on == list(ARCHITECTURES) else " ".join(map(str, on))]
+        cells = [*key, " ".join(map(str, on))]
         lines.append("| " + " | ".join([*cells, *(_cell(some, version) for version in TRITONS)]) + " |")
-    count = f"{len(rows)} of {len(TRITONS) * len(list(all_variants()))} planned rows"
     each = ", ".join(f"{version} ({where})" for version, where in TRITONS.items())
     note = (
         f"Registers, and in decode barriers and instructions of the longest loop, elsewhere tensor cores. "
-        f"Tritons: {each}; {count}; `make kernels-table` compiles what is missing."
+        f"Tritons: {each}."
     )
     return "\n".join([*lines, "", note, ""])
 
@@ -124,21 +121,16 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--triton", choices=TRITONS, action="append")
     parser.add_argument("--architecture", type=int, choices=ARCHITECTURES)
-    parser.add_argument("--essential", action="store_true")
     arguments = parser.parse_args()
     if arguments.triton != [triton.__version__]:
         for version in arguments.triton or TRITONS:
             _with(version)
         return 1 if _report() else 0
-    planned = essential_variants() if arguments.essential else all_variants()
     rows = fresh(known_rows(), all_variants())
     save(rows)
     done = {key(row) for row in rows}
-    wanted = [v for v in planned if arguments.architecture in (None, v.architecture) and _key(v) not in done]
+    wanted = [v for v in all_variants() if arguments.architecture in (None, v.architecture) and _key(v) not in done]
     print(f"Triton {triton.__version__}: {len(wanted)} rows are to be compiled", flush=True)
-    # What an interrupted run has is worth most in this order: the essential ones, decode, the ends' architectures.
-    first, ends = {variant.key for variant in essential_variants()}, (ARCHITECTURES[0], ARCHITECTURES[-1])
-    wanted.sort(key=lambda v: (v.key not in first, v.kernel.startswith("grouped"), v.architecture not in ends))
     with ProcessPoolExecutor(arguments.jobs) as pool:
         for row in pool.map(compile_row, wanted):
             rows.append(row)

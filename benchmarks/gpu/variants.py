@@ -1,14 +1,10 @@
 """Every variant that is compiled ahead of time: what the launches would compile, noted instead of launched.
 
-All combinations of tiers, tiles, dtype, bias, activation, group size and way of launching would take days. Planned are
-
-- on every architecture every width by itself, the mixes 4/2 and 16/4, each kind of published floats and points of a
-  lattice, in decode and grouped on the largest tile; in decode these as the device's own steps launch them (fetching,
-  weighted, with indices of 32 bits), and many options at once; the weighted sum, rotations, what places experts,
-  decides a step, and fetches ahead;
-- on the oldest and the newest one also every other mix that a runtime can have, grouped on every tile, and each option
-  by itself: in decode at 4 bits, grouped at 4/2, and what checkpoints of other tools have at 4/2 and 8/4: float16 and
-  zeros in steps, without and with an order of columns.
+All combinations of tiers, tiles, dtype, bias, activation, group size and way of launching would take days; tests launch
+them in the interpreter. Compiled are, on the H100's architecture, every width by itself, the mixes 4/2 and 16/4, each
+kind of published floats and points of a lattice, in decode and grouped on the largest tile; in decode these as the
+device's own steps launch them, too (fetching, weighted, with indices of 32 bits), which the oldest and the newest
+architecture have as well; the weighted sum, rotations, and what places experts, decides a step, and fetches ahead.
 
 Codes of 4/2 and 8/4 are two sections, as they are stored.
 """
@@ -19,14 +15,13 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vllm_dymoe.kernels import Activation, Curve
+from vllm_dymoe.kernels import Activation
 from vllm_dymoe.kernels.combine import Pairs
 from vllm_dymoe.kernels.triton import (
     ExpertShape,
@@ -55,11 +50,10 @@ from vllm_dymoe.residency.decode_ahead import Copies
 from vllm_dymoe.residency.table import Table
 from vllm_dymoe.residency.wide_rule import WideShape, WideWork
 
-ARCHITECTURES = (80, 86, 89, 90, 100, 120)
-BITS = (16, 8, 4, 2)
-MIXES = [(bits,) for bits in BITS] + list(combinations(BITS, 2))
-SMALL, LARGE = (2048, 768), (4096, 14336)
-"""Hidden and intermediate size of Qwen3-30B-A3B and of Mixtral-8x7B: both ends of the table of tiles."""
+ARCHITECTURES, MAIN = (80, 90, 120), 90
+MIXES = ((16,), (8,), (4,), (2,), (16, 4), (4, 2))
+SIZES, DTYPE = (2048, 768), torch.bfloat16
+"""Hidden and intermediate size of Qwen3-30B-A3B."""
 
 _TYPES = {
     torch.bfloat16: "*bf16",
@@ -135,64 +129,20 @@ class Variant:
 class Case:
     """Experts and a way of launching them."""
 
-    note: str = ""
-    sizes: tuple[int, int] = SMALL
-    bits: tuple[int, ...] = (4, 2)
-    dtype: torch.dtype = torch.bfloat16
-    bias: bool = False
-    group: int = 64
-    activation: Activation = Activation.SILU
-    fetch: bool = False
-    weighted: bool = False  # whether decode sums a token's experts
-    index: torch.dtype = torch.int64  # dtype of rows and pairs
-    steps: tuple[int, ...] = ()  # bit-widths whose zeros count steps
-    ordered: tuple[int, ...] = ()  # bit-widths whose columns have an order
+    bits: tuple[int, ...]  # tags of their codes
+    device: bool = False  # as `DecodeStep.run` launches: misses are fetched on the way, and experts weighted
 
     @property
     def shape(self) -> ExpertShape:
         """As launches want it."""
-        flags = frozenset(self.steps), frozenset(self.ordered)
-        nested = {(8, 4): 8, (4, 2): 4, _POINTS: 4}.get(self.bits, 0)
-        return ExpertShape(
-            *self.sizes, self.group, self.dtype, self.bias, *flags, self.activation.has_gate, nested=nested
-        )
+        return ExpertShape(*SIZES, 64, DTYPE, nested={(8, 4): 8, (4, 2): 4, _POINTS: 4}.get(self.bits, 0))
 
 
-_ODD = {"sizes": (2000, 700), "dtype": torch.float16, "bias": True, "activation": Activation.SWIGLU_OAI}
-_BOTH_CLASSES = (
-    Case("fp16", dtype=torch.float16),
-    Case("bias", bias=True),
-    Case("group 32", group=32),
-    Case("group 128", group=128),
-    Case("off tile", sizes=(2000, 700)),
-    Case("large", sizes=LARGE),
-    Case("zeros in steps", steps=(4,)),
-    Case("ordered", ordered=(4,)),
-)
-_GATE = (
-    Case("gelu", activation=Activation.GELU),
-    Case("gelu_tanh", activation=Activation.GELU_TANH),
-    Case("swiglu_oai", activation=Activation.SWIGLU_OAI),
-    Case("swiglu_step", activation=Activation(Curve.SWIGLU_STEP, limit=7.0)),
-    Case("situ", activation=Activation(Curve.SITU, beta=4.0, limit=25.0)),
-    Case("no gate", activation=Activation(Curve.RELU2, has_gate=False)),
-)
-_AT_ONCE = tuple(Case("fp16, bias, swiglu_oai, off tile", bits=bits, **_ODD) for bits in ((16, 8), (4, 2)))
-# As checkpoints of other tools are: float16, and a low tier inside theirs.
-_INTEGERS = tuple(
-    Case(note, bits=bits, dtype=torch.float16, steps=bits, ordered=ordered)
-    for bits in ((4, 2), (8, 4))
-    for note, ordered in (("fp16, zeros in steps", ()), ("fp16, zeros in steps, ordered", bits))
-)
 _POINTS = E8_NESTED.tag, E8.tag
 # Published floats, and points of a lattice.
-_OTHERS = (*(Case(bits=(book.tag,)) for book in CODEBOOKS.values()), Case(bits=(E8.tag,)), Case(bits=_POINTS))
-# As `DecodeStep.run` launches: misses are fetched on the way, experts weighted, indices the device's own.
-_DEVICE = tuple(
-    replace(case, note=", ".join(filter(None, ("device", case.note))), fetch=True, weighted=True, index=torch.int32)
-    for case in (*(Case(bits=bits) for bits in ((16,), (8,), (4,), (2,), (4, 2), (8, 4))), *_OTHERS)
-)
-_DEVICE_AT_ONCE = tuple(replace(_DEVICE[0], note=f"device, {case.note}", bits=case.bits, **_ODD) for case in _AT_ONCE)
+_OTHERS = (*(Case((book.tag,)) for book in CODEBOOKS.values()), Case((E8.tag,)), Case(_POINTS))
+_DEVICE = tuple(replace(case, device=True) for case in (
+    *map(Case, ((16,), (8,), (4,), (2,), (4, 2), (8, 4))), *_OTHERS))  # fmt: skip
 # Hidden size, top_k, dtype, and whether pairs can be absent: DeepSeek-V3's, gpt-oss's, and an odd one of 22.
 _SUMS = ((7168, 8, torch.bfloat16, False), (2880, 4, torch.float16, True), (1001, 22, torch.bfloat16, True))
 # Experts and top_k: gpt-oss-20b's, Qwen3-30B-A3B's, and the most there are.
@@ -207,60 +157,41 @@ _LAUNCHES = {
 
 
 def all_variants() -> Iterator[Variant]:
-    """Every variant of every architecture."""
+    """Everything on one architecture, and on both ends' what the device decides."""
     for architecture in ARCHITECTURES:
-        yield from variants(architecture)
-
-
-def essential_variants() -> Iterator[Variant]:
-    """Those that every change of a kernel compiles: on the H100's architecture every kernel, and every kind of experts
-    with no option, grouped on the largest tile; on both ends' what the device decides."""
-    for variant in variants(90):
-        if variant.kernel not in _LAUNCHES or variant.note in ("", "m 128", "device"):
-            yield variant
-    for architecture in (ARCHITECTURES[0], ARCHITECTURES[-1]):
-        yield from (variant for variant in variants(architecture) if variant.note == "device")
+        yield from (found for found in variants(architecture) if architecture == MAIN or found.note == "device")
 
 
 def variants(architecture: int) -> Iterator[Variant]:
     """Those of one architecture."""
-    every = architecture in (ARCHITECTURES[0], ARCHITECTURES[-1])
-    mixes = [Case(bits=bits) for bits in MIXES if every or len(bits) == 1 or bits in ((4, 2), (16, 4))]
-    options = _BOTH_CLASSES if every else ()
-    alone, together = [replace(case, bits=(4,)) for case in options], _INTEGERS if every else ()
-    for case in [*mixes, *alone, *together, *_OTHERS, *_DEVICE, *_DEVICE_AT_ONCE]:
+    mixes = [Case(bits) for bits in MIXES]
+    for case in (*mixes, *_OTHERS, *_DEVICE):
         yield from (_experts(architecture, kernel, case) for kernel in ("gate_up", "down"))
-    for case in mixes:
-        tiles = range(len(choose_tiles(architecture, *case.sizes).grouped_down)) if every else (-1,)
-        yield from (_experts(architecture, kernel, case, number) for number in tiles for kernel in _GROUPED)
-    for case in [*options, *together, *_AT_ONCE, *_OTHERS]:
+    for case in (*mixes, *_OTHERS):
         yield from (_experts(architecture, kernel, case) for kernel in _GROUPED)
-    for case in _GATE if every else ():
-        yield _experts(architecture, "gate_up", replace(case, bits=(4,)))
-        yield _experts(architecture, "grouped_gate_up", case)
     yield from _others(architecture)
 
 
-def _experts(architecture: int, kernel: str, case: Case, number: int = -1) -> Variant:
+def _experts(architecture: int, kernel: str, case: Case) -> Variant:
     """One token of one expert, at no address, with indices as the runtime has them."""
-    grouped, tile = kernel in _GROUPED, getattr(choose_tiles(architecture, *case.sizes), kernel)
-    tile = tile[number] if grouped else tile
+    grouped, tile = kernel in _GROUPED, getattr(choose_tiles(architecture, *SIZES), kernel)
+    tile = tile[-1] if grouped else tile
     addresses, bits = torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int32)
-    fetched = addresses if case.fetch else None
+    fetched = addresses if case.device else None
     fine = (addresses, fetched) if case.shape.nested else (None, None)
     table = ExpertTable(case.shape, frozenset(case.bits), addresses, bits, fetched, *fine)
-    index = torch.zeros(1, dtype=case.index)
-    x, states = (torch.empty(1, size, dtype=case.dtype) for size in case.sizes)
+    index = torch.zeros(1, dtype=torch.int32 if case.device else torch.int64)
+    x, states = (torch.empty(1, size, dtype=DTYPE) for size in SIZES)
     gate = kernel.endswith("gate_up")
     arguments: list[Any] = [*((x, states) if gate else (states, x)), table, WorkList(bits, index, index)]
-    arguments += [case.activation, tile] if gate else [tile]
+    arguments += [Activation.SILU, tile] if gate else [tile]
     if not grouped:
         arguments.append(Scratch(torch.empty(1 << 20), torch.empty(1 << 10, dtype=torch.int32)))
-    if kernel == "down" and case.weighted:
+    if kernel == "down" and case.device:
         arguments.append(Weighting(torch.empty(1, 8), torch.empty(1, 8, dtype=torch.int32)))
-    notes = case.note, f"m {tile.block_m}" if grouped else ""
-    shape, tiers = "x".join(map(str, case.sizes)), "/".join(WHOLE[tag].name for tag in case.bits)
-    return _noted((architecture, kernel, shape, tiers, ", ".join(filter(None, notes))), _LAUNCHES[kernel], *arguments)
+    note = f"m {tile.block_m}" if grouped else "device" if case.device else ""
+    shape, tiers = "x".join(map(str, SIZES)), "/".join(WHOLE[tag].name for tag in case.bits)
+    return _noted((architecture, kernel, shape, tiers, note), _LAUNCHES[kernel], *arguments)
 
 
 def _others(architecture: int) -> Iterator[Variant]:
@@ -324,13 +255,13 @@ def _wide(architecture: int, experts: int, top_k: int, nested: bool) -> Iterator
 
 def _doorbell(architecture: int) -> Iterator[Variant]:
     """What a step launches around its products where the host computes misses."""
-    shape, decision = doorbell.RingShape(2, 16, 8, 128, SMALL[0], torch.bfloat16), Decision.allocate(16, 8, 128, "cpu")
-    x, ids, turn = torch.empty(16, SMALL[0]).bfloat16(), torch.zeros(16, 8).int(), torch.zeros(3).long()
-    rows, door = x.new_empty(128, SMALL[0]), doorbell.Door(shape, turn, ids.flatten())
+    shape, decision = doorbell.RingShape(2, 16, 8, 128, SIZES[0], torch.bfloat16), Decision.allocate(16, 8, 128, "cpu")
+    x, ids, turn = torch.empty(16, SIZES[0]).bfloat16(), torch.zeros(16, 8).int(), torch.zeros(3).long()
+    rows, door = x.new_empty(128, SIZES[0]), doorbell.Door(shape, turn, ids.flatten())
     posted = door, 0, x, ids, ids[0, :1], decision.tensors
-    yield _noted((architecture, "post", str(SMALL[0]), "", ""), doorbell.post, *posted)
+    yield _noted((architecture, "post", str(SIZES[0]), "", ""), doorbell.post, *posted)
     yield _noted((architecture, "wait", "", "", ""), doorbell.wait, turn)
-    yield _noted((architecture, "collect", str(SMALL[0]), "", ""), doorbell.take, door, rows, ids)
+    yield _noted((architecture, "collect", str(SIZES[0]), "", ""), doorbell.take, door, rows, ids)
 
 
 def _noted(key: tuple[int, str, str, str, str], launch: Callable[..., None], *arguments: Any) -> Variant:

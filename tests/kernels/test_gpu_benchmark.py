@@ -10,7 +10,6 @@ import torch
 
 from tests.kernels.on_the_host import OnTheHost
 from tests.support.benchmarks import modules_of
-from vllm_dymoe.kernels import Curve
 from vllm_dymoe.kernels.triton.tiles import TABLE as TILES
 from vllm_dymoe.kernels.triton.tiles import choose_tiles
 
@@ -94,9 +93,8 @@ def test_the_table_of_the_compiler_is_up_to_date(compile_table, variants):
     keys = [compile_table.key(row) for row in rows]
     assert len(set(keys)) == len(keys)
     assert [sentence for row in rows for sentence in compile_table.problems(row)] == []
-    essential = [variant.key for variant in variants.essential_variants()]
-    missing = {(triton, *key) for triton in compile_table.TRITONS for key in essential} - set(keys)
-    assert not missing, "kernels have changed: make kernels-table, or compile_table.py --essential"
+    planned = [variant.key for variant in variants.all_variants()]
+    assert {(triton, *key) for triton in compile_table.TRITONS for key in planned} == set(keys), "make kernels-table"
     text = compile_table.README.read_text()
     assert compile_table.markdown(rows) == text.split("<!-- compiled:begin -->\n")[1].split("<!-- compiled:end -->")[0]
 
@@ -124,41 +122,15 @@ def test_a_row_of_another_source_or_tile_is_stale(compile_table, variants, monke
     assert {row["kernel"] for row in kept} == {"grouped_gate_up", "grouped_down"} | others
 
 
-def test_the_plan_has_every_option_on_both_ends_of_the_architectures(variants):
-    """What the launches compile in, in the table's plan: nothing is left out by a slip."""
-    for architecture in variants.ARCHITECTURES[:: len(variants.ARCHITECTURES) - 1]:
-        planned = list(variants.variants(architecture))
-        assert len({variant.key for variant in planned}) == len(planned)
-        for kernel in ("gate_up", "down", "grouped_gate_up", "grouped_down"):
-            mine = [variant for variant in planned if variant.kernel == kernel]
-            assert {v.types["hidden" if "gate" in kernel else "out"] for v in mine} == {"*bf16", "*fp16"}
-            wanted = {"BIAS": {False, True}, "GROUP": {32, 64, 128}, "NESTED": {0, 4, 8}}
-            wanted |= {"TIERS": {16, 8, 4, 2, 6, 12, 20, 24, 32, 64, 128, 256, 768, 18, 10}}
-            # At 4 bits alone, and of both readings of a nested code.
-            wanted |= {"STEPS": {0, 4, 6, 12}, "ORDERED": {0, 4, 6, 12}}
-            if kernel in ("gate_up", "down"):
-                wanted |= {"FETCH": {False, True}, "WARPS": {4, 8}}
-            if "gate" in kernel:
-                curves = {variant.constants["ACTIVATION"][0] for variant in mine}
-                assert curves == set(range(len(Curve))), (architecture, kernel)
-                assert {variant.constants["ACTIVATION"][-1] for variant in mine} == {False, True}
-            if kernel == "down":
-                wanted |= {"WEIGHTED": {False, True}}
-            if "grouped" in kernel:
-                wanted |= {"BLOCK_M": {16, 64, 128}, "BLOCK_K": {32, 64}}
-            for name, values in wanted.items():
-                assert {variant.constants[name] for variant in mine} == values, (architecture, kernel, name)
-
-
 def test_problems_are_found(compile_table):
     good = {
-        "triton": "3.8.0", "architecture": 86, "kernel": "down", "shape": "64x64", "tiers": "4", "note": "",
+        "triton": "3.8.0", "architecture": 120, "kernel": "down", "shape": "64x64", "tiers": "4", "note": "",
         "registers": 1, "spill_bytes": 0, "shared_bytes": 99 * 1024, "tensor_cores": "", "barriers_in_loops": 0,
         "instructions": 1,
     }  # fmt: skip
     assert compile_table.problems(good) == []
     assert "spills 8 bytes" in compile_table.problems(good | {"spill_bytes": 8})[0]
-    compared = good | {"architecture": compile_table.FLOW_ON, "note": "device", "flow": "a a a a"}
+    compared = good | {"architecture": compile_table.MAIN, "note": "device", "flow": "a a a a"}
     assert compile_table.problems(compared) == []
     assert "where it fetches" in compile_table.problems(compared | {"flow": "b b a a"})[0]
     assert "beside another" in compile_table.problems(compared | {"flow": "a b a b"})[0]

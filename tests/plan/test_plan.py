@@ -12,7 +12,7 @@ from tests.cli.checkpoints import command, refused
 from vllm_dymoe.config import ConfigError, ExpertBudget
 from vllm_dymoe.observe.synthetic import synthetic_trace
 from vllm_dymoe.plan.choice import GOOD_ENOUGH, Serving, choices, predict, recommended, room_for_experts, shown
-from vllm_dymoe.plan.device import Device, find_device, measured_device, parse_rate
+from vllm_dymoe.plan.device import Device, find_device, parse_rate
 from vllm_dymoe.plan.model import is_moe, shape_of
 from vllm_dymoe.plan.replay import Routings, made_up, replay
 from vllm_dymoe.residency.identity import ModelIdentity
@@ -234,23 +234,3 @@ def test_what_cannot_be_planned_is_a_sentence(folder):
     assert "--gpu rtx4090" in refused("plan", folder)
     assert "best" in refused("plan", folder, "--gpu", "rtx4090", "--system", "best")
     assert "device memory" in refused("plan", folder, "--gpu", "rtx4090", "--max-num-seqs", 10**6)
-
-
-def test_a_run_says_what_steps_and_misses_cost(skewed):
-    def row(label, options, tpot):
-        return {
-            "kind": "speed", "label": label, "options": options, "budget": "25%", "batch": 1,
-            "measured": {"tpot_ms": {"mean": 1e3 * tpot}, "ttft_ms": {"median": 100.0}, "prompt_tokens": [32]},
-        }  # fmt: skip
-
-    machine = {"kind": "machine", "memory_bytes_per_second": 1e10, "link_bytes_per_second": 2e10}
-    loading = row("od", {"system": "on-demand"}, 0.010 + 0.020 + 0.008)
-    loading["measured"] |= {"decode_steps": 10, "decode": {"misses": 800, "bytes_moved": {"demand": 4e9, "ahead": 0}}}
-    of_no_full_load = loading | {"batch": 2}
-    device = measured_device([machine, row("full load, 4 bits", {}, 0.010), loading, of_no_full_load], "run")
-    assert device.miss == pytest.approx(0.008 / 80)
-    alone = {"system_options": {"look_ahead": 0}}  # nothing travels while a layer computes
-    found, bare = (predicted(alone, "25%", skewed, device=one) for one in (device, replace(device, miss=0.0)))
-    misses = (1 - found.hit_rate) * QWEN.top_k * QWEN.moe_layers
-    assert found.tpot - bare.tpot == pytest.approx(1e-4 * misses)
-    assert predicted(alone, "100%", skewed, device=device).tpot >= 0.010

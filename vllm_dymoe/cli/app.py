@@ -273,7 +273,7 @@ def bench(
 @app.command()
 def plan(
     model: Annotated[str, typer.Argument(help="Folder with a config.json, or a model of the Hugging Face hub.")],
-    gpu: Annotated[str | None, typer.Option(help="A GPU's name, or a folder that `vllm-dymoe bench` wrote.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="A GPU's name.")] = None,
     link: Annotated[str | None, typer.Option(help="Rate of the link: 25GB/s; else that of the data sheet.")] = None,
     trace: Annotated[Path | None, typer.Option(help="What routers chose; else a stated skew.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Requests that decode at once.")] = 1,
@@ -303,7 +303,7 @@ def plan(
     from vllm_dymoe.plan.ranks import Ranks
 
     if gpu is None:
-        raise ConfigError("say for which device: --gpu rtx4090, or a folder of measured rows.")
+        raise ConfigError("say for which device: --gpu rtx4090.")
     serving = Serving(max_model_len, max_num_seqs, gpu_memory_utilization=gpu_memory_utilization)
     ranks = Ranks(tp, dp, pp, ep, nodes, cards_per_switch, parse_rate(network) if network else 0.0)
     planning.run(model, gpu, link, trace, batch, prompt, serving, system or (), disk, host_memory, misses, ranks)

@@ -10,7 +10,6 @@ from pydantic import ByteSize, TypeAdapter
 from rich.console import Console
 from rich.table import Table
 
-from vllm_dymoe.bench.systems import make_known
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.plan.choice import CANDIDATES, GOOD_ENOUGH, Choice, Serving, choices, recommended, shown
@@ -34,8 +33,6 @@ def run(
     planned = {candidate["system"] for candidate in CANDIDATES}
     if unknown := set(systems) - planned:
         raise ConfigError(f"{', '.join(sorted(unknown))}: a plan has the systems {', '.join(sorted(planned))}.")
-    if Path(gpu).is_dir():
-        make_known()  # its rows may be of systems that only bench has
     ranks.check()
     whole, card = read_shape(model), find_device(gpu, link)
     shape, device = ranks.shape(whole), ranks.device(card)

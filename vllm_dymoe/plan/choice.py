@@ -1,6 +1,6 @@
 """Options and a budget on a device: how fast they are, and which of them to take.
 
-With every expert resident a step takes what was measured so, or
+With every expert resident a step takes
 
     t = (bytes of weights / bandwidth of memory) + layers * (time of a layer beside its products)
 
@@ -118,11 +118,9 @@ def predict(
         layer_read = sum(far.missing[tier] * nbytes for tier, nbytes in slot_bytes.items())
     alone = system.residency.on_device and options.decisions != "host" and beside is None
     deciding = device.in_a_graph() if alone else device
-    step = device.step.get((options.hi, routings.batch))
-    if step is None:
-        bits = {tier: tier_bits(options, tier) for tier in demand.active}
-        weights = sum(count * formats[bits[tier]].whole_nbytes for tier, count in demand.active.items() if bits[tier])
-        step = (shape.token_weights * ITEM + layers * weights) / device.bandwidth + layers * deciding.layer_seconds
+    bits = {tier: tier_bits(options, tier) for tier in demand.active}
+    weights = sum(count * formats[bits[tier]].whole_nbytes for tier, count in demand.active.items() if bits[tier])
+    step = (shape.token_weights * ITEM + layers * weights) / device.bandwidth + layers * deciding.layer_seconds
     right, waiting = _foresight(system, routings), layer_moved / device.link if shared is None else demand.shared
     if alone and device.decides and system.foresight is not None:
         in_graph = system.foresight.projections_in_graph if routings.batch <= DECODE_ROWS else 0
@@ -137,7 +135,7 @@ def predict(
     streamed = _streamed(slots, slot_bytes, wanted, active, shape, 0)
     read = 0.0 if beside is None else _streamed(slots, slot_bytes, wanted, active, shape, beside)
     blob = formats[options.hi].whole_nbytes
-    computing = _prompt_seconds(options.hi, blob, active, shape, deciding, routings.batch, prompt / chunks)
+    computing = _prompt_seconds(blob, active, shape, deciding, prompt / chunks)
     tiers = f"{options.hi}/{options.lo}" if options.system == "dymoe" else f"{options.hi}"
     return Choice(
         given, limit, part, tiers,
@@ -192,11 +190,7 @@ def _foresight(system: System, routings: Routings) -> float:
     return _NEXT_GATE if routings.next_gate is None else routings.next_gate
 
 
-def _prompt_seconds(
-    bits: int, blob: int, active: float, shape: ModelShape, device: Device, batch: int, prompt: float
-) -> float:
-    if (bits, batch) in device.prompt:
-        return device.prompt[bits, batch] * prompt
+def _prompt_seconds(blob: int, active: float, shape: ModelShape, device: Device, prompt: float) -> float:
     weights = shape.token_weights + shape.moe_layers * shape.top_k * 3 * shape.hidden * shape.intermediate
     reading = (shape.token_weights * ITEM + shape.moe_layers * active * blob) / device.bandwidth
     launching, deciding = shape.moe_layers * device.launch_seconds, shape.moe_layers * device.layer_seconds

@@ -1,15 +1,10 @@
-"""A device as the roofline sees it: from its data sheet, or from what ``vllm-dymoe bench`` measured on it."""
+"""A device as the roofline sees it, from its data sheet."""
 
 import re
-import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
-from vllm_dymoe.bench.rows import Row, is_full_load, read_rows
-from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.config import ConfigError
 from vllm_dymoe.plan.model import ModelShape
-from vllm_dymoe.systems import make_system
 
 _PCIE4, _PCIE5 = 31.51e9, 63.02e9
 
@@ -54,10 +49,6 @@ class Device:
     link: float  # bytes per second from the host
     layer_seconds: float = _LAYER_SECONDS  # for each layer with experts, of the host that decides it
     launch_seconds: float = 0.0  # for each layer of a prompt, of the host beside the device that decides it
-    step: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    """Seconds of a decode step with every expert resident, by bit-width and batch, where that was measured."""
-    prompt: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    """Seconds for each token of a prompt, likewise."""
     miss: float = 0.0  # seconds of the host for each miss, beside the time of its bytes
     decides: bool = False  # decode steps are graphs, and nothing of a prompt waits for the host
     host_memory: int | None = None  # bytes for experts; None for as many as there are
@@ -72,53 +63,15 @@ class Device:
 
 
 def find_device(name: str, link: str | None) -> Device:
-    """By the name of a GPU in any spelling, or by a folder of ``vllm-dymoe bench``; ConfigError if it is unknown."""
-    rows = Path(name) / "rows.jsonl"
-    if (key := _key(name)) in _SHEETS:
-        memory, bandwidth, compute, sheet = _SHEETS[key]
-        device = Device(
-            name, int(memory * 2**30), bandwidth * _MEMORY_SHARE, compute * _COMPUTE_SHARE, sheet * _LINK_SHARE,
-            miss=_MISS_SECONDS, decides=True,
-        )  # fmt: skip
-    elif rows.is_file():
-        device = measured_device(read_rows(rows), name)
-    else:
-        raise ConfigError(
-            f"{name} is neither a GPU that is known ({', '.join(_SHEETS)}) nor a folder that `vllm-dymoe bench` wrote."
-        )
-    return device if link is None else replace(device, link=parse_rate(link))
-
-
-def measured_device(rows: Sequence[Row], name: str) -> Device:
-    """What a run says of full load, which it must have or this is a ConfigError, and of misses on demand."""
-    machine = next((row for row in rows if row["kind"] == "machine"), None)
-    step, prompt = dict[tuple[int, int], float](), dict[tuple[int, int], float]()
-    for row in filter(is_full_load, rows):
-        measured, at = row["measured"], (Options.model_validate(row["options"]).hi, row["batch"])
-        step[at] = measured["tpot_ms"]["mean"] / 1e3
-        prompt[at] = measured["ttft_ms"]["median"] / 1e3 / row["batch"] / statistics.fmean(measured["prompt_tokens"])
-    if machine is None or not step:
-        raise ConfigError(f"{name} has no row of full load; let `vllm-dymoe bench` finish first.")
-    link = machine["link_bytes_per_second"]
-    misses = [seconds for row in rows if (seconds := _miss_seconds(row, step, link)) is not None]
+    """By the name of a GPU in any spelling, with a link of its own rate or of its data sheet's; ConfigError if it is
+    unknown."""
+    if (key := _key(name)) not in _SHEETS:
+        raise ConfigError(f"{name} is no GPU that is known: {', '.join(_SHEETS)}.")
+    memory, bandwidth, compute, sheet = _SHEETS[key]
     return Device(
-        name, machine.get("memory_bytes", 0), machine["memory_bytes_per_second"], float("inf"), link,
-        step=step, prompt=prompt, miss=max(0.0, statistics.fmean(misses or [0.0])),
+        name, int(memory * 2**30), bandwidth * _MEMORY_SHARE, compute * _COMPUTE_SHARE,
+        sheet * _LINK_SHARE if link is None else parse_rate(link), miss=_MISS_SECONDS, decides=True,
     )  # fmt: skip
-
-
-def _miss_seconds(row: Row, step: Mapping[tuple[int, int], float], link: float) -> float | None:
-    """What is left for each miss of a step on demand, without its computation and the time of its bytes."""
-    if row["kind"] != "speed" or row["options"] is None:
-        return None
-    options = Options.model_validate(row["options"])
-    system, at = make_system(options), (options.hi, row["batch"])
-    if system.residency.keeps or system.foresight is not None or not system.residency.overlaps or at not in step:
-        return None
-    measured, rate = row["measured"], link if options.link_gbps is None else options.link_gbps * 1e9
-    decode, steps = measured["decode"], measured["decode_steps"]
-    moving = sum(decode["bytes_moved"].values()) / steps / rate
-    return float((measured["tpot_ms"]["mean"] / 1e3 - step[at] - moving) * steps / decode["misses"])
 
 
 def emulated_rate(gpu: str, shape: ModelShape, bits: int, layer_seconds: float) -> float:

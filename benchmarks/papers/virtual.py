@@ -37,9 +37,8 @@ from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.store import disk
 from vllm_dymoe.systems import make_system
 from vllm_dymoe.transfer import engine, mover, queue
+from vllm_dymoe.transfer.delivery import CpuDelivery, EmulatedLink
 from vllm_dymoe.transfer.engine import TransferEngine
-from vllm_dymoe.transfer.host import CpuDelivery
-from vllm_dymoe.transfer.link import EmulatedLink
 
 MODEL = Path(__file__).resolve().parents[1] / "tiny_moe" / "model"
 _BANDWIDTH, _LINK = 936e9, 31.51e9  # RTX 3090 and PCIe 4 x16, bytes per second

@@ -17,8 +17,8 @@ from vllm_dymoe.runtime.memory import ExpertMemory
 from vllm_dymoe.store import StoreError
 from vllm_dymoe.transfer import TransferError
 from vllm_dymoe.transfer.cuda import StreamDelivery
+from vllm_dymoe.transfer.delivery import CpuDelivery
 from vllm_dymoe.transfer.engine import TransferEngine
-from vllm_dymoe.transfer.host import CpuDelivery
 
 LAYERS, EXPERTS = 3, 6
 STORES = [make_store(make_experts(layers=LAYERS, num_experts=EXPERTS, nested=nested)) for nested in (False, True)]

@@ -51,8 +51,8 @@ from vllm_dymoe.runtime.sizing import expert_worth, minimum_budget, plan_slots, 
 from vllm_dymoe.systems.dynaexq import DynaExq
 from vllm_dymoe.transfer import Reason
 from vllm_dymoe.transfer import make_engine as plain_engine
+from vllm_dymoe.transfer.delivery import CpuDelivery
 from vllm_dymoe.transfer.engine import TransferEngine
-from vllm_dymoe.transfer.host import CpuDelivery
 from vllm_dymoe.transfer.ticket import State
 
 AT_ONCE = {"window_s": 0, "window_uses": 1, "margin": 0, "alpha": 1.0, "link_share": 1.0}

@@ -102,7 +102,7 @@ def test_a_transfer_by_the_cores_that_compute_takes_turns_with_computation(memor
     """Copies by a core: all arrivals and the hits in one call. Waits for a disk: the first one when it arrives."""
     from_disk = itertools.count(step=blocks)
     usage = lambda who: SimpleNamespace(ru_inblock=next(from_disk))  # noqa: E731
-    monkeypatch.setattr("vllm_dymoe.transfer.host.resource.getrusage", usage)
+    monkeypatch.setattr("vllm_dymoe.transfer.delivery.resource.getrusage", usage)
     runtime = make_runtime(memory_store, lo=0)
     x, weights, ids = random_step(0, 40, memory_store.experts)
     for layer in (0, 1):  # what its reads were says which of the two this store is

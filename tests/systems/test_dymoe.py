@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_dymoe.config import Options
+from vllm_dymoe.residency.importance import importance
 from vllm_dymoe.residency.routing import PromptTokens, Routing
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.systems import SystemOptionError, make_system
 from vllm_dymoe.systems.dymoe import Dymoe
 from vllm_dymoe.systems.exact import Exact
-from vllm_dymoe.systems.importance import importance
 from vllm_dymoe.systems.schedule import Schedule
 
 LAYERS = 8

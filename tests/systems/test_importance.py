@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_dymoe.residency.constants import WEIGHT_UNIT
+from vllm_dymoe.residency.importance import Importance, attention_mass, importance, mark_heavy_hitters
 from vllm_dymoe.residency.routing import PromptTokens
-from vllm_dymoe.systems.importance import Importance, attention_mass, importance, mark_heavy_hitters
 
 
 def naive_mass(query, key, scale, window, reach=None):

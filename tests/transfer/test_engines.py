@@ -18,8 +18,8 @@ from vllm_dymoe.observe.timeline import Timeline
 from vllm_dymoe.residency.format import BlobKey
 from vllm_dymoe.transfer import Reason, make_engine
 from vllm_dymoe.transfer.cuda import CudaStreams, StreamDelivery
+from vllm_dymoe.transfer.delivery import CpuDelivery
 from vllm_dymoe.transfer.engine import TransferEngine
-from vllm_dymoe.transfer.host import CpuDelivery
 from vllm_dymoe.transfer.ticket import State
 
 CPU = torch.device("cpu")

@@ -10,8 +10,7 @@ from tests.small_model import make_experts, make_store
 from tests.support.patience import becomes
 from vllm_dymoe.residency.format import BlobKey
 from vllm_dymoe.transfer import Reason, make_engine
-from vllm_dymoe.transfer.host import CpuDelivery
-from vllm_dymoe.transfer.link import EmulatedLink
+from vllm_dymoe.transfer.delivery import CpuDelivery, EmulatedLink
 from vllm_dymoe.transfer.ticket import State, Ticket
 
 STORE = make_store(make_experts())

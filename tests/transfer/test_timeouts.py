@@ -16,8 +16,8 @@ from tests.support.patience import becomes, ended
 from tests.support.recorded_device import RecordedStore
 from vllm_dymoe.residency.format import EVERY_PROJECTION, BlobKey
 from vllm_dymoe.transfer import Reason, TransferError
+from vllm_dymoe.transfer.delivery import CpuDelivery
 from vllm_dymoe.transfer.engine import TransferEngine
-from vllm_dymoe.transfer.host import CpuDelivery
 from vllm_dymoe.transfer.ticket import State
 
 STORE = make_store(make_experts())

@@ -7,8 +7,8 @@ import torch
 
 from tests.systems.test_importance import heavy_hitters
 from tests.vllm_adapter.steps import scheduled
+from vllm_dymoe.residency.importance import attention_mass
 from vllm_dymoe.systems.dymoe import Dymoe
-from vllm_dymoe.systems.importance import attention_mass
 from vllm_dymoe.vllm_adapter import step as step_module
 from vllm_dymoe.vllm_adapter.step import WINDOW, PromptTap, RunningStep
 

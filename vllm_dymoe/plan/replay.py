@@ -4,14 +4,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from vllm_dymoe.observe.statistics import next_gate_accuracy, popularity
 from vllm_dymoe.observe.synthetic import synthetic_trace
 from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.residency.constants import Cost
-from vllm_dymoe.residency.decode_rule import sum_weights
 from vllm_dymoe.residency.identity import ModelIdentity
+from vllm_dymoe.residency.importance import importance
 from vllm_dymoe.residency.rule import HIGH, HIT, LOW, NOWHERE, THERE, Ints
 from vllm_dymoe.residency.table import CODES, Table, set_pools
 from vllm_dymoe.residency.tier import Tier
@@ -79,8 +80,8 @@ def made_up(header: ModelIdentity, batch: int) -> Routings:
 
 def _uses(experts: NDArray[np.int64], weights: NDArray[np.float32]) -> tuple[Ints, Ints, Ints]:
     """Distinct experts of a step [tokens, top_k], ascending, each one's sum of weights in 1 / WEIGHT_UNIT, and rows."""
-    uses, rows = np.unique(experts.astype(np.int64), return_counts=True)
-    return uses, sum_weights(int(uses[-1]) + 1, experts.ravel().astype(np.int64), weights.ravel())[uses], rows
+    _, decoded = importance(torch.from_numpy(experts), torch.from_numpy(weights), int(experts.max()) + 1)
+    return decoded.used, decoded.sums, np.unique(experts, return_counts=True)[1]
 
 
 def replay(

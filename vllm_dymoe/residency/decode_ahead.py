@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from vllm_dymoe.residency.constants import scratch_size
-from vllm_dymoe.residency.decode_rule import PROJECTIONS, bytes_ahead, choose_tiers, slot_address, sum_weights
+from vllm_dymoe.residency.decode_rule import PROJECTIONS, bytes_ahead, slot_address, tiers_of
+from vllm_dymoe.residency.importance import high_experts, importance
 from vllm_dymoe.residency.rule import HIGH, LOW
 from vllm_dymoe.residency.table import Counter, Table
 
@@ -52,24 +53,24 @@ def name_ahead_plain(table: Table, layer: int, ids: Tensor, scores: Tensor, rows
     staged = host.staged[half]
     staged.fill(0)
     host.staged_for[half] = layer
-    chosen = ids[:real].numpy().astype(np.int64).reshape(-1)
-    sums = sum_weights(host.experts, chosen, scores[:real].numpy().reshape(-1))
-    active = np.unique(chosen[chosen >= 0])
-    wanted, held = choose_tiers(host, layer, active, sums), host.tier[layer, active]
+    _, named = importance(ids[:real], scores[:real], host.experts)
+    active, sums, thresholds = named.used, named.sums, (host.threshold.copy(),) if host.threshold[1] >= 0 else ()
+    wanted = tiers_of(active, high_experts((named,), thresholds, host.critical[layer].__getitem__))
+    held = host.tier[layer, active]
     there = held >= wanted if host.reuse_high[0] else held == wanted
     missing = (~there & (host.bits[wanted] != 0)).nonzero()[0]
     counts = host.counters[layer]
     left, taken = int(host.most_ahead[0]), {LOW: 0, HIGH: 0}
-    for place in missing[np.argsort(-sums[active[missing]], kind="stable")].tolist():  # the most important first
+    for place in missing[np.argsort(-sums[missing], kind="stable")].tolist():  # the most important first
         expert, code = int(active[place]), int(wanted[place])
         first, number = host.ahead[code].tolist()
-        named = sum(taken.values())
-        if taken[code] == number or named == MOST_AHEAD or left <= 0:
+        listed = sum(taken.values())
+        if taken[code] == number or listed == MOST_AHEAD or left <= 0:
             continue
         slot, projections = first + half * number + taken[code], min(left, PROJECTIONS)
         nbytes = bytes_ahead(host, code, projections)
         staged[:, expert] = slot, code, projections
-        copies.spans[named] = torch.tensor(
+        copies.spans[listed] = torch.tensor(
             (int(host.source[layer, expert, code]), slot_address(host, code, slot), nbytes)
         )
         counts[[Counter.AHEAD, Counter.AHEAD_BYTES]] += 1, nbytes

@@ -1,16 +1,19 @@
 """A layer's step decided at once, with NumPy: the plain twin of ``kernels/triton/decide.py``, bit for bit. Around the
 rule are the choice of tiers (DyMoE 4.2 and 4.3), the slots, and the work list."""
 
+from collections.abc import Collection
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_dymoe.residency.constants import POSITIONS_AT_ONCE, WEIGHT_UNIT, Fate
+from vllm_dymoe.residency.constants import POSITIONS_AT_ONCE, Fate
 from vllm_dymoe.residency.decision import Decision
+from vllm_dymoe.residency.importance import high_experts, importance
+from vllm_dymoe.residency.routing import PromptTokens
 from vllm_dymoe.residency.rule import HIGH, HIT, LOW, PASS, THERE, Ints
 from vllm_dymoe.residency.table import Counter, Table
-from vllm_dymoe.residency.threshold import above, follow
 
 PROJECTIONS = 3
 
@@ -42,9 +45,7 @@ def decide_plain(
     chosen = ids[:real].numpy().astype(np.int64).reshape(-1)
     sizes = np.bincount(chosen[chosen >= 0], minlength=host.experts)
     active = sizes.nonzero()[0]
-    values = weights[:real].numpy().reshape(-1)
-    of_pairs = None if marks is None else marks[:real].repeat_interleave(top_k)
-    wanted = _choose(host, layer, active, chosen, values, of_pairs)
+    wanted = _choose(host, layer, active, ids[:real], weights[:real], None if marks is None else marks[:real])
     skipped = host.bits[wanted] == 0
     counted = {Counter.STEPS: 1, Counter.WANTED_HIGH: wanted == HIGH, Counter.WANTED_LOW: wanted == LOW}
     active, wanted = active[~skipped], wanted[~skipped]
@@ -83,62 +84,19 @@ def _empty(decision: Decision) -> None:
     decision.work[-1] = torch.tensor([-1, 0, len(decision.computed)])
 
 
-def sum_weights(experts: int, chosen: Ints, weights: NDArray[np.float32]) -> Ints:
-    """int64 [experts], the sum of each expert's weights in units of 1 / WEIGHT_UNIT: no order of additions decides."""
-    units = (weights * np.float32(WEIGHT_UNIT)).astype(np.int64)
-    sums = np.zeros(experts, np.int64)
-    np.add.at(sums, chosen[chosen >= 0], units[chosen >= 0])
-    return sums
-
-
-def choose_tiers(table: Table, layer: int, active: Ints, sums: Ints) -> NDArray[np.int8]:
-    """High for experts above the threshold; without one the most important, as many as are critical (Eq. 3 and 5).
-
-    Of equally important ones the first is.
-    """
-    if table.threshold[1] >= 0:
-        return np.where(above(table.threshold, sums[active]), HIGH, LOW).astype(np.int8)
-    wanted = np.full(len(active), LOW, np.int8)
-    wanted[np.argsort(-sums[active], kind="stable")[: table.critical[layer, len(active)]]] = HIGH
-    return wanted
-
-
 def _choose(
-    table: Table, layer: int, active: Ints, chosen: Ints, weights: NDArray[np.float32], marks: Tensor | None
+    table: Table, layer: int, active: Ints, ids: Tensor, weights: Tensor, marks: Tensor | None
 ) -> NDArray[np.int8]:
-    """The tier of each active expert; a threshold follows."""
-    if marks is not None:
-        return _choose_marked(table, layer, active, chosen, weights, marks.numpy())
-    wanted = choose_tiers(table, layer, active, sum_weights(table.experts, chosen, weights))
-    if table.threshold[1] >= 0:
-        follow(table.threshold, int((wanted == HIGH).sum()), len(active))
-    return wanted
+    """The tier of each active expert; thresholds follow."""
+    prompt = None if marks is None else PromptTokens(marks > 0, marks > 1, mixed=True)
+    thresholds = (table.prompt_threshold, table.threshold) if table.threshold[1] >= 0 else ()
+    phases = importance(ids, weights, table.experts, prompt)
+    return tiers_of(active, high_experts(phases, thresholds, table.critical[layer].__getitem__))
 
 
-def _choose_marked(
-    table: Table, layer: int, active: Ints, chosen: Ints, weights: NDArray[np.float32], marks: NDArray[np.int8]
-) -> NDArray[np.int8]:
-    """High for what tokens of prompts or others want high, each of them by their own measure (DyMoE 4.2).
-
-    Prompts go by the weights of heavy hitters, or, without a threshold, first by how many these are (Eq. 2).
-    """
-    parts = [np.where(those, chosen, -1) for those in (marks > 0, marks > 1, marks == 0)]
-    uses, hits, others = (np.bincount(part[part >= 0], minlength=table.experts) for part in parts)
-    of_heavy, of_others = (sum_weights(table.experts, part, weights) for part in parts[1:])
-    high = np.zeros(table.experts, bool)
-    if table.threshold[1] >= 0:
-        for threshold, used, sums in (
-            (table.prompt_threshold, uses.nonzero()[0], of_heavy),
-            (table.threshold, others.nonzero()[0], of_others),
-        ):
-            those = above(threshold, sums[used])
-            follow(threshold, int(those.sum()), len(used))
-            high[used[those]] = True
-    else:
-        for counts, used, sums in ((hits, uses.nonzero()[0], of_heavy), (0 * hits, others.nonzero()[0], of_others)):
-            order = np.lexsort((-sums[used], -counts[used]))
-            high[used[order[: table.critical[layer, len(used)]]]] = True
-    return np.where(high[active], HIGH, LOW).astype(np.int8)
+def tiers_of(active: Ints, high: Collection[int]) -> NDArray[np.int8]:
+    """HIGH for some of the active experts, LOW for the others."""
+    return np.where(np.isin(active, list(high)), HIGH, LOW).astype(np.int8)
 
 
 def slot_address(table: Table, code: int, slot: int) -> int:

@@ -8,20 +8,20 @@ a request that decodes its precision. Within a phase requests are one batch: the
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from vllm_dymoe.residency.importance import high_experts, importance
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.residency.rule import Ints
 from vllm_dymoe.residency.threshold import above, follow, threshold_for
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.systems.base import Precision, Residency
 from vllm_dymoe.systems.exact import Exact
-from vllm_dymoe.systems.importance import importance
 from vllm_dymoe.systems.schedule import Schedule
 
 
@@ -47,20 +47,13 @@ class CriticalHigh(Precision):
     def select(self, routing: Routing) -> Mapping[int, Tier]:
         if len(self.tiers) == 1:
             return dict.fromkeys(routing.active, *self.tiers)
-        high = self.critical(routing)
-        return {expert: Tier.HI if expert in high else Tier.LO for expert in routing.active}
-
-    def critical(self, routing: Routing) -> set[int]:
-        high, experts = set(), 1 + max(routing.active, default=0)
+        experts, critical = (
+            1 + max(routing.active, default=0),
+            partial(self._critical, routing.layer, routing.num_layers),
+        )
         phases = importance(routing.ids, routing.weights, experts, routing.prompt)
-        for number, phase in enumerate(phases):
-            if self.thresholds:
-                those = above(self.thresholds[number], phase.sums)
-                follow(self.thresholds[number], int(those.sum()), len(those))
-            else:
-                those = phase.first(self._critical(routing.layer, routing.num_layers, len(phase.used)))
-            high.update(phase.used[those].tolist())
-        return high
+        high = high_experts(phases, self.thresholds, critical)
+        return {expert: Tier.HI if expert in high else Tier.LO for expert in routing.active}
 
     def chooser(self, num_layers: int) -> Callable[[int, Ints], NDArray[np.bool_]]:
         """For replays of decode: which experts of a layer are high, by their sums, with a threshold of its own."""

@@ -6,6 +6,7 @@ import torch
 
 from vllm_dymoe.observe.timeline import Lane
 from vllm_dymoe.store import FileStore, HostStore
+from vllm_dymoe.transfer.delivery import CpuDelivery, EmulatedLink
 from vllm_dymoe.transfer.engine import TransferEngine
 from vllm_dymoe.transfer.level import HostLevel, join
 from vllm_dymoe.transfer.ticket import Reason, Ticket, TransferError, TransferStats
@@ -22,9 +23,6 @@ def make_engine(
     """The engine for ``device``, where the slots are; ValueError for an emulated link where there is a real one."""
     threads = store.depth if io_threads is None else io_threads
     if device.type == "cpu":
-        from vllm_dymoe.transfer.host import CpuDelivery
-        from vllm_dymoe.transfer.link import EmulatedLink
-
         if link_gbps is None:
             lane = Lane.DISK if isinstance(store, FileStore) else Lane.LINK
             return TransferEngine(CpuDelivery(store), threads, timeout=timeout, lane=lane)

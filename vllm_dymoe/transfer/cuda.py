@@ -13,7 +13,7 @@ import torch
 
 from vllm_dymoe.residency.format import BlobKey, Projection
 from vllm_dymoe.store import HostStore
-from vllm_dymoe.transfer.delivery import Delivery, Streams
+from vllm_dymoe.transfer.delivery import Delivery
 from vllm_dymoe.transfer.ticket import ALL, Reason, Ticket
 
 WORTH_A_COPY = 256 << 10
@@ -33,7 +33,8 @@ class _CopyEvent(torch.cuda.Event):
 
 
 class CudaStreams:
-    """CUDA streams: one for demand, one of lower priority for everything else."""
+    """Asynchronous copies, on a stream for demand and one of lower priority for everything else, and events that order
+    them with computation; where they are ``timed`` copies record when they begin and end."""
 
     def __init__(self, device: torch.device) -> None:
         self.timed = False
@@ -42,6 +43,7 @@ class CudaStreams:
         self._background = torch.cuda.Stream(device, priority=0)
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor, *, urgent: bool, after: Any) -> torch.cuda.Event:
+        """Enqueue a copy from page-locked memory behind ``after`` (an event or None); returns the event behind it."""
         stream = self._urgent if urgent else self._background
         if after is not None:
             stream.wait_event(after)
@@ -58,6 +60,7 @@ class CudaStreams:
         torch.cuda.current_stream(self._device).wait_event(event)
 
     def record_computation(self) -> torch.cuda.Event:
+        """The event behind all computation enqueued so far."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -69,6 +72,7 @@ class CudaStreams:
         return event.query()
 
     def begun(self, event: _CopyEvent) -> torch.cuda.Event | None:
+        """The event in front of the copy that ``event`` is behind; None if it was not timed."""
         return event.begun
 
 
@@ -76,12 +80,12 @@ class StreamDelivery(Delivery):
     """Copies by a copy engine: straight out of memory that is locked for it, all else through page-locked buffers,
     uint8 and as large as the largest blob each; as many transfers can be under way through them."""
 
-    streams: Streams
+    streams: CudaStreams
 
     def __init__(
         self,
         store: HostStore,
-        streams: Streams,
+        streams: CudaStreams,
         buffers: Sequence[torch.Tensor] = (),
         worth_a_copy: int = WORTH_A_COPY,  # bytes of a down projection from which on it gets a copy of its own
         concurrency: Any = threading,  # has Lock and Condition

@@ -1,49 +1,28 @@
-"""What a kind of device offers the transfer engine."""
+"""What a kind of device offers the transfer engine; here where the "device" is host memory, as it is or behind an
+emulated link."""
 
+import resource
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vllm_dymoe.residency.format import BlobKey
 from vllm_dymoe.store import HostStore
+from vllm_dymoe.store.disk import Pacer
 from vllm_dymoe.transfer.ticket import ALL, Ticket
 
+if TYPE_CHECKING:
+    from vllm_dymoe.transfer.cuda import CudaStreams
 
-class Streams(Protocol):
-    """Asynchronous copies of a device, and events that order them with computation."""
-
-    timed: bool  # copies record when they begin and end
-
-    def copy(self, source: torch.Tensor, destination: torch.Tensor, *, urgent: bool, after: Any) -> Any:
-        """Enqueue a copy from page-locked memory behind ``after`` (an event or None); returns the event behind it."""
-        ...
-
-    def computation_waits(self, event: Any) -> None:
-        """Enqueue, on the computing stream, a wait for ``event``."""
-        ...
-
-    def record_computation(self) -> Any:
-        """The event behind all computation enqueued so far."""
-        ...
-
-    def synchronize(self, event: Any) -> None:
-        """Block the host until ``event``."""
-        ...
-
-    def happened(self, event: Any) -> bool:
-        """Whether ``synchronize`` would not block."""
-        ...
-
-    def begun(self, event: Any) -> Any:
-        """The event in front of the copy that ``event`` is behind; None if it was not timed."""
-        ...
+_WEIGHT = 0.1  # of a new read in the running share; about the last ten matter
+_BLOCK_BYTES = 512  # the unit of getrusage
 
 
 class Delivery(ABC):
     """Moves bytes from a store into slots."""
 
-    streams: Streams | None = None
+    streams: "CudaStreams | None" = None
     """Of a device that copies asynchronously; None where the bytes are there when ``deliver`` returns."""
 
     def __init__(self, store: HostStore) -> None:
@@ -75,3 +54,52 @@ class Delivery(ABC):
         None if they were not recorded, or, without streams, if they are those of the call of ``deliver``.
         """
         return None
+
+
+class CpuDelivery(Delivery):
+    """Reads straight into the slot, whole blobs in demand: each read has a fixed cost, and computation waits for it."""
+
+    def __init__(self, store: HostStore) -> None:
+        super().__init__(store)
+        self._disk_share = 0.0
+
+    @property
+    def occupies_cores(self) -> bool:
+        """Whether reads are copies by a core (memory, page cache) rather than waits for a disk."""
+        return self.store.occupies_cores and self._disk_share < 0.5
+
+    def deliver(self, ticket: Ticket, projections: range, destination: torch.Tensor, *, wait: bool = True) -> None:
+        """Read; file reads release the interpreter lock."""
+        # What the kernel fetched for this thread from a disk. Times would tell less: a core that others use looks
+        # like a disk.
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_inblock
+        self.store.read_into(ticket.key, destination, projections, wait=wait)
+        blocks = resource.getrusage(resource.RUSAGE_THREAD).ru_inblock - before
+        share = min(1.0, blocks * _BLOCK_BYTES / destination.numel())
+        self._disk_share += _WEIGHT * (share - self._disk_share)
+
+
+class EmulatedLink(Delivery):
+    """What ``delivery`` moves, no sooner than over a link of a given rate, in wall-clock time.
+
+    On a CPU the way from the host store into a slot is a memory copy, far faster relative to computation than PCIe is
+    to a GPU's. This shows what a slower link does: as a copy engine it is one queue for all transfers, which runs
+    beside computation and takes no core but for the copy itself. So it sleeps until the last byte would arrive.
+    """
+
+    def __init__(self, delivery: Delivery, bytes_per_second: float) -> None:
+        super().__init__(delivery.store)
+        self._delivery, self._bytes_per_second, self._pacer = delivery, bytes_per_second, Pacer()
+        self._last = 0.0, 0.0  # when the last transfer began and ended
+
+    def demanded_at_once(self, key: BlobKey) -> int:
+        """One: an emulated transfer has no fixed cost."""
+        return 1
+
+    def deliver(self, ticket: Ticket, projections: range, destination: torch.Tensor, *, wait: bool = True) -> None:
+        self._delivery.deliver(ticket, projections, destination, wait=wait)
+        self._last = self._pacer.wait(destination.numel(), ticket.ready, self._bytes_per_second)
+
+    def moments(self, event: Any) -> tuple[Any, Any]:
+        """When the link was busy with the last transfer, which one thread served."""
+        return self._last

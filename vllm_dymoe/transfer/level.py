@@ -20,8 +20,8 @@ from vllm_dymoe.residency.format import EVERY_PROJECTION, BlobKey, ModelExperts
 from vllm_dymoe.store import FileStore, HostMemoryError, HostStore
 from vllm_dymoe.store.page_lock import CudaPageLock
 from vllm_dymoe.store.shared import SharedMemory
+from vllm_dymoe.transfer.delivery import CpuDelivery
 from vllm_dymoe.transfer.engine import TransferEngine
-from vllm_dymoe.transfer.host import CpuDelivery
 from vllm_dymoe.transfer.level_reads import LevelReads
 from vllm_dymoe.transfer.level_slots import Held, LevelCounts, LevelSlots
 from vllm_dymoe.transfer.ticket import Ticket, TransferStats

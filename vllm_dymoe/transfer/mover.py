@@ -5,15 +5,18 @@ has ended when its copy has.
 """
 
 import time
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from vllm_dymoe.observe.timeline import Lane, Timeline
 from vllm_dymoe.residency.format import Projection
-from vllm_dymoe.transfer.delivery import Delivery, Streams
+from vllm_dymoe.transfer.delivery import Delivery
 from vllm_dymoe.transfer.queue import TicketQueue
 from vllm_dymoe.transfer.ticket import ALL, Piece, Reason, Ticket
+
+if TYPE_CHECKING:
+    from vllm_dymoe.transfer.cuda import CudaStreams
 
 
 class Mover:
@@ -23,7 +26,7 @@ class Mover:
         self._lane = lane
         self.timeline: Timeline | None = None
         self._delivery = delivery
-        self._streams = cast(Streams, delivery.streams)  # used only with events, which it alone makes
+        self._streams = cast("CudaStreams", delivery.streams)  # used only with events, which it alone makes
         self._formats = delivery.store.experts.formats
         self._queue = queue
         self._last_demand: Any = None  # event behind the last demand copy

@@ -21,9 +21,9 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_dymoe.kernels import Activation
+from vllm_dymoe.residency.importance import attention_mass, mark_heavy_hitters
 from vllm_dymoe.residency.routing import Phase, PromptTokens
 from vllm_dymoe.systems import System
-from vllm_dymoe.systems.importance import attention_mass, mark_heavy_hitters
 
 _KEY, _MARKS = "vllm_dymoe.prompts", "vllm_dymoe.marks"
 WINDOW = 32  # last queries of a prompt that stand for all of them

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 from vllm_dymoe.residency.constants import WEIGHT_UNIT
 from vllm_dymoe.residency.routing import PromptTokens
 from vllm_dymoe.residency.rule import Ints
+from vllm_dymoe.residency.threshold import above, follow
 
 # Attention scores held at a time, in float32: 4 MiB.
 _SCORES_AT_ONCE = 1 << 20
@@ -49,6 +51,20 @@ def importance(
     phases = totals[:, 1:].cpu().numpy().reshape(2, 3, -1)
     prompts, others = (Importance(uses.nonzero()[0], hits[uses > 0], sums[uses > 0]) for uses, hits, sums in phases)
     return prompts, others
+
+
+def high_experts(phases: Sequence[Importance], thresholds: Sequence[Ints], critical: Callable[[int], int]) -> set[int]:
+    """The experts that tokens of some phase want high: those above the phase's threshold, which follows, or where there
+    are none as many of the most important ones as are ``critical`` of so many."""
+    high: set[int] = set()
+    for number, phase in enumerate(phases):
+        if thresholds:
+            those = above(thresholds[number], phase.sums)
+            follow(thresholds[number], int(those.sum()), len(those))
+        else:
+            those = phase.first(critical(len(phase.used)))
+        high.update(phase.used[those].tolist())
+    return high
 
 
 def mark_heavy_hitters(mass: Tensor, share: float, heavy: Tensor) -> None:

@@ -7,7 +7,6 @@ that each of these would be found.
 
 import contextlib
 import random
-import time
 from dataclasses import replace
 
 import pytest
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 from tests.runtime.schedules import EXPERTS, KINDS, LAYERS, Program, execute, expected
 from tests.support.deterministic_threads import DeterministicThreads
 from tests.support.happens_before import History
-from tests.support.recorded_device import RecordedStreams, RecordedThreads
+from tests.support.recorded_device import RecordedStreams
 from vllm_dymoe.residency.rule import HIT, PASS
 from vllm_dymoe.residency.slots import SlotPool
 from vllm_dymoe.residency.table import Table
@@ -31,7 +30,6 @@ from vllm_dymoe.transfer.mover import Mover
 from vllm_dymoe.transfer.queue import TicketQueue
 from vllm_dymoe.transfer.ticket import State
 
-steps = st.tuples(st.integers(0, 50), st.integers(0, LAYERS - 1), st.sampled_from((1, 1, 2, 9)))
 guesses = st.lists(st.tuples(st.integers(0, LAYERS - 1), st.integers(0, EXPERTS - 1)), max_size=4).map(tuple)
 programs = st.builds(
     Program,
@@ -63,29 +61,6 @@ def test_no_schedule_corrupts_a_slot(program, kind, seed, restless):
     """Nor disturbs a capture. After a read that fails or does not end nothing is captured: it is the end of a start."""
     history, program = History(), replace(program, faults={}) if program.captures else program
     check(program, execute(program, kind, DeterministicThreads(history, seed, restless), history), history)
-
-
-class RealThreads(RecordedThreads):
-    """Python's own threads, which stop for a moment now and then."""
-
-    def __init__(self, history, seed):
-        super().__init__(history)
-        self._random = random.Random(seed)
-
-    def pause(self):
-        if self._random.random() < 0.2:
-            time.sleep(self._random.random() * 1e-4)
-
-
-@settings(max_examples=30, deadline=None)
-@given(programs, st.sampled_from(KINDS), st.integers(0, 2**32))
-def test_no_schedule_corrupts_a_slot_on_real_threads(program, kind, seed):
-    """The same programs with Python's own locks; reads that do not end take real seconds and are left out."""
-    program = replace(
-        program, faults={read: "fail" for read, how in program.faults.items() if how == "fail"}, captures=False
-    )
-    history = History()
-    check(program, execute(program, kind, RealThreads(history, seed), history), history)
 
 
 def random_program(seed):

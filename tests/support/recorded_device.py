@@ -23,41 +23,6 @@ from vllm_dymoe.store import HostStore
 COMPUTATION = "computation"
 
 
-class RecordedThreads:
-    """Python's own threads, for the engine's ``concurrency``, with locks that tell a history what they order."""
-
-    Thread = threading.Thread
-    Condition = threading.Condition
-
-    def __init__(self, history: History) -> None:
-        self._history = history
-
-    def Lock(self) -> "_Lock":  # noqa: N802
-        return _Lock(self._history)
-
-
-class _Lock:
-    def __init__(self, history: History) -> None:
-        self._history, self._lock = history, threading.Lock()
-        self._point: Clock = {}
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        taken = self._lock.acquire(blocking, timeout)
-        if taken:
-            self._history.follow(threading.current_thread(), self._point)
-        return taken
-
-    def release(self) -> None:
-        self._point = self._history.now(threading.current_thread())
-        self._lock.release()
-
-    def __enter__(self) -> None:
-        self.acquire()
-
-    def __exit__(self, *_: Any) -> None:
-        self.release()
-
-
 class RecordedStore(HostStore):
     """A store in memory whose reads are writes of the thread that asks for them, with a pause before and after each,
     where other threads may run. A ``staged`` one lends nothing, so that copies go through buffers."""

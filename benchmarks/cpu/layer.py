@@ -1,12 +1,12 @@
 """How near one layer's experts on a CPU come to what the machine's memory and its multipliers allow.
 
 Qwen3-30B-A3B's shape: 128 experts [768, 2048], 8 for each token, random ones of more bytes than caches hold. The bound
-is the time that all threads take to read the bytes of the experts in use, measured between the steps. Peers compute the
-layer at 4 bits in turns with it: llama.cpp (``pip install xllamacpp``: Q4_0, repacked) and torch's own kernel. One that
-is not there is left out with a sentence; vLLM's kernels for quantized experts need AMX.
+is the time that all threads take to read the bytes of the experts in use, measured between the steps. llama.cpp (Q4_0,
+repacked) computes the layer at 4 bits in turns with it, and is left out with a sentence where `pip install xllamacpp`
+is missing; vLLM's kernels for quantized experts need AMX.
 
     python benchmarks/cpu/layer.py [--tokens 1 4 16 64 512] [--codes 4 2 8 4/2 mxfp4 nvfp4 fp8 16 e8 e8+e8] [--isa AVX2]
-        [--activations 8] [--peers llama.cpp torch] [--busy]
+        [--activations 8] [--alone] [--busy]
 """
 
 import argparse
@@ -85,29 +85,6 @@ class Layer:
         return clock() - begin
 
 
-def torch_int4(tokens: int, steps: int) -> float | None:
-    """Median seconds of the same layer by torch's ``_weight_int4pack_mm_for_cpu``; None where that does not run."""
-    pack, multiply = torch.ops.aten._convert_weight_to_int4pack_for_cpu, torch.ops.aten._weight_int4pack_mm_for_cpu
-    shapes = (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)
-    x, rows, taken = torch.randn(tokens, HIDDEN).bfloat16(), max(1, tokens * TOP_K // EXPERTS), []
-    try:
-        weights = []
-        for _ in range(32):
-            codes = [torch.randint(16, shape, dtype=torch.int32) for shape in shapes]
-            weights.append([(pack(c, 1), torch.rand(c.shape[1] // 64, c.shape[0], 2).bfloat16()) for c in codes])
-        for step in range(steps):
-            begin = clock()
-            for expert in range(min(tokens * TOP_K, EXPERTS)):
-                (up, of_up), (down, of_down) = weights[(step * TOP_K + expert) % 32]
-                hidden = multiply(x[:rows], up, 64, of_up)
-                hidden = torch.nn.functional.silu(hidden[:, :INTERMEDIATE]) * hidden[:, INTERMEDIATE:]
-                multiply(hidden, down, 64, of_down)
-            taken.append(clock() - begin)
-    except (RuntimeError, NotImplementedError):
-        return None
-    return statistics.median(taken)
-
-
 class Peer:
     """llama.cpp's layer, with tokens like those of :class:`Layer`."""
 
@@ -133,7 +110,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--isa", help="AVX512_BF16, AVX512, AVX2 or DEFAULT; the processor's best if left out")
     parser.add_argument("--activations", type=int, default=16, choices=(16, 8))
-    parser.add_argument("--peers", nargs="*", default=["llama.cpp", "torch"], choices=("llama.cpp", "torch"))
+    parser.add_argument("--alone", action="store_true", help="without llama.cpp")
     parser.add_argument("--busy", action="store_true", help="one thread, by its processor time: others use the machine")
     options = parser.parse_args()
     if options.busy:
@@ -141,7 +118,7 @@ def main() -> None:
         clock = llama_cpp.clock = time.thread_time
         torch.set_num_threads(1)
     threads, rows, peer = torch.get_num_threads(), [], None
-    if "llama.cpp" in options.peers and "4" in options.codes:
+    if not options.alone and "4" in options.codes:
         try:
             peer = Peer(threads)
             print(f"{peer.layer.name} beside it")
@@ -166,18 +143,14 @@ def main() -> None:
             bound = statistics.median(r / min(EXPERTS, tokens * TOP_K) for _, _, r in taken) * experts
             rate = experts * nbytes / seconds / 1e9
             row = {"code": code, "tokens": tokens, "bound_ms": 1e3 * bound, "layer_ms": 1e3 * seconds}
-            said = []
+            said = ""
             if others:
                 row["llama_cpp_ms"] = 1e3 * statistics.median(others[2:])
-                said.append(f"{row['llama_cpp_ms']:.3f} llama.cpp")
-            if "torch" in options.peers and code == "4":
-                other = torch_int4(tokens, steps)
-                row["torch_int4_ms"] = None if other is None else 1e3 * other
-                said.append("torch's does not run here" if other is None else f"{1e3 * other:.3f} torch")
+                said = f"{row['llama_cpp_ms']:.3f} llama.cpp"
             rows.append(row)
             print(
                 f"{code:>6} {tokens:>6} {1e3 * bound:9.3f} {1e3 * seconds:9.3f} {bound / seconds:11.2f} {rate:6.1f}   "
-                f"{', '.join(said)}",
+                f"{said}",
                 flush=True,
             )
     print(json.dumps({"kernel": layer.kernel.name, "threads": threads, "rows": rows}))

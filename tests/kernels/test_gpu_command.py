@@ -72,7 +72,7 @@ def test_it_runs_to_its_end(tmp_path):
     assert {"card", "driver", "cuda", "torch", "triton", "date"} <= results.keys()
     parts = results["parts"]
     counts = {name: len(part["checks"]) for name, part in parts.items()}
-    assert counts == {"kernels": 1, "runtime": 12, "graphs": 15, "sanitizer": 3, "engine": 0, "speeds": 25}
+    assert counts == {"kernels": 1, "runtime": 12, "graphs": 11, "sanitizer": 3, "engine": 0, "speeds": 25}
     assert parts["engine"]["sentences"][0].startswith("Left out: vLLM is not installed here")
     assert all(part["complete"] for part in parts.values())
     names = [speed["name"] for speed in parts["speeds"]["speeds"]]
@@ -105,7 +105,7 @@ def test_every_line_of_the_measurements_runs_at_its_true_size(tmp_path, part, sp
     [
         ("reused slot", "runtime", r"4 bits, prefetch none: .* minimum: 1 tokens of layer 0 have other bits"),
         ("no fetches", "runtime", r"minimum: only 0 experts were fetched, so that this says nothing"),
-        ("fresh output", "graphs", r"pieces .* at 100%, .*: step 1 has other bits than eager pieces give"),
+        ("old input", "graphs", r"decode steps .* at 100%, .*: step 1, layer 0: other bits than the host's step gives"),
     ],
 )
 def test_a_fault_is_found_and_nothing_is_measured(tmp_path, planted, part, check):

@@ -1,7 +1,6 @@
 """Graphs that are replayed compute what eager launches compute, with whatever has changed in between."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from capture import captured
@@ -10,13 +9,11 @@ from record import Recorder
 from torch import Tensor
 
 from parts.decided import DecidedSteps, runtime_of
-from parts.stack import DEVICE, DTYPE, Model, Stack, normalized, pinned_store, same_bits
+from parts.stack import DEVICE, DTYPE, Model, Stack, pinned_store, same_bits
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.kernels.triton import TritonKernel
 from vllm_dymoe.quantize.dummy import fill_randomly
 from vllm_dymoe.residency.format import Format
-from vllm_dymoe.residency.routing import Routing
-from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.store import HostStore
 
 MODEL = Model(layers=4, experts=16, top_k=4, hidden=520, intermediate=328, group=32)
@@ -30,15 +27,11 @@ STEPS = 12
 
 
 def run(record: Recorder) -> None:
-    """Launches alone, then pieces around the runtime's forward."""
+    """Launches alone, then steps that the device decides."""
     with record.check("the kernels' launches: replayed with another x, the bits of eager launches") as wrong:
         for tokens in LAUNCHED:
             wrong += _check_launches(tokens)
     store = pinned_store(MODEL, BITS)
-    for budget, prefetch in (("100%", "none"), ("25%", "none"), ("25%", "next-gate"), ("minimum", "next-gate")):
-        name = f"pieces around the runtime's forward at {budget}, prefetch {prefetch}"
-        with record.check(f"{name}: captured beside its transfers and replayed, the bits of eager pieces") as wrong:
-            wrong += _check_pieces(store, budget, prefetch)
     for budget, ahead in (("100%", 0), ("50%", 0), ("50%", 4), ("minimum", 0)):
         name = f"decode steps that the device decides at {budget}, {ahead} projections ahead"
         with record.check(f"{name}: one graph, replayed, the bits of the host's steps at 100%") as wrong:
@@ -114,90 +107,4 @@ def _check_decided(store: HostStore, budget: str, ahead: int, tokens: int = 0, l
         wrong.append("nothing that was fetched ahead was of use")
     for runtime in (host, device):
         runtime.engine.close()
-    return wrong
-
-
-class Pieces:
-    """What vLLM makes of a model with an operator in it that no graph can hold: piece, operator, piece, ...
-
-    A piece computes what lies between two MoE layers, and allocates the buffer that the operator behind it writes to.
-    Captured, it reads and writes the memory of its capture for ever after.
-
-    Args:
-        stack: gates.
-        runtime: of the operators.
-    """
-
-    def __init__(self, stack: Stack, runtime: MoERuntime) -> None:
-        self._stack, self.runtime = stack, runtime
-        self._graphs: list[Any] = []
-        self._held: list[tuple[Tensor, ...]] = []
-
-    def eager(self, x: Tensor) -> Tensor:
-        """Every piece and operator, launched."""
-        handed = self._piece(0, x)
-        for layer in range(MODEL.layers):
-            self._operator(layer, *handed)
-            handed = self._piece(layer + 1, *handed)
-        return handed[0]
-
-    def capture(self, x: Tensor) -> None:
-        """One graph for each piece, in one pool; operators run between the captures, which their transfers outlast."""
-        with self.runtime.engine.paused():  # as the plugin does around vLLM's captures
-            self._capture(x, torch.cuda.graph_pool_handle())
-
-    def _capture(self, x: Tensor, pool: Any) -> None:
-        handed: tuple[Tensor, ...] = (x,)
-        for number in range(MODEL.layers + 1):
-            inputs = handed
-            box: list[tuple[Tensor, ...]] = []
-            self._graphs.append(
-                captured(lambda n=number, i=inputs, b=box: b.append(self._piece(n, *i)), pool, warm=False)
-            )
-            handed = box[-1]
-            self._held.append(handed)
-            self._graphs[-1].replay()  # so that the operator behind it is called with what it would be called with
-            if number < MODEL.layers:
-                self._operator(number, *handed)
-
-    def replay(self) -> Tensor:
-        """What capture saw, with what the input holds now."""
-        for number, graph in enumerate(self._graphs):
-            graph.replay()
-            if number < MODEL.layers:
-                self._operator(number, *self._held[number])
-        return self._held[-1][0]
-
-    def _piece(self, number: int, x: Tensor, *before: Tensor) -> tuple[Tensor, ...]:
-        if before:  # the operator's output, which the next layer reads
-            x = normalized(x + before[-1])
-        if number == MODEL.layers:
-            return (x,)
-        weights, ids = self._stack.route(number, x)
-        return x, weights, ids, torch.empty_like(x)
-
-    def _operator(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, out: Tensor) -> None:
-        out.copy_(self.runtime.serving.forward(Routing(layer, MODEL.layers, x, ids, weights)))
-
-
-def _check_pieces(store: HostStore, budget: str, prefetch: str) -> list[str]:
-    wrong = []
-    stack = Stack(MODEL, exact=True)
-    inputs = [stack.inputs(BATCH, seed) for seed in range(STEPS)]
-    eager, replayed = (Pieces(stack, stack.runtime(store, *BITS, budget, prefetch)) for _ in range(2))
-    want = [eager.eager(x).clone() for x in inputs]
-    x = inputs[0].clone()
-    replayed.eager(x)  # compiles, and leaves transfers under way
-    replayed.capture(x)
-    got = []
-    for values in inputs:
-        x.copy_(values)
-        got.append(replayed.replay().clone())
-    torch.cuda.synchronize()
-    for number, (one, other) in enumerate(zip(got, want, strict=True)):
-        if not same_bits(one, other):
-            wrong.append(f"step {number} has other bits than eager pieces give")
-    for pieces in (eager, replayed):
-        pieces.runtime.check_integrity()
-        pieces.runtime.engine.close()
     return wrong

@@ -13,21 +13,6 @@ from vllm_dymoe.kernels.pack import dequantize, pack, pack_floats, pack_nested, 
 from vllm_dymoe.kernels.torch_experts import expert_reference
 from vllm_dymoe.residency.matrix import MatrixFormat
 
-__all__ = [
-    "Activation",
-    "CpuKernel",
-    "Curve",
-    "ExpertKernel",
-    "combine",
-    "dequantize",
-    "expert_reference",
-    "make_kernel",
-    "pack",
-    "pack_floats",
-    "pack_nested",
-    "unpack",
-]
-
 
 def make_kernel(
     device: torch.device | str,

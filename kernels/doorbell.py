@@ -76,12 +76,7 @@ class RingShape:
 
 
 class Ring:
-    """A ring in memory that both sides map.
-
-    Args:
-        shape: its sizes.
-        memory: uint8 [shape.nbytes], zeros before any side begins; aligned to 128 bytes.
-    """
+    """A ring in memory that both sides map: uint8 [shape.nbytes] at a multiple of 128, zeros at first."""
 
     def __init__(self, shape: RingShape, memory: Tensor) -> None:
         self.shape, self.memory, self.address = shape, memory, memory.data_ptr()
@@ -93,7 +88,6 @@ class Ring:
         self._entries = [self._views(number) for number in range(shape.depth)]
 
     def entry(self, number: int) -> Entry:
-        """The entry of a number."""
         return self._entries[number % self.shape.depth]
 
     def _views(self, number: int) -> Entry:
@@ -125,14 +119,8 @@ def post_plain(ring: Ring, turn: Tensor, layer: int, x: Tensor, ids: Tensor, dec
 
 
 def collect_plain(ring: Ring, turn: Tensor, out: Tensor, computed: Tensor) -> bool:
-    """Wait for the answer to what the layer has posted, and add its rows; false if it was given up.
-
-    Args:
-        ring: through which.
-        turn: of the layer, as ``post_plain`` left it.
-        out: [tokens * top_k, hidden], rows of pairs; those that the host computed are overwritten.
-        computed: int32 [tokens, top_k], 2 for these.
-    """
+    """Wait for the answer to what the layer has posted, with ``turn`` as that left it, and add its rows: those of out
+    [tokens * top_k, hidden] where computed, int32 [tokens, top_k], is 2. False if it was given up."""
     number = int(turn[1])
     if not number:
         return True
@@ -143,11 +131,7 @@ def collect_plain(ring: Ring, turn: Tensor, out: Tensor, computed: Tensor) -> bo
 
 
 def native_library() -> native.Library:
-    """The library that answers.
-
-    Raises:
-        ValueError: it was not built.
-    """
+    """The library that answers; ValueError if it was not built."""
     library = native.load()
     if library is None:
         raise ValueError("the host computes beside a device with the native library only, and it was not built here")

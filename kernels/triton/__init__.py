@@ -16,20 +16,3 @@ from vllm_dymoe.kernels.triton.launch import (
     grouped_gate_up,
 )
 from vllm_dymoe.kernels.triton.tiles import DecodeTile, GroupedTile, Tiles, choose_tiles
-
-__all__ = [
-    "DecodeTile",
-    "ExpertShape",
-    "ExpertTable",
-    "GroupedTile",
-    "Scratch",
-    "Tiles",
-    "TritonKernel",
-    "Weighting",
-    "WorkList",
-    "choose_tiles",
-    "decode_down",
-    "decode_gate_up",
-    "grouped_down",
-    "grouped_gate_up",
-]

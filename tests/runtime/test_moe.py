@@ -126,7 +126,7 @@ def test_a_device_without_room_is_refused_with_the_options_that_matter(memory_st
     def pool(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore lines")
 
-    monkeypatch.setattr("vllm_dymoe.runtime.pools.SlotPool", pool)
+    monkeypatch.setattr("vllm_dymoe.runtime.memory.SlotPool", pool)
     sentence = "CUDA out of memory. Tried to allocate 2 GiB.; lower expert_budget or gpu_memory_utilization"
     with pytest.raises(ConfigError, match=sentence):
         make_runtime(memory_store, "100%")

@@ -6,15 +6,3 @@ from vllm_dymoe.predict.checkpoint import PredictorError
 from vllm_dymoe.predict.gate import Gate
 from vllm_dymoe.predict.routed_model import RoutedModel
 from vllm_dymoe.predict.trained import TrainedPredictor
-
-__all__ = [
-    "Candidate",
-    "Gate",
-    "Measured",
-    "OnDevice",
-    "PredictionStats",
-    "Predictor",
-    "PredictorError",
-    "RoutedModel",
-    "TrainedPredictor",
-]

@@ -123,14 +123,8 @@ def _computed_there(
     With each one more the link has less to bring and the host more to do; the longer of the two is shortest where they
     meet, which is at B_link / (B_link + B_cpu) of the bytes. The hottest are fetched, because they will be kept.
 
-    Args:
-        hit: bool [slices, n], which of the step's experts have what they need.
-        heat: int64 [n], of those.
-        wanted: LOW or HIGH for each of them.
-        held: int8 [experts].
-        rows: of each of the step's experts.
-        shares: as for :func:`decide`.
-        costs: int64 [3, 4].
+    Of the step's experts are ``hit``, bool [slices, n], which have what they need, and ``heat``, int64 [n]; all else is
+    as for :func:`decide`.
     """
     link, may = np.zeros(len(heat), np.int64), costs[wanted, Cost.FIRST_ROW] > 0
     may &= rows <= costs[wanted, Cost.MOST_ROWS]

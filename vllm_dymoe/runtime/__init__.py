@@ -2,14 +2,3 @@
 
 from vllm_dymoe.runtime.moe import MoERuntime, Parts, precision_of, start_timeline, stop_timeline
 from vllm_dymoe.runtime.sizing import SlotPlan, minimum_budget, plan_slots
-
-__all__ = [
-    "MoERuntime",
-    "Parts",
-    "SlotPlan",
-    "minimum_budget",
-    "plan_slots",
-    "precision_of",
-    "start_timeline",
-    "stop_timeline",
-]

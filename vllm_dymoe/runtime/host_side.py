@@ -22,22 +22,12 @@ _ANY_ROWS = 1 << 30
 
 
 class HostSide:
-    """Of one rank.
-
-    Args:
-        options: validated.
-        experts: of the rank.
-        device: that computes what is in slots.
-        decoding: decides on the device; None if the host does.
-        lock: locks memory for the device.
+    """Of one rank; ConfigError if memory for a doorbell cannot be had.
 
     Attributes:
         worker: the doorbell where the device leaves misses, or the cores for what the host's steps leave; None where
             nothing is computed beside a device.
         rates: of link and host, where misses are shared between them.
-
-    Raises:
-        ConfigError: memory for the doorbell cannot be had.
     """
 
     def __init__(
@@ -62,16 +52,11 @@ class HostSide:
 
     @property
     def doorbell(self) -> Doorbell | None:
-        """Where the device leaves misses."""
         return self.worker if isinstance(self.worker, Doorbell) else None
 
     def join(self, serving: Serving, kept: Path | None) -> None:
-        """Compute beside a rank's steps, at rates that are measured if misses are shared.
-
-        Args:
-            serving: its steps.
-            kept: file of rates, read if it holds for this, else written.
-        """
+        """Compute beside a rank's steps, at rates that are measured if misses are shared, unless a file of them is
+        ``kept`` that holds for this."""
         worker, options = self.worker, self._options
         serving.beside = worker if isinstance(worker, Beside) else None
         if options.misses != "share" or worker is None:

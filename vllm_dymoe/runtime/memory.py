@@ -3,19 +3,19 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from vllm_dymoe.residency.budget import BudgetTracker
-from vllm_dymoe.residency.format import BlobKey, Expert
+from vllm_dymoe.config import ConfigError
+from vllm_dymoe.residency.format import BlobKey, Expert, Format
 from vllm_dymoe.residency.rule import HIGH
-from vllm_dymoe.residency.slots import Slot
+from vllm_dymoe.residency.slots import Slot, SlotPool
 from vllm_dymoe.residency.table import CODES, Table, check_integrity, set_pools
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.device_memory import DeviceMemory
 from vllm_dymoe.runtime.device_side import DeviceSide
-from vllm_dymoe.runtime.pools import SlotPools
 from vllm_dymoe.runtime.sizing import SlotPlan
 from vllm_dymoe.store import HostStore
 
@@ -32,11 +32,73 @@ class Writer(StrEnum):
     step of the device decides nothing and only counts."""
 
 
+class Budget(NamedTuple):
+    """Device bytes that experts may take, and those that they take."""
+
+    limit: int
+    reserved: int
+
+
+class SlotPools(dict[Tier, SlotPool]):
+    """Slots by tier, the high one first."""
+
+    def __init__(self, device: torch.device, device_memory: DeviceMemory) -> None:
+        super().__init__()
+        self._device, self._device_memory = device, device_memory
+        self._where = "host" if device.type == "cpu" else "device"  # in messages
+
+    def make(self, tier: Tier, fmt: Format, count: int, promised: int) -> None:
+        """Add slots whose memory is there from now on; ConfigError if something else has taken it already."""
+        nbytes, available = count * fmt.nbytes, self._device_memory.available()
+        if available < nbytes:
+            raise ConfigError(
+                f"vllm-dymoe: expert_budget needs {nbytes} bytes for {count} slots, but {available} bytes of "
+                f"{self._where} memory are available; lower expert_budget, or end what else takes memory."
+            )
+        try:
+            self[tier] = SlotPool(fmt, count, self._device, promised)
+        except (RuntimeError, OSError) as error:  # torch.OutOfMemoryError among them
+            raise ConfigError(
+                f"vllm-dymoe: expert_budget needs {nbytes} bytes of {self._where} memory for {count} slots, which "
+                f"could not be had ({str(error).splitlines()[0]}); lower expert_budget or gpu_memory_utilization, or "
+                "end what else takes memory."
+            ) from error
+
+    def fence(self, filled: Any) -> None:
+        for pool in self.values():
+            pool.fence(filled)
+
+    @property
+    def available(self) -> int:
+        return self._device_memory.available()
+
+    def free(self) -> None:
+        for pool in self.values():
+            pool.close()
+        self.clear()
+        self._device_memory.available()
+
+    def check_growth(self, plan: SlotPlan, before: SlotPlan, formats: Mapping[Tier, Format]) -> None:
+        """ConfigError for more slots than fit beside what computation takes; the old ones are still there."""
+        if plan.limit <= before.limit:  # the device has given as much before
+            return
+        wanted = sum(count * formats[tier].nbytes for tier, count in plan.slots.items())
+        held = sum(pool.nbytes for pool in self.values())
+        available, computation = self._device_memory.available(), self._device_memory.computation()
+        room = held + max(0, available - computation)
+        if wanted > room:
+            raise ConfigError(
+                f"vllm-dymoe: {sum(plan.slots.values())} slots would take {wanted} bytes of {self._where} memory; now "
+                f"they take {held}, {available} are free, and computation needs {computation} of these; set "
+                f"expert_budget to at most {room + plan.workspace_bytes} bytes."
+            )
+
+
 class ExpertMemory:
     """The device memory of one rank's experts; the device can read the store, unless the host is the writer."""
 
     plan: SlotPlan  # how the budget is spent
-    budget: BudgetTracker  # counts every byte of it
+    budget: Budget  # every byte of it
     table: Table  # which experts are in them, on the host
     nested: bool  # whether slots of the low tier hold bases, and those of the high one fine slices
     parts: Mapping[Tier, tuple[Tier, ...]]  # pools that an expert of a tier needs a slot of
@@ -60,18 +122,17 @@ class ExpertMemory:
 
     def allocate(self, plan: SlotPlan, bits: Mapping[Tier, int], *, reuse_high: bool) -> None:
         """Make the slots of a plan, when those of the plan before have been freed; ConfigError if the device has no
-        memory. No expert is there then, except where the device decides and all of them have a slot."""
+        memory, AssertionError if the budget does not hold them. No expert is there then, except where the device
+        decides and all of them have a slot."""
         self.plan, self.bits = plan, {tier: bits[tier] for tier in plan.slots}
-        self.budget = BudgetTracker(plan.limit)
-        if plan.workspace_bytes:
-            self.budget.reserve("the kernel's workspace and the predictor", plan.workspace_bytes)
+        taken = sum(count * self.experts.formats[bits[tier]].nbytes for tier, count in plan.slots.items())
+        self.budget = Budget(plan.limit, plan.workspace_bytes + taken)
+        assert self.budget.reserved <= plan.limit, f"{self.budget.reserved} bytes would exceed {plan.limit}"
         high = self.experts.formats.get(self.bits.get(Tier.HI, 0))
         self.nested = high is not None and high.nested
         self.parts = {tier: (Tier.LO, Tier.HI) if self.nested and tier is Tier.HI else (tier,) for tier in Tier}
         for tier, count in plan.slots.items():
-            fmt = self.experts.formats[bits[tier]]
-            self.budget.reserve(f"{count} slots of tier {tier.value}", count * fmt.nbytes)
-            self.pools.make(tier, fmt, count, sum(plan.quotas[tier]))
+            self.pools.make(tier, self.experts.formats[bits[tier]], count, sum(plan.quotas[tier]))
         self.table = Table.allocate(len(self.experts.layers), self.experts.num_experts, nested=self.nested)
         self.table.reuse_high[:] = reuse_high
         sizes = {CODES[tier]: (0, pool.format.nbytes, pool.count) for tier, pool in self.pools.items()}

@@ -15,7 +15,6 @@ from vllm_dymoe.host_memory import whole_pages
 from vllm_dymoe.kernels import CpuKernel, ExpertKernel, make_kernel
 from vllm_dymoe.observe.timeline import CudaClock, HostClock, Timeline
 from vllm_dymoe.predict import Measured, Predictor
-from vllm_dymoe.residency.budget import BudgetTracker
 from vllm_dymoe.residency.format import ModelExperts
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.ahead import Branch, make_branch
@@ -26,7 +25,7 @@ from vllm_dymoe.runtime.device_memory import make_device_memory
 from vllm_dymoe.runtime.device_side import DecodeCounts
 from vllm_dymoe.runtime.host_side import HostSide
 from vllm_dymoe.runtime.hot_set import HotSet
-from vllm_dymoe.runtime.memory import ExpertMemory, Writer, check_memory
+from vllm_dymoe.runtime.memory import Budget, ExpertMemory, Writer, check_memory
 from vllm_dymoe.runtime.migration import Agree, Migration
 from vllm_dymoe.runtime.popularity import keep_hotness, read_popularity
 from vllm_dymoe.runtime.precision import changed_precision
@@ -107,7 +106,7 @@ class MoERuntime:
 
     options: Options  # in force
     plan: SlotPlan  # how the budget is spent
-    budget: BudgetTracker  # counts every byte of it
+    budget: Budget  # every byte of it
 
     def __init__(
         self,

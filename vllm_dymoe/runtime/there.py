@@ -62,27 +62,19 @@ def _round_trip(ask: Callable[[], object]) -> float:
 
 
 class Doorbell:
-    """What one rank's device leaves to the host in steps of its own, and the threads that answer and watch.
+    """What one rank's device leaves to the host in steps of its own, of up to so many tokens, and the threads that
+    answer and watch. ValueError if there is no native library, OSError if the memory cannot be had.
 
     Args:
-        experts: of the rank.
-        tokens: of a step at most.
-        threads: that compute.
         timeout: seconds that an answer may take; 0 for ever.
         activations: bits of those that codes are multiplied with.
-        device: that decides.
         lock: locks memory for the device; returns what is in the way.
 
     Attributes:
-        ring: of entries.
         turn: int64 [3] on the device: the last number that was posted, that of the running layer, or 0, and the
             ring's address.
         present: int32 on the device, scratch for pairs: what is to be summed.
         failed: an answer was given up: from the next step on everything is fetched.
-
-    Raises:
-        ValueError: there is no native library.
-        OSError: the memory cannot be had.
     """
 
     on_failure: Callable[[str], None]  # called with a sentence when an answer is given up, before the device goes on
@@ -111,11 +103,7 @@ class Doorbell:
         return self.turn.nbytes + self.present.nbytes
 
     def serve(self, activation: Activation) -> None:
-        """Begin to answer, before anything is posted; later calls only compare.
-
-        Raises:
-            ValueError: layers have different activations.
-        """
+        """Begin to answer, before anything is posted; later calls only compare: ValueError for another activation."""
         if self._activation is not None and activation != self._activation:
             raise ValueError("layers with different activations are not computed beside a device")
         if self._activation is None:
@@ -191,16 +179,8 @@ class Doorbell:
 
 
 class Beside:
-    """The host's cores while steps that the host decides run on a device.
-
-    Args:
-        threads: that compute.
-        timeout: seconds that a layer may take; 0 for ever.
-        activations: bits of those that codes are multiplied with.
-
-    Attributes:
-        failed: a layer took longer; everything is fetched from then on.
-    """
+    """The host's cores while steps that the host decides run on a device. If a layer takes longer than so many seconds,
+    0 for ever, they have ``failed``, and everything is fetched from then on."""
 
     def __init__(self, threads: int, timeout: float, activations: int) -> None:
         self.threads, self.activations, self._timeout = threads, activations, timeout or None

@@ -4,21 +4,3 @@ from vllm_dymoe.store.base import HostMemoryError, HostStore, StoreError, blob_n
 from vllm_dymoe.store.files import FileStore
 from vllm_dymoe.store.manifest import MANIFEST, READABLE_VERSIONS, STORE_VERSION, ErrorRecord, Manifest
 from vllm_dymoe.store.memory import HostPlace, HostRoom, choose_host_place, smallest_level, whole_level
-
-__all__ = [
-    "MANIFEST",
-    "READABLE_VERSIONS",
-    "STORE_VERSION",
-    "ErrorRecord",
-    "FileStore",
-    "HostMemoryError",
-    "HostPlace",
-    "HostRoom",
-    "HostStore",
-    "Manifest",
-    "StoreError",
-    "blob_name",
-    "choose_host_place",
-    "smallest_level",
-    "whole_level",
-]

@@ -164,18 +164,9 @@ def known_rates(folder: Path) -> DiskRates | None:
 def measure_rates(
     read: Callable[[int, Reading], int], forget: Callable[[int], None], slices: Sequence[int], nbytes: int, direct: bool
 ) -> DiskRates:
-    """Read random slices of a store in every way.
-
-    Args:
-        read: one slice, by number; returns its bytes.
-        forget: removes what the page cache has of it.
-        slices: numbers of all.
-        nbytes: of the largest.
-        direct: whether the file system can read past the page cache.
-
-    Raises:
-        StoreError: the store cannot be read.
-    """
+    """Read random slices of a store, of up to so many bytes, in every way; past the page cache only where that is
+    possible. ``read`` returns the bytes of a slice, ``forget`` removes what the page cache has of one. StoreError if
+    the store cannot be read."""
     chosen = random.Random(0).sample(slices, min(len(slices), max(_DEPTHS[-1], _MEASURED_BYTES // nbytes)))
     for number in chosen:
         forget(number)

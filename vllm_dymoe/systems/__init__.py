@@ -45,6 +45,3 @@ def make_system(options: Options) -> System:
     if options.predictor is not None and not (system.foresight and system.foresight.takes_predictor):
         raise SystemOptionError("predictor", f'system "{name}" as it is set has no use for a predictor; leave it out')
     return system
-
-
-__all__ = ["SYSTEMS", "System", "SystemOptionError", "make_system"]

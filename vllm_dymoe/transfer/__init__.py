@@ -47,6 +47,3 @@ def make_engine(
     if isinstance(store, HostLevel):
         store.delivery.synchronize = streams.synchronize
     return TransferEngine(StreamDelivery(store, streams, buffers), threads, timeout=timeout, enter=enter)
-
-
-__all__ = ["HostLevel", "Reason", "Ticket", "TransferEngine", "TransferError", "TransferStats", "join", "make_engine"]

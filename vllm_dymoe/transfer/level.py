@@ -46,17 +46,12 @@ class HostLevel(HostStore):
     budget has no room for two slices of each version, or the memory cannot be had.
 
     Args:
-        files: all slices.
         nbytes: of host memory, a hard limit.
-        page_lock: of the device, where there is one.
         timeout: seconds that a read is waited for; None for ever.
         shared: its memory, if other processes have the same; there is room for everything, and ``fill`` is next.
 
     Attributes:
-        slots: what is in host memory.
-        reads: what steps ask of it.
-        engine: reads the files.
-        delivery: how; ``synchronize`` is set where copies out of slots are asynchronous.
+        delivery: its ``synchronize`` is set where copies out of slots are asynchronous.
     """
 
     def __init__(

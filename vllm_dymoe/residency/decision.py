@@ -1,8 +1,9 @@
 """The work list of one layer's step: which experts are computed, on which rows, from which bytes, and what becomes of
 these bytes. The device's rule fills it, its plain twin, or the host, which has the bytes' places only as slots come."""
 
+# ruff: noqa: RUF009
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -24,6 +25,10 @@ class Grouped(NamedTuple):
     pairs: Tensor  # int64 [positions], rows of the unweighted output, token * top_k + k
 
 
+def _column(*shape: str | int, dtype: torch.dtype = torch.int32) -> Any:
+    return field(default=_NONE, metadata={"shape": shape, "dtype": dtype})
+
+
 @dataclass(eq=False)
 class Decision:
     """What a layer's step does: one item for each expert that is computed, and nothing behind them.
@@ -33,23 +38,25 @@ class Decision:
     `rows` and `pairs`, int64, `views` and `bounds`.
     """
 
-    experts: Tensor  # int32 [items]
-    work: Tensor
-    """int32 [items + 1, 3], the item's own number, first and last + 1 of its positions; that of one computed THERE is
-    empty. The last row, (-1, 0, tokens), asks for zeros where a token has no pair that is computed."""
-    rows: Tensor  # int32 [positions], row of the input of each (token, expert) pair, by item
-    pairs: Tensor  # int32 [positions], row of the output, token * top_k + k; ascending within an item
-    count: Tensor = _NONE  # int32 [1], number of items
-    tiers: Tensor = _NONE  # int32 [items], the version that is computed
-    slots: Tensor = _NONE
-    """int32 [slices, items], of the tier's pool, or of the slice's: where the bytes are, or come to; -1 if they come to
-    none, or the slice is not computed."""
-    fate: Tensor = _NONE  # int32 [slices, items], a Fate each; HIT where the slice is not computed
-    bits: Tensor = _NONE  # int32 [items, 3], tags of the codes of gate, up and down
-    addresses: Tensor = _NONE  # int64 [slices, items, 3], where their bytes are read; 0 where a slice is not computed
-    destinations: Tensor = _NONE  # int64 [slices, items, 3], where they are stored as well; 0 for nowhere
-    computed: Tensor = _NONE  # int32 [tokens, top_k], 1 for pairs of an item, 2 for those computed THERE
-    scratch: Tensor = _NONE  # int32, for the program
+    experts: Tensor = _column("items")
+    work: Tensor = _column("items and one", 3)
+    """The item's own number, first and last + 1 of its positions; that of one computed THERE is empty. The last row,
+    (-1, 0, tokens), asks for zeros where a token has no pair that is computed."""
+    rows: Tensor = _column("positions")  # row of the input of each (token, expert) pair, by item
+    pairs: Tensor = _column("positions")  # row of the output, token * top_k + k; ascending within an item
+    count: Tensor = _column(1)  # number of items
+    tiers: Tensor = _column("items")  # the version that is computed
+    slots: Tensor = _column("slices", "items")
+    """Of the tier's pool, or of the slice's: where the bytes are, or come to; -1 if they come to none, or the slice is
+    not computed."""
+    fate: Tensor = _column("slices", "items")  # a Fate each; HIT where the slice is not computed
+    bits: Tensor = _column("items", 3)  # tags of the codes of gate, up and down
+    addresses: Tensor = _column("slices", "items", 3, dtype=torch.int64)
+    """Where their bytes are read; 0 where a slice is not computed."""
+    destinations: Tensor = _column("slices", "items", 3, dtype=torch.int64)
+    """Where they are stored as well; 0 for nowhere."""
+    computed: Tensor = _column("tokens", "top_k")  # 1 for pairs of an item, 2 for those computed THERE
+    scratch: Tensor = _column("scratch")  # for the program
     views: list[Expert | None] = field(default_factory=list)  # each item's bytes, None until they have a place
     bounds: list[int] = field(default_factory=list)  # as in Grouped, by item
 
@@ -58,26 +65,13 @@ class Decision:
         cls, tokens: int, top_k: int, experts: int, device: torch.device | str, *, slices: int = 1, scratch: int = 0
     ) -> Self:
         """For steps of up to so many tokens, padding included; with more scratch for a wide one, and an item more."""
-        positions, items = tokens * top_k, min(experts, tokens * top_k) + (scratch > 0)
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        return cls(
-            experts=zeros(items),
-            work=zeros(items + 1, 3),
-            rows=zeros(positions),
-            pairs=zeros(positions),
-            count=zeros(1),
-            tiers=zeros(items),
-            slots=zeros(slices, items),
-            fate=zeros(slices, items),
-            bits=zeros(items, 3),
-            addresses=zeros(slices, items, 3, dtype=torch.int64),
-            destinations=zeros(slices, items, 3, dtype=torch.int64),
-            computed=zeros(tokens, top_k),
-            scratch=zeros(scratch or scratch_size(tokens, top_k, experts)),
-        )
+        sizes = _sizes(tokens, top_k, min(experts, tokens * top_k) + (scratch > 0)) | {"slices": slices}
+        sizes["scratch"] = scratch or scratch_size(tokens, top_k, experts)
+        made = {}
+        for column in filter(lambda column: column.metadata, fields(cls)):
+            shape = [sizes[size] if isinstance(size, str) else size for size in column.metadata["shape"]]
+            made[column.name] = torch.zeros(shape, dtype=column.metadata["dtype"], device=device)
+        return cls(**made)
 
     @classmethod
     def of_routing(cls, grouped: Grouped, order: Sequence[int], *, row_for_each_pair: bool = False) -> Self:
@@ -103,9 +97,7 @@ class Decision:
         counted = torch.arange(len(self.experts), device=ids.device) < self.count
         places = torch.where(counted, self.experts, experts).long()
         found = torch.full((experts + 1,), Fate.SKIP, dtype=torch.uint8, device=ids.device)
-        fates = self.fate.amax(0) + LOW_VERSION * (
-            self.tiers == LOW
-        )  # of two slices, what becomes of the one that lacks
+        fates = self.fate.amax(0) + LOW_VERSION * (self.tiers == LOW)  # of two slices the one that lacks decides
         found[places] = fates.to(torch.uint8)
         found[-1] = Fate.SKIP  # what other ranks have, too
         return found[ids.long()]
@@ -115,12 +107,15 @@ class Decision:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def of(self, tokens: int, experts: int) -> Self:
+        """The part of it for steps of so many tokens, in layers of so many experts."""
         top_k = self.computed.shape[1]
-        positions, items = tokens * top_k, min(experts, tokens * top_k)
-        sizes = {"count": 1, "work": items + 1, "rows": positions, "pairs": positions, "computed": tokens}
-        sizes["scratch"] = len(self.scratch)
-        parts: dict[str, Any] = {}
-        for name, tensor in self.tensors.items():
-            by_slice = name in ("slots", "fate", "addresses", "destinations")
-            parts[name] = tensor[:, :items] if by_slice else tensor[: sizes.get(name, items)]
+        sizes, parts = _sizes(tokens, top_k, min(experts, tokens * top_k)), {}
+        for column in filter(lambda column: column.metadata, fields(self)):
+            part = tuple(slice(sizes.get(size)) for size in column.metadata["shape"])
+            parts[column.name] = getattr(self, column.name)[part]
         return type(self)(**parts)
+
+
+def _sizes(tokens: int, top_k: int, items: int) -> dict[str | int, int]:
+    positions = tokens * top_k
+    return {"tokens": tokens, "top_k": top_k, "positions": positions, "items": items, "items and one": items + 1}

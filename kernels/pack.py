@@ -33,13 +33,9 @@ def pack(
         raise ValueError(f"format is {format.code.name}, which has no zeros: use pack_floats")
     if format.nested:
         raise ValueError("format is nested: pack_nested writes its two sections")
-    rows = format.padded_rows if format.code.lattice else format.rows
-    check_tensor("codes", codes, dtype=torch.uint8, shape=(rows, format.columns), contiguous=False)
+    _check_codes(format, codes)
     check_tensor("scales", scales, shape=(format.rows, format.groups), contiguous=False)
     check_tensor("zeros", zeros, shape=(format.rows, format.groups), contiguous=False)
-    highest = int(codes.max())
-    if highest >> format.bits:
-        raise ValueError(f"codes holds {highest}, which does not fit {format.bits} bits")
     if (order is not None) != format.act_order:
         raise ValueError(f"order is {'missing' if format.act_order else 'given'}, but act_order is {format.act_order}")
     packed = format.view(section)
@@ -64,12 +60,9 @@ def pack_floats(
     TypeError and ValueError for other dtypes, shapes and codes, a format without floats, or a factor too many."""
     if not format.code.floats:
         raise ValueError("format has no codebook: use pack")
-    check_tensor("codes", codes, dtype=torch.uint8, shape=(format.rows, format.columns), contiguous=False)
+    _check_codes(format, codes)
     shape, dtype = (format.rows, format.groups), format.code.scale_dtype
     check_tensor("scales", scales, dtype=dtype, shape=shape, contiguous=False)
-    highest = int(codes.max())
-    if highest >> format.bits:
-        raise ValueError(f"codes holds {highest}, which does not fit {format.bits} bits")
     packed = format.view(section)
     assert packed.scales is not None
     section.zero_()
@@ -101,6 +94,14 @@ def pack_nested(
     pack(format.base, codes >> half, scales, zeros, base, order)
     lower = codes & (1 << half) - 1
     _store(lower if order is None else lower[:, order], fine.view(format.weight_shape), format)
+
+
+def _check_codes(format: MatrixFormat, codes: Tensor) -> None:
+    rows = format.padded_rows if format.code.lattice else format.rows
+    check_tensor("codes", codes, dtype=torch.uint8, shape=(rows, format.columns), contiguous=False)
+    highest = int(codes.max())
+    if highest >> format.bits:
+        raise ValueError(f"codes holds {highest}, which does not fit {format.bits} bits")
 
 
 def _store(codes: Tensor, weight: Tensor, format: MatrixFormat) -> None:

@@ -30,7 +30,7 @@ from vllm_dymoe.bench import systems as compared
 from vllm_dymoe.bench.papers import duoserve, dymoe, firm
 from vllm_dymoe.config import Options
 from vllm_dymoe.observe.trace import Trace
-from vllm_dymoe.predict import RoutedModel, accuracy
+from vllm_dymoe.predict import RoutedModel, base
 from vllm_dymoe.predict.gate import Gate
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.runtime import MoERuntime
@@ -93,7 +93,7 @@ class Replay:
         threads = VirtualTime()
         clock = SimpleNamespace(perf_counter=lambda: threads.now, monotonic=time.monotonic)
         with contextlib.ExitStack() as stack:
-            for module in (engine, disk, mover, queue, accuracy):
+            for module in (engine, disk, mover, queue, base):
                 stack.enter_context(patch.object(module, "time", clock))
             stack.enter_context(patch.object(disk, "sleep_until", threads.sleep_until))
             return self._serve(threads, options, budget, link_share)

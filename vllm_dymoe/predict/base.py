@@ -1,7 +1,10 @@
-"""The question a predictor answers: which experts will the coming layers want?"""
+"""The question a predictor answers: which experts will the coming layers want? And how right it was."""
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
@@ -82,6 +85,68 @@ class Predictor(ABC):
     def on_device(self, device: torch.device) -> OnDevice | None:
         """The same prediction inside a captured step; None for a predictor that needs the host."""
         return None
+
+
+@dataclass
+class PredictionStats:
+    """How right a predictor is (FIRM-MoE), as sums over all layers and steps for which something was asked, also where
+    the answer was empty: right / wanted is prediction accuracy (Eq. 7), right / named expert utilisation (Eq. 8). What
+    was named is counted, whether or not it was then prefetched."""
+
+    named: int = 0  # experts that were named for a coming layer
+    wanted: int = 0  # experts that routers chose in layers for which the predictor was asked
+    right: int = 0  # experts that are in both
+
+
+class Measured:
+    """A predictor that is watched; ``seconds`` of host time its predictions took."""
+
+    def __init__(self, predictor: Predictor, stats: PredictionStats | None = None) -> None:
+        self.predictor = predictor
+        self.stats = stats or PredictionStats()
+        self.seconds = 0.0
+        self._named: dict[int, set[int]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return self.predictor.nbytes
+
+    @property
+    def answers_later(self) -> bool:
+        return self.predictor.answers_later
+
+    def observe(self, routing: Routing) -> None:
+        named = self._named.pop(routing.layer, None)
+        if routing.layer == 0:  # whatever a step that failed in the middle has left
+            self._named.clear()
+        if named is not None:
+            self.stats.named += len(named)
+            wanted = routing.counts.keys()
+            self.stats.wanted += len(wanted)
+            self.stats.right += len(named & wanted)
+        with self._timed():
+            self.predictor.observe(routing)
+
+    def begin(self, layer: int) -> None:
+        with self._timed():
+            self.predictor.begin(layer)
+
+    def predict(self, layer: int) -> Sequence[Candidate]:
+        with self._timed():
+            candidates = self.predictor.predict(layer)
+        if not candidates:
+            self._named.setdefault(layer + 1, set())
+        for candidate in candidates:
+            self._named.setdefault(candidate.layer, set()).add(candidate.expert)
+        return candidates
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - begin
 
 
 def rank(experts: Tensor, scores: Tensor, named: Tensor | None = None) -> list[int]:

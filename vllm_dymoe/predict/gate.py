@@ -1,12 +1,20 @@
-"""A layer's router up to its choice, so that it can be asked about another layer's input."""
+"""What a predictor may know of the model that it is made for: above all its layers' routers up to their choice, so that
+they can be asked about another layer's input."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
 
 from vllm_dymoe.predict.base import Candidate, rank
+from vllm_dymoe.residency.identity import ModelIdentity
+
+FAR = 4
+"""Layers ahead that are worth asking about where a disk has to be read: it takes as long as several layers compute."""
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -68,3 +76,24 @@ class Gate:
         best = scores.topk(ids.shape[1], dim=-1).values
         good = scores.gather(-1, ids.clamp(min=0)) >= best[:, -1:] - tolerance * best[:, :1].abs()
         return good[chosen].float().mean().item()
+
+
+@dataclass(frozen=True)
+class RoutedModel:
+    """One rank's model."""
+
+    num_layers: int  # MoE layers on this rank
+    num_experts: int  # experts of a layer on this rank
+    top_k: int  # experts per token
+    gates: Sequence[Gate] = ()  # of every layer, in order; empty where they are not known
+    held: Callable[[int], Set[int]] = lambda layer: frozenset()  # which experts of a layer are on the device
+    hidden: int = 0  # model width
+    fingerprint: str = ""  # of the weights, which a trained predictor must have been trained for
+    device: torch.device = _CPU  # where predictions are computed
+    horizon: int = 1  # layers ahead that are worth asking about in decode
+    predictor: Path | None = None  # file of a trained predictor; None if none was given
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """The model as a trained predictor has to have it; its name does not matter."""
+        return ModelIdentity("", self.fingerprint, self.num_layers, self.num_experts, self.top_k, self.hidden)

@@ -10,7 +10,7 @@ from torch import Tensor
 from vllm_dymoe.predict.base import Candidate, OnDevice, Predictor, rank
 from vllm_dymoe.predict.checkpoint import PredictorError, load_predictor
 from vllm_dymoe.predict.folded import FoldedMLP
-from vllm_dymoe.predict.routed_model import RoutedModel
+from vllm_dymoe.predict.gate import RoutedModel
 from vllm_dymoe.predict.side_stream import Answer, Inline, make_side_stream
 from vllm_dymoe.residency.routing import Phase, Routing
 

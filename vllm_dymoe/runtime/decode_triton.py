@@ -1,5 +1,7 @@
 """The decode path on a GPU: three launches of Triton kernels for each layer, compiled before the first request."""
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -30,8 +32,15 @@ class TritonDecode:
         assert isinstance(kernel, TritonKernel)
         check_experts(experts.num_experts)
         self._kernel, self._formats = kernel, [fmt.matrices for fmt in experts.formats.values()]
-        self._steps: dict[Activation, DecodeStep] = {}
-        self._check(self._step(Activation.SILU), rows, experts.top_k)
+        self._step = cache(self._make_step)
+        step, top_k = self._step(Activation.SILU), experts.top_k
+        held, needed, there = step.memory.numel(), step.nbytes(rows, top_k), step.semaphores.numel()
+        counted = step.counted(rows, top_k)
+        if held < needed or there < counted:
+            raise ValueError(
+                f"a decode step of {rows} rows needs {needed} bytes and {counted} semaphores, but the kernel "
+                f"has {held} and {there}"
+            )
 
     def forward(
         self,
@@ -62,17 +71,5 @@ class TritonDecode:
     def wide_step(self, table: Table, shape: WideShape, activation: Activation) -> TritonWide:
         return self._kernel.wide_step(vars(table), shape, self._formats, activation)
 
-    def _step(self, activation: Activation) -> DecodeStep:
-        step = self._steps.get(activation)
-        if step is None:
-            step = self._steps[activation] = self._kernel.decode_step(self._formats, activation)
-        return step
-
-    def _check(self, step: DecodeStep, rows: int, top_k: int) -> None:
-        held, needed, there = step.memory.numel(), step.nbytes(rows, top_k), step.semaphores.numel()
-        counted = step.counted(rows, top_k)
-        if held < needed or there < counted:
-            raise ValueError(
-                f"a decode step of {rows} rows needs {needed} bytes and {counted} semaphores, but the kernel "
-                f"has {held} and {there}"
-            )
+    def _make_step(self, activation: Activation) -> DecodeStep:
+        return self._kernel.decode_step(self._formats, activation)

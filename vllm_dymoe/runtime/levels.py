@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
-from vllm_dymoe.predict.routed_model import FAR
+from vllm_dymoe.predict.gate import FAR
 from vllm_dymoe.residency.format import BlobKey
 from vllm_dymoe.residency.rule import HIT, Ints
 from vllm_dymoe.residency.tier import Tier

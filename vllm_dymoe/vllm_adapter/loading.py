@@ -12,7 +12,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.host_memory import available_host_memory
 from vllm_dymoe.predict import Predictor, RoutedModel
-from vllm_dymoe.predict.routed_model import FAR
+from vllm_dymoe.predict.gate import FAR
 from vllm_dymoe.quantize.readers import PLAIN_READER, Reader
 from vllm_dymoe.quantize.readers.base import describe
 from vllm_dymoe.residency.format import ModelExperts

@@ -67,7 +67,7 @@ class Decision:
         """For steps of up to so many tokens, padding included; with more scratch for a wide one, and an item more."""
         sizes = _sizes(tokens, top_k, min(experts, tokens * top_k) + (scratch > 0)) | {"slices": slices}
         sizes["scratch"] = scratch or scratch_size(tokens, top_k, experts)
-        made = {}
+        made: dict[str, Any] = {}
         for column in filter(lambda column: column.metadata, fields(cls)):
             shape = [sizes[size] if isinstance(size, str) else size for size in column.metadata["shape"]]
             made[column.name] = torch.zeros(shape, dtype=column.metadata["dtype"], device=device)
@@ -109,7 +109,8 @@ class Decision:
     def of(self, tokens: int, experts: int) -> Self:
         """The part of it for steps of so many tokens, in layers of so many experts."""
         top_k = self.computed.shape[1]
-        sizes, parts = _sizes(tokens, top_k, min(experts, tokens * top_k)), {}
+        sizes = _sizes(tokens, top_k, min(experts, tokens * top_k))
+        parts: dict[str, Any] = {}
         for column in filter(lambda column: column.metadata, fields(self)):
             part = tuple(slice(sizes.get(size)) for size in column.metadata["shape"])
             parts[column.name] = getattr(self, column.name)[part]

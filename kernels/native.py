@@ -5,6 +5,7 @@ threads are those of the OpenMP that torch has loaded: no second pool competes w
 """
 
 import ctypes
+import os
 from collections.abc import Sequence
 from ctypes import Structure, c_double, c_int64, c_void_p
 from functools import cache
@@ -106,6 +107,8 @@ class Library:
             )
         library.dymoe_experts.argtypes = library.dymoe_weighted_sum.argtypes = [c_void_p, ctypes.c_int, c_void_p]
         library.dymoe_round_block.argtypes = [c_void_p, ctypes.c_int]
+        library.dymoe_read.argtypes = [ctypes.c_int, c_void_p, c_int64, c_int64, ctypes.c_int, ctypes.c_int, c_void_p]
+        library.dymoe_read.restype = c_int64
         # Of the Bell at an address: write a number behind all that was written before; wait until it is answered, 1 if
         # it was given up instead; give up the entry that is waited for, and return its number, or 0 if none is.
         self.post, self.wait, self.give_up = library.dymoe_post, library.dymoe_await, library.dymoe_give_up
@@ -140,6 +143,14 @@ class Library:
         threads = torch.get_num_threads() if into.numel() > 1 << 14 else 1
         job = Sum(tokens, top_k, into.shape[1], into.dtype is torch.float16, *addresses, threads, 0)
         self._library.dymoe_weighted_sum(ctypes.addressof(job), self.isa, self.parallel)
+
+    def read(self, file: int, into: torch.Tensor, offset: int, flags: int) -> int:
+        """``preadv2`` into a contiguous uint8 tensor by all of torch's threads; the bytes that there were. OSError."""
+        place = into.data_ptr(), offset, into.numel()
+        count = self._library.dymoe_read(file, *place, flags, torch.get_num_threads(), self.parallel)
+        if count < 0:
+            raise OSError(-count, os.strerror(-count))
+        return int(count)
 
     def round_block(self, low_share: float, before: torch.Tensor | None, *parts: torch.Tensor) -> None:
         """Round a block of columns, see ``quantize.lattice``. Tensors are contiguous, and in the order of `Rounding`:

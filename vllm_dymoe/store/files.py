@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 import xxhash
 
+from vllm_dymoe.kernels import native
 from vllm_dymoe.residency.format import EVERY_PROJECTION, BlobKey, ModelExperts, Projection, SlicePlace, all_keys
 from vllm_dymoe.store.base import HostStore, StoreError
 from vllm_dymoe.store.disk import (
@@ -158,7 +159,7 @@ class FileStore(HostStore):
             if past and direct is not None:
                 done = read_direct(direct, destination, offset)
             else:
-                done = _read_cached(file, destination.numpy().data, offset, 0 if wait else os.RWF_NOWAIT)
+                done = _read_cached(file, destination, offset, wait=wait)
         except OSError as error:
             # Not every file system can say whether it would have to wait.
             if not wait and error.errno in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL):
@@ -222,11 +223,15 @@ class FileStore(HostStore):
         self._layers.append(_Layer(path, file, direct, begins, expected))
 
 
-def _read_cached(file: int, view: memoryview, offset: int, flags: int) -> int:
-    """``preadv`` through the page cache; returns how many bytes the file had."""
-    done = 0
+def _read_cached(file: int, destination: torch.Tensor, offset: int, *, wait: bool) -> int:
+    """Through the page cache; returns how many bytes the file had. Without ``wait`` computation stands still, so that
+    its threads copy; BlockingIOError if a disk has to be waited for."""
+    library = None if wait else native.load()
+    if library is not None:
+        return library.read(file, destination, offset, os.RWF_NOWAIT)
+    view, done = destination.numpy().data, 0
     while done < len(view):
-        count = os.preadv(file, [view[done:]], offset + done, flags)
+        count = os.preadv(file, [view[done:]], offset + done, 0 if wait else os.RWF_NOWAIT)
         if count == 0:
             break
         done += count

@@ -53,7 +53,7 @@ def decode_wide(runtime, layer, x, weights, ids, activation=Activation.SILU, row
     if runtime.decode.ahead is not None:  # as where a step begins
         runtime.decode.ahead.join()
     runtime.decode.tell(len(x) if rows is None else rows)
-    out = runtime.decode.wide.forward(layer, x, weights, ids, activation, **told)
+    out = runtime.decode.forward_wide(layer, x, weights, ids, activation, **told)
     runtime.decode.tell(0)
     return out
 

@@ -5,6 +5,7 @@ import threading
 from dataclasses import replace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ from vllm_dymoe.observe.timeline import Lane
 from vllm_dymoe.residency.constants import LOW_VERSION, Cost, Fate
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.residency.table import Counter
+from vllm_dymoe.residency.wide_rule import narrow_parts
 from vllm_dymoe.runtime import host_side, moe
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS
 from vllm_dymoe.runtime.moe import start_timeline, stop_timeline
@@ -70,6 +72,43 @@ def test_no_share_changes_a_bit_where_the_device_decides(nested, misses, ratio):
 
 
 @needs_library
+@pytest.mark.parametrize(("misses", "ratio"), [("compute", 0), ("share", 8)])
+def test_wide_steps_whose_misses_the_host_computes_are_narrow_ones_one_behind_the_other(misses, ratio):
+    """Up to four, and none of them in a step of the whole budget; rows behind the tokens are none of any."""
+    store = make_store(make_experts(layers=2, num_experts=24))
+    steps = [
+        (seed, seed % 2, rows, tokens) for seed, (rows, tokens) in enumerate([(17, 17), (40, 19), (64, 64), (65, 65)])
+    ]
+    host, asked = decided_runtime(store, "100%", "exact", lo=0), []
+    for budget in ("minimum", "25%", "100%"):
+        with rates_of(ratio):
+            runtime = decided_runtime(store, budget, "exact", lo=0, misses=misses)
+        for seed, layer, rows, tokens in steps:
+            given = random_step(seed, rows, store.experts)
+            before = runtime.stats().there
+            out = decode_wide(runtime, layer, *given, rows=tokens)
+            assert torch.equal(out, decode_wide(host, layer, *given, rows=tokens)), (budget, rows)
+            asked.append(runtime.stats().there > before)
+            check_decided(runtime)
+        runtime.close(keep_store=True)
+    assert asked == [True, True, True, False] * 2 + [False] * 4
+
+
+def test_narrow_steps_take_the_place_of_a_wide_one_where_the_count_says_so():
+    """Of Qwen3-30B-A3B beside a host of three times the link's rate; not where hardly anything is missing."""
+    costs = np.array([[20, 0, 0, 0], [0] * 4, [1000, 333, 67, 16]])
+
+    def parts(tokens, missing=0.75, costs=costs, experts=128):
+        return narrow_parts(tokens, DECODE_ROWS, 8, experts, missing, costs)
+
+    assert [parts(tokens) for tokens in (17, 32, 48, 64, 65)] == [2, 2, 3, 4, 0]
+    assert parts(32, missing=0) == 0
+    assert parts(32, costs=0 * costs) == 0
+    slow = costs * [[1], [1], [1]] + [[0] * 4, [0] * 4, [0, 3000, 0, 0]]
+    assert parts(48, costs=slow) == 0, "the link brings everything three times"
+
+
+@needs_library
 def test_an_answer_that_does_not_come_fails_its_step_and_everything_is_fetched_from_then_on():
     store = make_store(make_experts(layers=2))
     want = run_decided(decided_runtime(store, "100%", "exact", lo=0), STEPS)
@@ -83,6 +122,7 @@ def test_an_answer_that_does_not_come_fails_its_step_and_everything_is_fetched_f
             got += run_decided(runtime, [step])
     assert "has not computed" in said[0]
     assert "transfer_timeout_s, which is 0.2 seconds" in said[0]
+    assert runtime.decode.costs is None
     wrong = [number for number, (a, b) in enumerate(zip(want, got, strict=True)) if not torch.equal(a, b)]
     assert len(wrong) <= 1, "steps behind the one that failed are whole again"
     assert runtime.host_side.doorbell.failed

@@ -19,10 +19,11 @@ from tests.runtime.steps import forward, make_runtime, random_step
 from tests.small_model import make_experts, make_store
 from tests.support.launches import decode_as_launches
 from tests.vllm_adapter.test_prepare import configure
-from vllm_dymoe.kernels import Activation
+from vllm_dymoe.kernels import Activation, native
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS
 from vllm_dymoe.vllm_adapter.graphs import settle_graphs
 
+needs_library = pytest.mark.skipif(native.load() is None, reason="the native library was not built here")
 STORE = make_store(make_experts(layers=2, num_experts=8))
 SIZES = [1, 2, 4, 8, 16, 24, 32]
 
@@ -46,7 +47,7 @@ def card(monkeypatch):
 class Runner:
     """Two MoE layers in buffers that stay, and the graphs over them."""
 
-    def __init__(self, query):
+    def __init__(self, query, **options):
         config = configure(max_num_seqs=32)
         settings = config.compilation_config
         settings.cudagraph_mode, settings.cudagraph_capture_sizes = CUDAGraphMode.FULL_AND_PIECEWISE, SIZES
@@ -56,7 +57,7 @@ class Runner:
             config.speculative_config = SimpleNamespace(method="ngram", num_speculative_tokens=query - 1, **dynamic)
         settle_graphs(config, device_decides=True)
         assert settings.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
-        self.runtime = decided_runtime(STORE, "50%")
+        self.runtime = decided_runtime(STORE, "50%", **options)
         self.path = self.runtime.decode
         self.buffers = [torch.zeros_like(part) for part in random_step(0, 128, STORE.experts)]
         self.outputs = {}
@@ -68,7 +69,7 @@ class Runner:
         if rows <= DECODE_ROWS and captured:
             return [self.path.forward(layer, x, weights, ids, Activation.SILU) for layer in range(2)]
         return [
-            self.path.wide.forward(layer, x, weights, ids, Activation.SILU, captured=captured) for layer in range(2)
+            self.path.forward_wide(layer, x, weights, ids, Activation.SILU, captured=captured) for layer in range(2)
         ]
 
     def step(self, given, lengths):
@@ -85,18 +86,26 @@ class Runner:
         return 0, self.model(tokens, captured=False)
 
 
+ONE_EACH = [([1] * 4, 4), ([1] * 3, 4), ([1, 1, 40], 0), ([1], 1), ([1] * 19, 24), ([1] * 3, 4), ([30], 0)]
+
+
 @pytest.mark.parametrize(
-    ("query", "steps"),
+    ("query", "steps", "misses"),
     [
-        (1, [([1] * 4, 4), ([1] * 3, 4), ([1, 1, 40], 0), ([1], 1), ([1] * 19, 24), ([1] * 3, 4), ([30], 0)]),
-        (3, [([3] * 2, 6), ([3] * 1, 3), ([3, 1, 20], 0), ([3] * 3, 9), ([3] * 5, 15), ([3] * 7, 24), ([3] * 2, 6)]),
+        (1, ONE_EACH, "fetch"),
+        pytest.param(1, ONE_EACH, "compute", marks=needs_library),
+        (
+            3,
+            [([3] * 2, 6), ([3] * 1, 3), ([3, 1, 20], 0), ([3] * 3, 9), ([3] * 5, 15), ([3] * 7, 24), ([3] * 2, 6)],
+            "fetch",
+        ),
     ],
-    ids=["decode", "drafts"],
+    ids=["decode", "misses computed there", "drafts"],
 )
 @torch.inference_mode()
-def test_a_replay_has_the_bits_of_the_hosts_way_for_as_many_tokens_as_there_are(card, query, steps):
-    """And the same uses are counted: padding is none."""
-    runner, host = Runner(query), make_runtime(STORE, "100%")
+def test_a_replay_has_the_bits_of_the_hosts_way_for_as_many_tokens_as_there_are(card, query, steps, misses):
+    """And the same uses are counted: padding is none. Where the host computes misses 24 rows are two narrow steps."""
+    runner, host = Runner(query, misses=misses), make_runtime(STORE, "100%")
     host.resize("50%")
     for number, (lengths, rows) in enumerate(steps):
         given = random_step(number, sum(lengths), STORE.experts)
@@ -105,6 +114,9 @@ def test_a_replay_has_the_bits_of_the_hosts_way_for_as_many_tokens_as_there_are(
         for layer, out in enumerate(outputs):
             assert torch.equal(out, forward(host, layer, *given)), (lengths, layer)
     runner.runtime.memory.read_device()
+    assert (runner.runtime.stats().there > 0) == (misses == "compute")
+    if misses == "compute":  # which of the host's steps those are is another question
+        return runner.runtime.close(keep_store=True)
     for name in ("tier", "heat", "used_at", "step"):
         ours, theirs = (getattr(runtime.memory.table, name) for runtime in (runner.runtime, host))
         np.testing.assert_array_equal(ours, theirs, name)

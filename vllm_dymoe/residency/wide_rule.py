@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_dymoe.residency.constants import Fate, experts_width
+from vllm_dymoe.residency.constants import Cost, Fate, experts_width
 from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.decode_rule import PROJECTIONS, bytes_ahead, found_ahead, list_positions, slot_address
 from vllm_dymoe.residency.rule import HIGH, LOW, NOWHERE
@@ -30,6 +30,8 @@ from vllm_dymoe.residency.table import Counter, Table
 
 THERE, KEPT, PASSING = 0, 1, 2  # the first two groups, and the first of those that pass
 _LEAST_CHUNK, _MOST_CHUNKS = 256, 64
+MOST_PARTS = 4  # narrow steps in place of a wide one: with more of them the host reads what the link brings once
+_MEMORY = 8  # times as fast as the link is what else a device does with an expert; its memory alone is 30
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,26 @@ class WideWork:
             torch.zeros(shape.tokens, shape.top_k, dtype=torch.int32, device=device),
             torch.zeros(work, dtype=torch.int32, device=device),
         )
+
+
+def narrow_parts(tokens: int, most: int, top_k: int, experts: int, missing: float, costs: NDArray[np.int64]) -> int:
+    """In how many narrow steps, which share their misses between link and host, a wide one is to be computed, which
+    fetches them; 0 if it ends first.
+
+    Args:
+        tokens: of the step.
+        most: tokens of a narrow one.
+        top_k: experts of a token, of so many.
+        missing: share of the experts that are not kept.
+        costs: :attr:`Table.there`, where every expert is wanted HIGH.
+    """
+    parts, (link, first, more, _) = -(-tokens // most), costs[HIGH].tolist()
+    if not first or not 1 < parts <= MOST_PARTS:
+        return 0
+    whole, part = (experts * (1 - (1 - top_k / max(experts, top_k)) ** rows) for rows in (tokens, most))
+    host = first + more * (most * top_k / part - 1)
+    shared = missing * part / (1 / link + 1 / host) + part * link / _MEMORY + int(costs[NOWHERE, Cost.LINK])
+    return parts if parts * shared < whole * link * (missing + 1 / _MEMORY) else 0
 
 
 def plan_wide_plain(

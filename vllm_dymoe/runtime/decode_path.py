@@ -6,7 +6,9 @@ replayed for ever: budget, shares, tiers and retention are values in the table.
 
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_dymoe.kernels import Activation
@@ -14,6 +16,7 @@ from vllm_dymoe.predict import OnDevice
 from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.format import ModelExperts
 from vllm_dymoe.residency.table import Table
+from vllm_dymoe.residency.wide_rule import MOST_PARTS, narrow_parts
 from vllm_dymoe.runtime.ahead import Ahead, AheadKernel, Branch
 from vllm_dymoe.runtime.there import Doorbell
 from vllm_dymoe.runtime.wide_path import WideKernel, WidePath
@@ -62,7 +65,12 @@ class DecodePath:
         ]
         self._rows = torch.zeros(1, dtype=torch.int32, device=device)
         self.wide = WidePath(experts, table, kernel, branch, self._rows)
+        # Those of narrow steps in place of a wide one, on addresses as even as that of `rows`.
+        self._firsts = torch.arange(MOST_PARTS, dtype=torch.int32, device=device).mul_(DECODE_ROWS).view(-1, 1)
+        self._of_parts = torch.zeros(MOST_PARTS, 4, dtype=torch.int32, device=device)
         self._told = 0
+        self.costs: NDArray[np.int64] | None = None
+        """``Table.there`` where wide steps may be computed in narrow ones: all experts are wanted in one version."""
         self.ahead: Ahead | None = None
 
     def look_ahead(self, predictor: OnDevice, branch: Branch) -> None:
@@ -73,7 +81,7 @@ class DecodePath:
     def nbytes(self) -> int:
         """Device memory of the table and of what is decided; slots and scratch are counted elsewhere."""
         doorbell = self.kernel.doorbell
-        tensors = *vars(self.table).values(), self._rows
+        tensors = *vars(self.table).values(), self._rows, self._firsts, self._of_parts
         tensors += tuple(tensor for of_layer in self._decisions for tensor in of_layer[-1].tensors.values())
         others = (part.nbytes for part in (self.ahead, doorbell) if part is not None)
         return sum(tensor.nbytes for tensor in tensors) + sum(others)
@@ -95,6 +103,8 @@ class DecodePath:
         """How many rows are tokens in what is launched or replayed from now on; 0 for a step without requests."""
         if rows != self._told:
             self._rows.fill_(rows)
+            if self.costs is not None:
+                self._of_parts.copy_(self._rows - self._firsts).clamp_(0, DECODE_ROWS)
             self._told = rows
 
     def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> Tensor:
@@ -106,6 +116,28 @@ class DecodePath:
         if ahead is not None:
             ahead.fetch()
         return out
+
+    def forward_wide(
+        self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation, marks: Tensor | None = None,
+        *, captured: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """A layer of a step of more rows, see :meth:`WidePath.forward`; in narrow steps one behind the other where the
+        host computes misses and these end first."""
+        parts, experts = 0, self.table.experts
+        if self.costs is not None and marks is None:
+            sizes = len(x), DECODE_ROWS, ids.shape[1], experts
+            parts = narrow_parts(*sizes, self.wide.passing / experts, self.costs)
+        if not parts:
+            return self.wide.forward(layer, x, weights, ids, activation, marks, captured=captured)
+        self.wide.settle()
+        if self.ahead is not None:
+            self.table.forget_ahead()
+        decisions, outs = self._decisions[layer % len(self._decisions)], []
+        for part, rows in enumerate(self._of_parts[:parts]):
+            some = slice(part * DECODE_ROWS, (part + 1) * DECODE_ROWS)
+            given, decision = (x[some], weights[some], ids[some]), decisions[len(x[some])]
+            outs.append(self.kernel.forward(self.table, layer, rows[:1], decision, *given, activation))
+        return torch.cat(outs)
 
     def fates(self, layer: int, ids: Tensor) -> Tensor | None:
         """Of a layer of the last narrow step, as :meth:`~.Decision.fates`; None where decisions are not recorded."""
@@ -120,3 +152,4 @@ class DecodePath:
             self.ahead.join()
         if (doorbell := self.kernel.doorbell) is not None and doorbell.failed:
             self.table.there.zero_()  # from now on everything is fetched
+            self.costs = None

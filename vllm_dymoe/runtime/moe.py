@@ -268,6 +268,9 @@ class MoERuntime:
         if side is not None:
             side.serve(system, self.serving.bits, self.memory.bits)
             side.table.there.copy_(torch.from_numpy(costs))
+            shares = len(system.precision.tiers) == 1 and system.residency.migrating is None and options.trace is None
+            if self.decode is not None:  # fates of a trace are of whole steps
+                self.decode.costs = costs if shares and costs.any() else None
             self.memory.table.reuse_high[:] = system.precision.reuses_high
 
     # -- seeing inside ----------------------------------------------------------------------------

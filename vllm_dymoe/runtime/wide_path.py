@@ -66,7 +66,7 @@ class WidePath:
 
     def __init__(self, experts: ModelExperts, table: Table, kernel: WideKernel, branch: Branch, rows: Tensor) -> None:
         self._experts, self._table, self._kernel, self._branch, self._rows = experts, table, kernel, branch, rows
-        self._half = self._passing = 0
+        self._half = self.passing = 0  # staging slots of a group; experts that a layer does not keep
         self._ahead_code = 0
         self._groups = 0  # that have passed so far: they take turns with the halves
         self._pending: tuple[int, Any] | None = None  # the layer for which something was copied ahead, and its event
@@ -77,7 +77,7 @@ class WidePath:
         """How many slots no layer keeps and how many each keeps, by LOW and HIGH of the tiers in use."""
         half = min(staging.values()) // 2
         self._half = half if half >= _LEAST_HALF else 0
-        self._passing = self._table.experts - min(min(shares[code]) for code in shares)
+        self.passing = self._table.experts - min(min(shares[code]) for code in shares)
         self._ahead_code = next(iter(shares)) if len(shares) == 1 and not self._table.nested else 0
         self._pending = None
 
@@ -157,7 +157,7 @@ class WidePath:
     def _step(self, tokens: int, activation: Activation, *, marked: bool, captured: bool) -> WideStep:
         table, passes = self._table, 0
         if self._half and not captured:
-            passes = -(-min(self._passing, tokens * self._experts.top_k) // self._half)
+            passes = -(-min(self.passing, tokens * self._experts.top_k) // self._half)
         half = self._half if passes else 0
         shape = WideShape(tokens, self._experts.top_k, table.experts, 1 + table.nested, half, passes, marked)
         key = shape, activation

@@ -43,16 +43,16 @@ class DecodeSteps:
         *, capturing: bool,
     ) -> torch.Tensor:  # fmt: skip
         """A layer of a wide step, of which observers hear here; experts are those of all ranks, and of this one."""
-        step, rows, wide = self._step, len(x), self.path.wide
+        step, rows, path = self._step, len(x), self.path
         self._wide = True
         if capturing or step.warming_up:
-            return wide.forward(layer.position, x, weights, here, layer.activation, captured=capturing)
+            return path.forward_wide(layer.position, x, weights, here, layer.activation, captured=capturing)
         tokens, marks = step.real(rows), None if self._prompts is None else self._prompts.marks(rows, x.device)
-        out = wide.forward(layer.position, x, weights, here, layer.activation, marks)
+        out = path.forward_wide(layer.position, x, weights, here, layer.activation, marks)
         at = self._routing(layer.position, x[:tokens], here[:tokens], weights[:tokens])
         at.global_ids = None if here is ids else ids[:tokens]
         if self._runtime.serving.records_fates:
-            at.fates = wide.fates(at.ids)
+            at.fates = path.wide.fates(at.ids)
         for observer in self._observation.observers:
             observer.see(at)
         return out

@@ -1,12 +1,15 @@
 """``vllm-dymoe calibrate``: what it reads, what it asks the engine for, and what it refuses before one starts."""
 
+import json
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 import vllm_dymoe
 from tests.cli.checkpoints import command, make_model, refused
 from vllm_dymoe.quantize.recording import CalibrationError, Recording
+from vllm_dymoe.runtime.rates import RATES
 
 RECORDING = Recording("0123", "4567", (300, 200), (1, 2), 4, 2, 96, "bfloat16", "silu")
 
@@ -75,3 +78,17 @@ def test_what_cannot_work_is_refused_before_an_engine_starts(model, asked, tmp_p
     for error, said in ((CalibrationError("full."), "vllm-dymoe: full."), (missing, "vLLM is not installed")):
         monkeypatch.setattr(vllm_dymoe, "calibrate", Mock(side_effect=error))
         assert said in refused(*command_line)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has a link of its own")
+def test_without_texts_link_and_host_are_measured_and_kept_for_the_next_start(model, tmp_path):
+    store = tmp_path / "store"
+    assert command("quantize", model, "-o", store, "--hi", 4, "--lo", 2).exit_code == 0
+    assert "--link 25GB/s" in refused("calibrate", store)
+    result = command("calibrate", store, "--link", "1MB/s")
+    assert result.exit_code == 0, result.output + result.stderr
+    assert "misses are shared, as measured, between 0.0 GB/s of the link and" in result.stdout
+    kept = json.loads((store / RATES).read_text())
+    assert kept["link"] == pytest.approx(1e6, rel=0.3)
+    assert len(kept["first_row"]) == 2
+    assert "--out" in refused("calibrate", model, "--texts", tmp_path / "any.txt")

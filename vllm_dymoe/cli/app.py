@@ -19,6 +19,8 @@ Link = Annotated[
     list[str] | None,
     typer.Option(help="Emulated on a CPU: 12MB/s, or a GPU whose link is as slow beside it; several times."),
 ]
+Disk = Annotated[str | None, typer.Option(help="Rate of a disk under host memory: 2GB/s; `bench` emulates it.")]
+HostMemory = Annotated[str | None, typer.Option(help="Bytes of host memory for experts: 16GB.")]
 PaperName = Annotated[
     str | None, typer.Option(help="The tables of a paper in place of --system: dymoe, duoserve, firm or dynaexq.")
 ]
@@ -110,22 +112,33 @@ def quantize(
 
 @app.command()
 def calibrate(
-    model: Annotated[Path, typer.Argument(help="Folder of a checkpoint with 16-bit weights.")],
+    model: Annotated[Path, typer.Argument(help="Folder of a checkpoint with 16-bit weights, or of a store.")],
     texts: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Option("--texts", help='File of plain text, or .jsonl with {"text": ...} in each line; several times.'),
-    ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write; the same one to go on after a break.")],
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder to write; the same one to go on after a break.")
+    ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to read.")] = 131072,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a text that are read together.")] = 2048,
     hi: Annotated[Literal["16", "8", "4"], typer.Option(help="Bits per weight while the model reads.")] = "16",
     expert_budget: Annotated[
         str, typer.Option(help='Device memory for experts, as the option: "auto", "4GiB" or "25%".')
     ] = "auto",
+    link: Annotated[str | None, typer.Option(help="Without texts, of an emulated link on a CPU: 25GB/s.")] = None,
 ) -> None:
-    """Let a model read texts in vLLM and record what its experts see, for `quantize --calibration`."""
-    from vllm_dymoe.cli.calibrate import run
+    """Let a model read texts in vLLM and record what its experts see, for `quantize --calibration`; without texts,
+    measure the link and the host with a store's experts, for `misses`."""
+    from vllm_dymoe.cli.calibrate import measure, run
 
+    if not texts:
+        measure(model, link)
+        return
+    if out is None:
+        from vllm_dymoe.config import ConfigError
+
+        raise ConfigError("what experts see in the texts has to be written somewhere: --out.")
     run(model, texts, out, tokens=tokens, length=length, hi=int(hi), expert_budget=expert_budget)
 
 
@@ -218,6 +231,9 @@ def bench(
     budget: Annotated[list[str] | None, typer.Option(help="As the option expert_budget; several times.")] = None,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Requests at once; several times.")] = None,
     link: Link = None,
+    misses: Annotated[
+        list[str] | None, typer.Option(help="As the option misses: fetch, compute or share; several times.")
+    ] = None,
     prompts: Prompts = "shipped",
     requests: Annotated[int, typer.Option(min=1, help="Requests that are measured for each row.")] = 16,
     warm_up: Annotated[int, typer.Option(min=1, help="Requests before them that are not.")] = 4,
@@ -230,6 +246,8 @@ def bench(
     ] = "",
     limit: Annotated[int | None, typer.Option(min=1, help="Questions of each task.")] = None,
     include: Annotated[Path | None, typer.Option(help="Folder of tasks that lm-eval does not know.")] = None,
+    disk: Disk = None,
+    host_memory: HostMemory = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of rows; the same one to go on.")] = Path("bench"),
 ) -> None:
     """Measure systems side by side: times, hits, bytes and memory, for each budget and batch size."""
@@ -237,8 +255,11 @@ def bench(
     from vllm_dymoe.bench.prompts import read_prompts
     from vllm_dymoe.cli.bench import Bench
     from vllm_dymoe.cli.paper import Paper
+    from vllm_dymoe.plan.device import parse_rate
 
     asked, common = read_prompts(prompts), json_object("--options", options)
+    common |= {} if host_memory is None else {"host_memory": host_memory}
+    common |= {} if disk is None else {"disk_gbps": parse_rate(disk) / 1e9}
     workload = Workload(asked.digest, asked.name, asked.is_random, requests, warm_up, max_tokens)
     run = Bench(model, asked, workload, {} if paper else common, json_object("--engine", engine), out)
     if paper is not None:
@@ -246,7 +267,7 @@ def bench(
         Paper(run, link[0] if link else None, asked_of, limit, include).show(paper)
     else:
         systems = system or ["on-demand", "exact"]
-        run.compare(systems, peer or [], budget or ["25%", "50%"], batch or [1], link or [])
+        run.compare(systems, peer or [], budget or ["25%", "50%"], batch or [1], link or [], misses or [])
 
 
 @app.command()
@@ -261,8 +282,8 @@ def plan(
     max_num_seqs: Annotated[int, typer.Option(min=1, help="As of `vllm serve`.")] = 16,
     gpu_memory_utilization: Annotated[float, typer.Option(min=0.1, max=1, help="As of `vllm serve`.")] = 0.9,
     system: Annotated[list[str] | None, typer.Option(help="Show this system at every budget; repeatable.")] = None,
-    disk: Annotated[str | None, typer.Option(help="Rate of a disk under host memory: 2GB/s.")] = None,
-    host_memory: Annotated[str | None, typer.Option(help="Bytes of host memory for experts: 16GB.")] = None,
+    disk: Disk = None,
+    host_memory: HostMemory = None,
     misses: Annotated[
         str, typer.Option(help="fetch, or the rate at which the host computes those that it does not: 60GB/s.")
     ] = "fetch",

@@ -20,6 +20,7 @@ from vllm_dymoe.cli.display import count_progress, print_table
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.plan.device import emulated_rate, parse_rate
 from vllm_dymoe.plan.model import ModelShape, read_shape
+from vllm_dymoe.resolve import resolve_options
 
 
 @dataclass
@@ -62,7 +63,7 @@ class Bench:
 
     def compare(
         self, systems: Sequence[str], peers: Sequence[str], budgets: Sequence[str], batches: Sequence[int],
-        links: Sequence[str],
+        links: Sequence[str], misses: Sequence[str] = (),
     ) -> None:  # fmt: skip
         asked, requests, warm_up = self.asked, self.workload.requests, self.workload.warm_up
         if not asked.is_random and len(asked.prompts) < requests + warm_up:
@@ -73,6 +74,8 @@ class Bench:
         if requests < max(batches):
             raise ConfigError(f"{requests} requests are no batch of {max(batches)}; raise --requests or lower --batch.")
         subjects = [*(subject_of(system, self.options) for system in systems), *self._peers(peers)]
+        if misses:
+            subjects = [_with_misses(way, subject) for way in misses for subject in subjects]
         if links:
             subjects = [self.behind(link, subject) for link in links for subject in subjects]
         self.report(self.measure(grid(self.model, subjects, budgets, batches, self.workload, self.engine)))
@@ -113,3 +116,12 @@ class Bench:
             (width, row["batch"]): self.shape.step_bytes(blobs[width], row["batch"]) for row in rows for width in blobs
         }
         return Bounds(found["link_bytes_per_second"], found["memory_bytes_per_second"], tokens, blobs)
+
+
+def _with_misses(way: str, subject: Subject) -> Subject:
+    """A subject with the option ``misses``; a peer has none."""
+    if subject.options is None:
+        return subject
+    options = {**subject.options, "misses": way}
+    resolve_options(options, environment={})
+    return replace(subject, label=f"{subject.label}, misses {way}", options=options)

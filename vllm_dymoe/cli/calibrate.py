@@ -4,13 +4,20 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 import typer
 
 import vllm_dymoe
-from vllm_dymoe.cli.display import count_progress
-from vllm_dymoe.config import ConfigError
+from vllm_dymoe.cli.display import byte_progress, count_progress
+from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.plan.device import parse_rate
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.resolve import resolve_options
+from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.runtime.rates import RATES
+from vllm_dymoe.store import FileStore, whole_level
+from vllm_dymoe.store.page_lock import CudaPageLock
+from vllm_dymoe.transfer import HostLevel
 from vllm_dymoe.units import size
 
 
@@ -32,6 +39,24 @@ def run(model: Path, texts: list[Path], out: Path, *, tokens: int, length: int, 
         f"The inputs of {len(recording.layers)} layers for {sum(recording.parts)} tokens, {size(recording.nbytes)}, "
         f"are recorded. To use them:\nvllm-dymoe quantize {model} -o OUT --calibration {out}"
     )
+
+
+def measure(folder: Path, link: str | None) -> None:
+    """Keep beside a store how fast this machine brings and computes its experts, each while the other works."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and link is None:
+        raise ConfigError("a CPU has no link that could be measured; say how fast an emulated one is: --link 25GB/s.")
+    files = FileStore(folder)
+    bits = sorted(files.experts.formats, reverse=True)
+    given = {"hi": bits[0], "lo": bits[1] if len(bits) > 1 else 0, "link_gbps": link and parse_rate(link) / 1e9}
+    options = Options.model_validate({"misses": "share", "expert_budget": "100%", **given})
+    with byte_progress(f"Reading {folder.name} into memory", files.experts.stored_nbytes) as progress:
+        store = HostLevel(files, whole_level(files.experts), CudaPageLock(device) if device.type == "cuda" else None)
+        store.fill(progress)
+    (folder / RATES).unlink(missing_ok=True)
+    runtime = MoERuntime(store, options, device, rates=folder / RATES)
+    typer.echo(f"Here {runtime.host_side.describe()}: kept in {folder / RATES}.")
+    runtime.close()
 
 
 def _read(paths: list[Path]) -> Iterator[str]:

@@ -91,11 +91,12 @@ def replay(
     low: bool,  # whether the others have a version, or are skipped
     nested: bool = False,
     costs: Ints | None = None,
+    real: Ints | None = None,
 ) -> LayerDemand:
     """Let layers keep what the rule says. ``choose`` makes of a layer and the sums of its active experts' weights which
     of them are high; where versions are nested quotas are of fine slices and of bases. Misses are shared by `costs`,
-    see ``Table.there``."""
-    seconds = 0.0
+    see ``Table.there``, and what is said of time goes by `real` ones, if the rule goes by others."""
+    seconds, real = 0.0, costs if real is None else real
     active, moved = {HIGH: 0, LOW: 0}, {HIGH: 0, LOW: 0}
     counted = misses = 0
     for layer, steps in routings.steps.items():
@@ -124,7 +125,7 @@ def replay(
                     active[code] += int(np.count_nonzero(codes == code))
                     moved[code] += int(np.count_nonzero(missing[code]))
                 misses += int(np.count_nonzero(missing[HIGH] | missing[LOW] | there))
-                seconds += 0.0 if costs is None else _longer(missing, there, rows, codes, costs)
+                seconds += 0.0 if real is None else _longer(missing, there, rows, codes, real)
     means = ({Tier.HI: count[HIGH] / counted, Tier.LO: count[LOW] / counted} for count in (active, moved))
     return LayerDemand(next(means), next(means), misses / counted, seconds / counted)
 

@@ -3,7 +3,11 @@
 import torch
 
 from vllm_dymoe.observe.trace import Trace
+from vllm_dymoe.predict.checkpoint import PredictorCard, save_predictor
+from vllm_dymoe.predict.expert_mlp import Architecture
+from vllm_dymoe.predict.folded import fold
 from vllm_dymoe.residency.identity import ModelIdentity
+from vllm_dymoe.training import Recipe, train
 
 SIZES = ModelIdentity("a model", "0123456789abcdef", num_layers=4, num_experts=8, top_k=2, hidden=6)
 
@@ -39,3 +43,10 @@ def made_up(requests=20, tokens=40, sizes=SIZES, *, noise=0.1, inputs=False, see
         prefill=torch.zeros(total, dtype=torch.bool),
         router_inputs=router_inputs,
     )
+
+
+def trained_on_made_up(sizes, folder):
+    """The file of a predictor that has learned one epoch of them."""
+    network = fold(train(made_up(sizes=sizes), Architecture((), history=2), Recipe(epochs=1)).model)
+    save_predictor(folder / "file.safetensors", PredictorCard(sizes), network)
+    return folder / "file.safetensors"

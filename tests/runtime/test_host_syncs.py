@@ -9,16 +9,13 @@ import pytest
 import torch
 
 from tests.predict.gates import random_gates
-from tests.predict.made_up import made_up
+from tests.predict.made_up import trained_on_made_up
 from tests.predict.streams import RecordedStream
 from tests.runtime.steps import forward, make_runtime, random_step
 from tests.small_model import make_experts, make_store
 from tests.support.happens_before import History
 from tests.support.recorded_device import RecordedStreams
 from vllm_dymoe.predict import Predictor, RoutedModel
-from vllm_dymoe.predict.checkpoint import PredictorCard, save_predictor
-from vllm_dymoe.predict.expert_mlp import Architecture
-from vllm_dymoe.predict.folded import fold
 from vllm_dymoe.residency.identity import ModelIdentity
 from vllm_dymoe.residency.routing import Phase, PromptTokens
 from vllm_dymoe.systems.duoserve import DuoServe
@@ -26,7 +23,6 @@ from vllm_dymoe.systems.dymoe import Dymoe
 from vllm_dymoe.systems.exact import Exact
 from vllm_dymoe.systems.firm import Firm
 from vllm_dymoe.systems.layer_prefetch import LayerPrefetch
-from vllm_dymoe.training import Recipe, train
 from vllm_dymoe.transfer.cuda import StreamDelivery
 from vllm_dymoe.transfer.engine import TransferEngine
 
@@ -70,10 +66,7 @@ class Stream(RecordedStream):
 @pytest.fixture(scope="module")
 def predictor_file(tmp_path_factory):
     sizes = ModelIdentity("a model", "", LAYERS, EXPERTS, TOP_K, HIDDEN)
-    network = fold(train(made_up(sizes=sizes), Architecture((), history=2), Recipe(epochs=1)).model)
-    path = tmp_path_factory.mktemp("predictor") / "file.safetensors"
-    save_predictor(path, PredictorCard(sizes), network)
-    return path
+    return trained_on_made_up(sizes, tmp_path_factory.mktemp("predictor"))
 
 
 def serve(system, tokens, file=None, prompt=None, steps=6):

@@ -6,13 +6,10 @@ import pytest
 import torch
 
 from tests.predict.gates import random_gates
-from tests.predict.made_up import made_up
+from tests.predict.made_up import trained_on_made_up
 from tests.small_model import make_experts
 from vllm_dymoe.config import Options
 from vllm_dymoe.predict import RoutedModel
-from vllm_dymoe.predict.checkpoint import PredictorCard, save_predictor
-from vllm_dymoe.predict.expert_mlp import Architecture
-from vllm_dymoe.predict.folded import fold
 from vllm_dymoe.residency.identity import ModelIdentity
 from vllm_dymoe.residency.routing import Phase, Routing
 from vllm_dymoe.residency.tier import Tier
@@ -20,7 +17,6 @@ from vllm_dymoe.systems import SYSTEMS, SystemOptionError, make_system
 from vllm_dymoe.systems.base import Precision
 from vllm_dymoe.systems.firm import Firm
 from vllm_dymoe.systems.pace import Pace
-from vllm_dymoe.training import Recipe, train
 
 LAYERS, EXPERTS, HIDDEN, TOP_K = 4, 8, 5, 2
 
@@ -28,10 +24,7 @@ LAYERS, EXPERTS, HIDDEN, TOP_K = 4, 8, 5, 2
 @pytest.fixture(scope="module")
 def predictor_file(tmp_path_factory):
     sizes = ModelIdentity("a model", "", LAYERS, EXPERTS, TOP_K, HIDDEN)
-    network = fold(train(made_up(sizes=sizes), Architecture((), history=2), Recipe(epochs=1)).model)
-    path = tmp_path_factory.mktemp("predictor") / "file.safetensors"
-    save_predictor(path, PredictorCard(sizes), network)
-    return path
+    return trained_on_made_up(sizes, tmp_path_factory.mktemp("predictor"))
 
 
 @pytest.mark.parametrize("trained", [False, True])

@@ -34,6 +34,8 @@ SYSTEMS = {
     "dymoe, page cache": "cache",
     "dymoe, host_memory": "level",
 }
+WARM, SLACK = 640, 64 << 20  # requests of a soak, and bytes
+SOAK = "soak"  # the last of them, with short answers for as long as is asked for
 Ask = Callable[[Sequence[str]], Sequence[list[int] | str]]
 
 
@@ -98,7 +100,7 @@ def llama(gguf: Path, memory: int) -> dict[str, Any]:
     return measure(ask, limit, lambda: None, dict)
 
 
-def dymoe(packed: Path, options: dict[str, Any], cache: int | None) -> dict[str, Any]:
+def dymoe(packed: Path, options: dict[str, Any], cache: int | None, soak: float = 0) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     from vllm_dymoe.runtime.serving import Serving
@@ -110,12 +112,15 @@ def dymoe(packed: Path, options: dict[str, Any], cache: int | None) -> dict[str,
         uses.append((routing.layer, tuple(routing.active)))
         return forward(self, routing, *more)
 
-    Serving.forward = logged  # type: ignore[method-assign]
+    if not soak:
+        Serving.forward = logged  # type: ignore[method-assign]
     limit = Limit(sorted(packed.glob("dymoe-experts-*.safetensors")), cache)
     llm = LLM(
         str(packed), enforce_eager=True, max_model_len=512, max_num_seqs=8, enable_prefix_caching=False,
         additional_config={"dymoe": options},
     )  # fmt: skip
+    if soak:
+        return endure(llm, limit, soak)
     uses.clear()
     sampling, first = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True), [0]
 
@@ -143,12 +148,34 @@ def dymoe(packed: Path, options: dict[str, Any], cache: int | None) -> dict[str,
     return found | {"experts_bytes": found["experts_bytes"] + stats["peak_expert_bytes"]}
 
 
-def child(system: str, packed: Path, gguf: Path, memory: int) -> dict[str, Any]:
+def endure(llm: Any, limit: Limit, seconds: float) -> dict[str, Any]:
+    """Short requests, eight at once, one token each, whose answers must not depend on when they were asked.
+
+    The kernel ends a process that takes more than ``SLACK`` above what it had after the first of them.
+    """
+    from vllm import SamplingParams
+
+    texts, sampling = prompts()[1:], SamplingParams(temperature=0, max_tokens=1)
+    answers: dict[str, Any] = {}
+    end, asked, before = time.perf_counter() + seconds, 0, anonymous_bytes()
+    while time.perf_counter() < end:
+        batch = [text[: 20 + (asked // 8) % 40] for text in (texts[(asked + n) % len(texts)] for n in range(8))]
+        for text, answer in zip(batch, llm.generate(batch, sampling, use_tqdm=False), strict=True):
+            if answers.setdefault(text, answer.outputs[0].token_ids[0]) != answer.outputs[0].token_ids[0]:
+                raise SystemExit(f"{text!r} was answered in two ways.")
+        asked += 8
+        if asked == WARM:
+            limit.hold()
+            before = anonymous_bytes()
+    return {"requests": asked, "seconds": seconds, "anonymous_bytes_grown": anonymous_bytes() - before}
+
+
+def child(system: str, packed: Path, gguf: Path, memory: int, soak: float) -> dict[str, Any]:
     if system == "llama":
         return llama(gguf, memory)
     if system == "cache":  # a quarter for slots, the rest for the page cache
         return dymoe(packed, {"host_store": "file", "expert_budget": memory // 4}, memory - memory // 4)
-    return dymoe(packed, {"host_memory": memory}, None)
+    return dymoe(packed, {"host_memory": memory}, SLACK if soak else None, soak)
 
 
 def rates(packed: Path) -> Any:
@@ -170,12 +197,13 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=3072, help="of an expert; 3072 are 340 MB in all")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "dymoe-levels", help="for models")
     parser.add_argument("--only", nargs="*", choices=SYSTEMS.values(), default=list(SYSTEMS.values()))
+    parser.add_argument("--soak", type=float, default=0, metavar="SECONDS", help="only short requests, for so long")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     packed, gguf = model.write(arguments.work, arguments.width)
     if arguments.child:
         system, memory, out = arguments.child
-        Path(out).write_text(json.dumps(child(system, packed, gguf, int(memory))))
+        Path(out).write_text(json.dumps(child(system, packed, gguf, int(memory), arguments.soak)))
         return
     experts = sum(path.stat().st_size for path in packed.glob("dymoe-experts-*.safetensors"))
     memory = int(experts / TIMES)
@@ -186,12 +214,12 @@ def main() -> None:
         f"past the page cache, {disk.depth} at once, {disk.cached / 1e9:.2f} through it"
     )
     found: dict[str, Any] = {}
-    for label, system in SYSTEMS.items():
+    for label, system in {SOAK: SOAK}.items() if arguments.soak else SYSTEMS.items():
         out = arguments.work / f"{system}-{arguments.width}.json"
-        if system in arguments.only:
+        if arguments.soak or system in arguments.only:
             log = arguments.work / f"{system}.log"
             command = [sys.executable, __file__, "--width", arguments.width, "--work", arguments.work]
-            command += ["--child", system, memory, out]
+            command += ["--soak", arguments.soak, "--child", system, memory, out]
             environment = os.environ | {
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
                 "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -204,7 +232,10 @@ def main() -> None:
                 raise SystemExit(f"{label} failed; see {log}")
         if out.is_file():  # of this call, or of an earlier one
             found[label] = json.loads(out.read_text())
-    report(found, experts, memory, past)
+    if arguments.soak:
+        print(json.dumps(found[SOAK]))
+    else:
+        report(found, experts, memory, past)
 
 
 def report(found: dict[str, Any], experts: int, memory: int, past: float) -> None:

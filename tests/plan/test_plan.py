@@ -153,6 +153,11 @@ def test_a_gpu_that_decides_waits_for_the_host_nowhere(skewed):
     ahead = predicted({"system_options": {"ahead_in_graph": 3}}, "25%", skewed, gpu)
     assert ahead.tpot < alone.tpot
     wide = made_up(ModelIdentity("m", "f", 48, 128, 8, 2048), 17)
+    few, many = (
+        [predicted({}, "25%", of, replace(gpu, host=rate)).tpot for rate in (0, 1e11)] for of in (skewed, wide)
+    )
+    assert few[0] > few[1]
+    assert many[0] == many[1], "it may fetch what the host could compute"
     assert predicted({"decisions": "host"}, "100%", wide, gpu).tpot > 48e-3 > predicted({}, "100%", wide, gpu).tpot
     alone, host = (predicted(options, "100%", skewed, gpu) for options in ({}, {"decisions": "host"}))
     assert 0.9 * 48e-3 < host.ttft - alone.ttft < 48e-3, "of a prompt of one chunk"

@@ -107,7 +107,8 @@ def predict(
     nested = Tier.HI in slots.slots and any(fmt.nested for fmt in formats.values())
     choose = precision.chooser(routings.header.num_layers) if isinstance(precision, CriticalHigh) else None
     kept = slots.quotas if system.residency.keeps else {}
-    shared = _shared(formats, options, device) if device.host else None
+    wide = device.decides and options.decisions != "host" and routings.batch > DECODE_ROWS  # such a step may fetch them
+    shared = _shared(formats, options, device) if device.host and not wide else None
     demand = replay(routings, kept, choose, low=options.lo > 0, nested=nested, costs=shared)
     layer_moved = sum(demand.missing[tier] * nbytes for tier, nbytes in slot_bytes.items())
     needed = sum(demand.active.values())

@@ -46,7 +46,7 @@ class Entry(NamedTuple):
 class RingShape:
     """Sizes of a ring."""
 
-    depth: int  # entries; more than two steps have layers, since one may begin while one that has failed still runs
+    depth: int  # entries; more than two steps post, since one may begin while one that has failed still runs
     tokens: int  # of a step at most
     top_k: int  # experts of a token
     experts: int

@@ -192,7 +192,7 @@ def test_no_schedule_corrupts_a_slot(program, seed, restless):
 
 def random_program(seed, misses=MISSES[:1]):
     """Prompts and decode steps, which guess and stream; every other program of steps that end in the middle."""
-    chosen, tokens = random.Random(seed), (1, 5, 5) if misses[0] != "fetch" else (1, 5, 5, PROMPT, PROMPT)
+    chosen, tokens = random.Random(seed), (1, 5, 5, PROMPT) if misses[0] != "fetch" else (1, 5, 5, PROMPT, PROMPT)
     layers = [chosen.randrange(LAYERS) if seed % 2 else number % LAYERS for number in range(12)]
     return Program(
         steps=tuple((chosen.randrange(50), layer, chosen.choice(tokens)) for layer in layers),

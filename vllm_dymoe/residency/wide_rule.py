@@ -30,7 +30,7 @@ from vllm_dymoe.residency.table import Counter, Table
 
 THERE, KEPT, PASSING = 0, 1, 2  # the first two groups, and the first of those that pass
 _LEAST_CHUNK, _MOST_CHUNKS = 256, 64
-MOST_PARTS = 4  # narrow steps in place of a wide one: with more of them the host reads what the link brings once
+MOST_PARTS = 2  # narrow steps in place of a wide one; for each more a doorbell has the memory of two steps
 _MEMORY = 8  # times as fast as the link is what else a device does with an expert; its memory alone is 30
 
 

@@ -25,6 +25,7 @@ from vllm_dymoe.kernels.native import Layer, set_activation
 from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.format import Expert, ModelExperts
 from vllm_dymoe.residency.routing import Routing
+from vllm_dymoe.residency.wide_rule import MOST_PARTS
 from vllm_dymoe.transfer import TransferError
 
 _LOOKS = 16  # of the watchdog within the time that it allows
@@ -85,7 +86,7 @@ class Doorbell:
     ) -> None:  # fmt: skip
         fmt = next(iter(experts.formats.values()))
         sizes = (tokens, experts.top_k, experts.num_experts, fmt.hidden, fmt.dtype)
-        shape = RingShape(2 * len(experts.layers) + 2, *sizes)
+        shape = RingShape(2 * MOST_PARTS * len(experts.layers) + 2, *sizes)
         memory = map_bytes(shape.nbytes)
         memory.zero_()
         if (reason := lock(memory)) is not None:

@@ -196,7 +196,7 @@ def test_queries_name_metrics_that_exist():
 
 def test_fields_of_the_formats():
     tensors = {code(row["name"])[0] for row in table(DOCS["docs/traces.md"], "tensors")}
-    assert tensors | {"header", "domain"} == {field.name for field in fields(Trace)}
+    assert tensors | {"header"} == {field.name for field in fields(Trace)}
     manifest = table(FORMAT, "fields: manifest")
     assert [code(row["field"])[0] for row in manifest] == list(shipped_manifest().to_json())
     sentence = FORMAT.split("<!-- fields: quantization_config -->\n", 1)[1].splitlines()[0]

@@ -150,7 +150,7 @@ def _in_turns(store, share, ways, batch, steps):
     experts, runtimes = store.experts, {}
     layers, hidden = len(experts.layers), experts.formats[4].hidden
     sizes = ModelIdentity("made up", "", layers, experts.num_experts, experts.top_k, hidden)
-    trace = synthetic_trace(sizes, requests=batch, prompt=1, decode=steps, skew=0.5, locality=0.3, correlation=0)
+    trace = synthetic_trace(sizes, requests=batch, prompt=1, decode=steps, skew=0.5, locality=0.3)
     for name, way in ways.items():
         options = Options(hi=4, expert_budget="100%", **way)
         runtimes[name] = MoERuntime(store, options, torch.device("cpu"), system=Exact(look_ahead=0))

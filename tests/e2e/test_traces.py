@@ -8,7 +8,7 @@ from tests.e2e.engines import MODEL, engine, in_own_process, prompts, runtime_of
 from vllm_dymoe.observe import statistics
 from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.quantize.checkpoint import Checkpoint
-from vllm_dymoe.vllm_adapter.observers import DOMAIN, Observer
+from vllm_dymoe.vllm_adapter.observers import Observer
 
 pytestmark = pytest.mark.engine
 
@@ -59,10 +59,7 @@ def test_everything_is_recorded_of_requests_in_chunks_and_side_by_side(llm, fold
     texts = [prompts()[0] * 12, prompts()[6], prompts()[11] * 8, prompts()[1], prompts()[7] * 3]
     requests, lengths, steps = llm.llm_engine, {}, 0
     for number, text in enumerate(texts):  # each comes while those before it are computed
-        sampling = SamplingParams(
-            temperature=0, max_tokens=10, ignore_eos=True, extra_args={DOMAIN: f"domain {number}"} if number else None
-        )
-        requests.add_request(f"request {number}", text, sampling)
+        requests.add_request(f"request {number}", text, SamplingParams(temperature=0, max_tokens=10, ignore_eos=True))
         requests.step()
     while requests.has_unfinished_requests():
         for output in requests.step():
@@ -84,8 +81,6 @@ def test_everything_is_recorded_of_requests_in_chunks_and_side_by_side(llm, fold
 
     # Every token of every request once, but the last, which is never computed.
     of_requests = list(trace.by_request())
-    domains = [trace.domain[trace.request[rows[0]]] for rows in of_requests]
-    assert domains == ["", *(f"domain {number}" for number in range(1, 5))]
     for number, rows in enumerate(of_requests):
         prompt, answer = lengths[f"request {number}"]
         assert trace.position[rows].tolist() == list(range(prompt + answer - 1))
@@ -157,7 +152,7 @@ def record_shipped(folder):
 
     return record_trace(
         str(MODEL),
-        [(prompts()[0], "docs"), (prompts()[6], ""), (prompts()[0], "again")],
+        [prompts()[0], prompts()[6], prompts()[0]],
         folder,
         max_tokens=5,
         options={"hi": 4},
@@ -165,10 +160,9 @@ def record_shipped(folder):
     )
 
 
-def test_prompts_are_recorded_with_their_domains(tmp_path):
+def test_prompts_are_recorded(tmp_path):
     report = in_own_process(record_shipped, tmp_path / "out")
     trace = Trace.load(tmp_path / "out")
-    assert trace.domain == ("docs", "", "again")
     assert report == {
         "folder": str(tmp_path / "out"),
         "tokens": trace.num_tokens,

@@ -38,34 +38,28 @@ def run(recorder, spans, seed, *, first=0, layers=range(3), guesses=False, gates
     for layer in layers:
         x, weights, ids = choices(tokens, seed * 10 + layer)
         next_gate = choices(tokens, seed * 10 + layer + 1)[2].long() if guesses and layer < 2 else None
-        heavy = ids[:, 0] > layer if first == 0 else None  # steps behind the first have no prompt
         fates = ids.byte() + 1 if first == 0 else None
         chosen = {"weights": weights, "router_inputs": x, "next_gate": next_gate}
-        recorder.record(layer, ids, **chosen, heavy=heavy, fates=fates)
+        recorder.record(layer, ids, **chosen, fates=fates)
         x.fill_(torch.nan), weights.fill_(torch.nan), ids.fill_(99)
     position = torch.arange(first, first + tokens + 3)  # vLLM's is as long as its buffer
     recorder.end(spans, position, number, next_gate=gates_right)
     position.fill_(-1)
 
 
-def test_heavy_hitters_are_those_of_prompts(tmp_path):
-    recorder, _ = make_recorder(tmp_path, heavy=True)
+def test_fates_are_left_out_where_a_step_has_none(tmp_path):
+    recorder, _ = make_recorder(tmp_path)
     run(recorder, [Span(0, 5, 5)], seed=1)
+    recorder.flush()
+    trace = Trace.load(tmp_path)
+    assert torch.equal(trace.fates, trace.experts + 1)
     run(recorder, [Span(0, 1, 5)], seed=2, first=5)
     recorder.close()
-    trace = Trace.load(tmp_path)
-    for layer in range(3):
-        assert torch.equal(trace.heavy[:5, layer], trace.experts[:5, layer, 0] > layer)
-    assert not trace.heavy[5].any()
-    assert trace.fates is None, "a device has decided one of the steps"
-    with pytest.raises(TraceError, match="other tensors"):
-        make_recorder(tmp_path)
+    assert Trace.load(tmp_path).fates is None
 
 
 def test_what_was_chosen_is_what_is_read(tmp_path):
     recorder, said = make_recorder(tmp_path / "new" / "folder", inputs=True)
-    recorder.name(0, "code")
-    recorder.flush()  # a domain waits for the first token of its request
     run(recorder, [Span(0, 5, 6)], seed=1, guesses=True)
     run(recorder, [Span(0, 1, 6), Span(1, 2, 7)], seed=2, first=5, guesses=True)
     recorder.close()
@@ -80,7 +74,6 @@ def test_what_was_chosen_is_what_is_read(tmp_path):
     assert trace.request.tolist() == [0] * 6 + [1] * 2
     assert trace.position.tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
     assert trace.prefill.tolist() == [True] * 7 + [False], "behind its prompt a token is decoded"
-    assert trace.domain == ("code", "")
     assert recorder.tokens == 8
     assert said == []
     assert all(path.suffix == ".safetensors" for path in recorder.folder.iterdir())
@@ -157,7 +150,6 @@ def test_the_folder_never_becomes_larger_than_allowed(tmp_path):
     limit = 30_000
     recorder, said = make_recorder(tmp_path, limit)
     for step in range(20):
-        recorder.name(step, "a domain with a long name " * 3)
         run(recorder, [Span(step, 30, 30)], seed=step)
         recorder.flush()
         assert size_of(tmp_path) <= limit
@@ -222,6 +214,6 @@ def record_and_return(folder):
 def test_a_process_that_ends_writes_what_is_left(tmp_path, method):
     process = multiprocessing.get_context(method).Process(target=record_and_return, args=(tmp_path,))
     process.start()
-    process.join(60)
+    process.join(300)  # a new one imports torch, on a machine that may be busy
     assert process.exitcode == 0
     assert Trace.load(tmp_path).num_tokens == 3

@@ -16,7 +16,7 @@ from vllm_dymoe.residency.identity import ModelIdentity
 HEADER = ModelIdentity("a model", "0123456789abcdef", num_layers=3, num_experts=6, top_k=2, hidden=4)
 
 
-def make_trace(header=HEADER, tokens=7, seed=0, *, inputs=False, domain=None, requests=2):
+def make_trace(header=HEADER, tokens=7, seed=0, *, inputs=False, requests=2):
     """Random tokens; their requests and positions need not make sense."""
     random = torch.Generator().manual_seed(seed)
     scores = torch.rand(tokens, header.num_layers, header.num_experts, generator=random)
@@ -31,13 +31,11 @@ def make_trace(header=HEADER, tokens=7, seed=0, *, inputs=False, domain=None, re
         prefill=torch.rand(tokens, generator=random) < 0.5,
         router_inputs=router_inputs if inputs else None,
         next_gate=experts[:, 1:].to(expert_dtype(header.num_experts)) if inputs else None,
-        domain=domain,
     )
 
 
 def assert_same(ours, theirs):
     assert ours.header == theirs.header
-    assert ours.domain == theirs.domain
     ours, theirs = ours.tensors(), theirs.tensors()
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
@@ -52,18 +50,13 @@ def assert_same(ours, theirs):
     tokens=st.integers(1, 20),
     seed=st.integers(0, 99),
     inputs=st.booleans(),
-    names=st.none() | st.lists(st.text(max_size=5), min_size=2, max_size=4),
     model=st.text(max_size=10),
 )
-def test_what_is_saved_is_loaded(tmp_path, layers, experts, tokens, seed, inputs, names, model):
+def test_what_is_saved_is_loaded(tmp_path, layers, experts, tokens, seed, inputs, model):
     header = ModelIdentity(model, "f", layers, experts, min(3, experts), hidden=5)
-    trace = make_trace(header, tokens, seed, inputs=inputs, domain=tuple(names) if names else None)
+    trace = make_trace(header, tokens, seed, inputs=inputs)
     trace.save(tmp_path / "one.safetensors")
     loaded = Trace.load(tmp_path / "one.safetensors")
-    if trace.domain is not None:  # names of requests at the end that were never given are not kept
-        kept = loaded.domain or ()
-        assert (*kept, *[""] * (len(trace.domain) - len(kept)))[: len(trace.domain)] == trace.domain
-        loaded = replace(loaded, domain=trace.domain)
     assert_same(loaded, trace)
     assert [path.name for path in tmp_path.iterdir()] == ["one.safetensors"]
     (tmp_path / "one.safetensors").unlink()
@@ -71,16 +64,14 @@ def test_what_is_saved_is_loaded(tmp_path, layers, experts, tokens, seed, inputs
 
 def test_parts_of_a_run_number_their_requests_together_and_runs_apart(tmp_path):
     traces = [make_trace(seed=seed) for seed in range(4)]
-    domains = [{0: "code"}, {1: "docs"}, {}, {1: "sums"}]
-    for number, (trace, domain, run) in enumerate(zip(traces, domains, ["a", "a", "b", "c"], strict=True)):
-        write_file(tmp_path / f"{run}-{number}.safetensors", HEADER, trace.tensors(), domain, run)
+    for number, (trace, run) in enumerate(zip(traces, ["a", "a", "b", "c"], strict=True)):
+        write_file(tmp_path / f"{run}-{number}.safetensors", HEADER, trace.tensors(), run)
     loaded = Trace.load(tmp_path)
     offsets = [0, 0, 2, 4]
     assert torch.equal(
         loaded.request, torch.cat([t.request + offset for t, offset in zip(traces, offsets, strict=True)])
     )
     assert torch.equal(loaded.experts, torch.cat([trace.experts for trace in traces]))
-    assert loaded.domain == ("code", "docs", "", "", "", "sums")
     assert loaded.num_requests == 6
 
 
@@ -121,7 +112,6 @@ def test_requests_are_read_in_the_order_of_their_positions_with_the_last_of_what
         ("prefill", torch.zeros(7), "prefill are"),
         ("router_inputs", torch.zeros(7, 3, 5).half(), "router_inputs are"),
         ("next_gate", torch.zeros(7, 3, 2, dtype=torch.uint8), r"need torch.uint8 \[7, 2, 2\]"),
-        ("domain", ("one",), "1 domains for 2 requests"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(field, value, message):
@@ -172,8 +162,6 @@ def header_with(**changes):
         ({"header": header_with(num_layers="3")}, "num_layers is '3'"),
         ({"header": "[]"}, "cannot be read as a trace"),
         ({"header": "{"}, "cannot be read as a trace"),
-        ({"domain": "{"}, "cannot be read as a trace"),
-        ({"domain": '{"x": "y"}'}, "cannot be read as a trace"),
         ({"position": None}, "cannot be read as a trace"),
         ({"position": torch.zeros(3, dtype=torch.int32)}, r"position are torch.int32 \[3\]"),
         ({"request": torch.zeros(2, 2, dtype=torch.int32)}, "request are"),

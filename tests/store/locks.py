@@ -4,11 +4,9 @@ from vllm_dymoe.host_memory import whole_pages
 
 
 class RecordedLock:
-    """Locks nothing, and fails in the call of a number: its calls in order, and locked bytes by address.
-    ``node`` is as the real one's."""
+    """Locks nothing, and fails in the call of a number: its calls in order, and locked bytes by address."""
 
-    def __init__(self, refuse=None, node=None):
-        self.node = node
+    def __init__(self, refuse=None):
         self.calls, self.locked = [], {}
         self._refuse = refuse
 

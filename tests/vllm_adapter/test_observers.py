@@ -10,18 +10,17 @@ from tests.vllm_adapter.steps import scheduled
 from vllm_dymoe.observe.recorder import Span
 from vllm_dymoe.predict import Gate
 from vllm_dymoe.residency.routing import Routing
-from vllm_dymoe.vllm_adapter.observers import DOMAIN, TraceObserver
+from vllm_dymoe.vllm_adapter.observers import TraceObserver
 
 X, WEIGHTS, IDS = torch.tensor([[1.0, 3.0, 2.0]]), torch.ones(1, 2), torch.zeros(1, 2)
 
 
-def new(name, prompt, domain=None, embeds=False):
+def new(name, prompt, embeds=False):
     return SimpleNamespace(
         req_id=name,
         prompt_token_ids=None if embeds else list(range(prompt)),
         num_computed_tokens=0,
         prompt_embeds=torch.zeros(prompt, 8) if embeds else None,
-        sampling_params=SimpleNamespace(extra_args={DOMAIN: domain} if domain else None),
     )
 
 
@@ -44,7 +43,7 @@ def spans_of(recorder):
 
 def test_the_order_of_rows_is_the_runners_and_not_the_schedulers(recorder):
     observer = TraceObserver(recorder)
-    step = scheduled(1, 3, 2, new=[new("a", 9), new("b", 3, "code"), new("c", 7, embeds=True)])
+    step = scheduled(1, 3, 2, new=[new("a", 9), new("b", 3), new("c", 7, embeds=True)])
     observer.begin_step(step)
     runner = first_runner(["c", "a", "b"], [5, 6, 0, 0, 1, 2, 77])
     observer.end_step(runner, step, 7, failed=False)
@@ -52,7 +51,6 @@ def test_the_order_of_rows_is_the_runners_and_not_the_schedulers(recorder):
     recorder.end.assert_called_once_with(
         [Span(2, 2, 7), Span(0, 1, 9), Span(1, 3, 3)], runner.positions, 7, next_gate=False
     )
-    recorder.name.assert_called_once_with(1, "code")
 
 
 def test_numbers_last_as_long_as_a_request_and_are_never_given_again(recorder):

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import transformers
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
@@ -159,13 +158,6 @@ def test_a_checkpoint_of_another_method_is_refused(tmp_path, method):
     sentence = f"vllm-dymoe: the checkpoint is quantized with {method} already, .* 16-bit weights can be read; use one"
     with pytest.raises(ValueError, match=sentence):
         configure(model=with_quantization_config(tmp_path, {"quant_method": method}))
-
-
-def test_phi_under_the_name_that_vllm_cannot_run_is_refused(tmp_path):
-    config = transformers.PhimoeConfig(num_hidden_layers=1, architectures=["PhimoeForCausalLM"])
-    config.save_pretrained(tmp_path)
-    message = refusal(model=tmp_path, skip_tokenizer_init=True)
-    assert f'write "PhiMoEForCausalLM" into architectures in the config.json of {tmp_path}' in message
 
 
 def test_the_worker_methods_are_added_unless_a_users_own_are_there(said):

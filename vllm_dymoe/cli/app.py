@@ -159,7 +159,7 @@ def inspect(
 @app.command()
 def trace(
     model: Model,
-    prompts: Annotated[str, typer.Option(help="File of prompts, as for `bench`: lines, or objects with a domain.")],
+    prompts: Annotated[str, typer.Option(help="File of prompts, as for `bench`.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder that the trace goes to.")],
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 128,
     inputs: Annotated[
@@ -178,7 +178,7 @@ def trace(
     asked = read_prompts(prompts)
     if asked.is_random:
         raise ConfigError("random prompts say nothing about routers; give a file.")
-    texts = [(prompt.text, prompt.domain) for prompt in asked.prompts]
+    texts = [prompt.text for prompt in asked.prompts]
     found = vllm_dymoe.record_trace(
         model, texts, out, max_tokens=max_tokens, limit=limit, inputs=inputs,
         options=json_object("--options", options), engine=json_object("--engine", engine),

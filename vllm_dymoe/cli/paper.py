@@ -100,7 +100,7 @@ class Paper:
         folder = bench.out / "trace"
         if not list(folder.glob("*.safetensors")):
             prompts = bench.out / "prompts.jsonl"
-            entries = ({"prompt": prompt.text, "domain": prompt.domain} for prompt in by_turns(bench.asked.prompts))
+            entries = ({"prompt": prompt.text} for prompt in by_turns(bench.asked.prompts))
             prompts.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
             command = [Path(sys.executable).with_name("vllm-dymoe"), "trace", bench.model, "--prompts", prompts]
             command += ["--out", folder, "--inputs", "--engine", json.dumps(dict(bench.engine))]

@@ -1,7 +1,7 @@
 """Figures. Matplotlib is imported when something is drawn: serving needs none."""
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,16 +41,13 @@ def lines(
     return _svg(figure)
 
 
-def heat_map(values: torch.Tensor, x: str, y: str, names: Sequence[str] | None = None) -> str:
-    """Shares [rows, columns] from 0 as SVG, rows from top to bottom; rows may have names in place of numbers."""
+def heat_map(values: torch.Tensor, x: str, y: str) -> str:
+    """Shares [rows, columns] from 0 as SVG, rows from top to bottom."""
     figure = new_figure(8, min(6.0, max(1.6, 0.25 * len(values))))
     axes = figure.subplots()
     image = axes.imshow(values.numpy(), cmap="Blues", vmin=0, aspect="auto", interpolation="nearest")
     axes.set(xlabel=x, ylabel=y)
-    if names is not None:  # dollars would be formulas
-        short = (name if len(name) <= 24 else f"{name[:23]}…" for name in names)
-        axes.set_yticks(range(len(names)), [name.replace("$", r"\$") for name in short])
-    axes.locator_params(axis="both" if names is None else "x", integer=True)
+    axes.locator_params(integer=True)
     figure.colorbar(image, ax=axes, format=lambda value, _: f"{value:.1%}")
     return _svg(figure)
 

@@ -7,7 +7,7 @@ thread writes parts by size and by time; whatever happens to the process, those 
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -19,7 +19,7 @@ from vllm_dymoe.observe.trace import TraceError, columns, opened, write_file
 from vllm_dymoe.residency.identity import ModelIdentity
 from vllm_dymoe.units import size
 
-_ROOM = 8192  # for what a part holds besides tokens and domains
+_ROOM = 8192  # for what a part holds besides tokens
 
 
 class Span(NamedTuple):
@@ -60,7 +60,6 @@ class Recorder:
         limit: int,
         *,
         inputs: bool = False,  # the routers' inputs are recorded too, and what the next layers' gates make of them
-        heavy: bool = False,  # heavy hitters of prompts are
         say: Callable[[str], None] = print,  # takes one sentence for the log
         part_bytes: int = 4 * 2**20,
         interval: float = 10.0,
@@ -68,7 +67,7 @@ class Recorder:
         self.folder, self.header = folder, header
         self.recording = True
         self.tokens = 0
-        self._inputs, self._heavy = inputs, heavy
+        self._inputs = inputs
         self._next_gate: bool | None = None
         self._limit, self._say = limit, say
         self._part_bytes, self._interval = part_bytes, interval
@@ -78,7 +77,6 @@ class Recorder:
         self._step: _Step | None = None
         self._pending: list[_Step] = []
         self._pending_bytes = 0
-        self._domain: dict[int, str] = {}
         self._closing = False
         self._changed = threading.Condition()
         self._writing = threading.Lock()
@@ -146,19 +144,14 @@ class Recorder:
             self._pending = [step for step in self._pending if step.number != number]
             self._pending_bytes = sum(step.nbytes for step in self._pending)
 
-    def name(self, request: int, domain: str) -> None:
-        with self._changed:
-            self._domain[request] = domain
-
     def flush(self) -> None:
         """Write what has come in; on return it can be read."""
         with self._writing:
             with self._changed:
                 steps, self._pending, self._pending_bytes = self._pending, [], 0
-                domain, self._domain = (self._domain, {}) if steps else ({}, self._domain)
             if steps and self.recording:
                 try:
-                    self._write(steps, domain)
+                    self._write(steps)
                 except (OSError, TraceError) as error:
                     self._stop(f"the trace cannot be recorded any further: {error}")
 
@@ -181,7 +174,7 @@ class Recorder:
                     self._changed.wait(self._interval)
             self.flush()
 
-    def _write(self, steps: Sequence[_Step], domain: Mapping[int, str]) -> None:
+    def _write(self, steps: Sequence[_Step]) -> None:
         for step in steps:
             if step.copied is not None:
                 step.copied.synchronize()
@@ -191,13 +184,13 @@ class Recorder:
         request, prompt = spans[:, ::2].repeat_interleave(spans[:, 1], dim=0).T
         tensors |= {"request": request, "prefill": tensors["position"] < prompt}
         tokens = len(request)
-        room = self._limit - self.nbytes - _ROOM - sum(12 + 6 * len(name) for name in domain.values())
+        room = self._limit - self.nbytes - _ROOM
         fitting = max(0, room) // (sum(tensor.nbytes for tensor in tensors.values()) // tokens)
         if fitting:
             self._parts += 1
             tensors = {name: tensor[:fitting] for name, tensor in tensors.items()}
             path = self.folder / f"routing-{self._run}-{self._parts:06d}.safetensors"
-            write_file(path, self.header, tensors, domain, self._run)
+            write_file(path, self.header, tensors, self._run)
             self.tokens += min(tokens, fitting)
         if fitting < tokens:
             self._stop(f"{self.folder} has reached its limit, {size(self._limit)}; routing is not recorded any more.")
@@ -208,11 +201,10 @@ class Recorder:
         self._say(sentence)
 
     def _allocate(self, step: _Step, device: torch.device, *, fates: bool) -> None:
-        wanted = {"router_inputs": self._inputs, "next_gate": self._next_gate, "heavy": self._heavy, "fates": fates}
+        wanted = {"router_inputs": self._inputs, "next_gate": self._next_gate, "fates": fates}
         for name, (shape, dtype) in columns(self.header, step.tokens).items():
             if len(shape) > 1 and wanted.get(name, True):
-                make = torch.zeros if name == "heavy" else torch.empty
-                step.tensors[name] = make(shape, dtype=dtype, device=device)
+                step.tensors[name] = torch.empty(shape, dtype=dtype, device=device)
         step.layers = {name: tensor.unbind(1) for name, tensor in step.tensors.items()}
 
     def _prepare(self) -> None:
@@ -225,8 +217,8 @@ class Recorder:
             raise TraceError(f"trace folder {self.folder} cannot be written to.")
         for path in sorted(self.folder.glob("*.safetensors"))[:1]:
             with opened(path) as (file, _, header):
-                kept = ("router_inputs" in file.keys(), "heavy" in file.keys())  # noqa: SIM118 - it is no dictionary
-            if header != self.header or kept != (self._inputs, self._heavy):
+                inputs = "router_inputs" in file.keys()  # noqa: SIM118 - it is no dictionary
+            if header != self.header or inputs != self._inputs:
                 raise TraceError(
                     f"trace folder {self.folder} has a trace of another model or with other tensors ({path.name}, of "
                     f"{header.model}); name another folder."

@@ -47,15 +47,6 @@ def affinity(trace: Trace) -> torch.Tensor:
     return counts / counts.sum(-1, keepdim=True).clamp(min=1)
 
 
-def by_domain(trace: Trace) -> dict[str, Trace]:
-    if trace.domain is None:
-        return {}
-    names = sorted(set(trace.domain))
-    domain = torch.tensor([names.index(name) for name in trace.domain])[trace.request.long()]
-    found = {name: trace.select(domain == place) for place, name in enumerate(names)}
-    return {name: part for name, part in found.items() if part.num_tokens}
-
-
 def _among(wanted: torch.Tensor, named: torch.Tensor) -> torch.Tensor:
     """The share of wanted experts [tokens, layers, k] that are among the named [tokens, layers, n]: [layers]."""
     return (wanted[..., :, None] == named[..., None, :]).any(-1).double().mean((0, 2))

@@ -39,7 +39,6 @@ def columns(header: ModelIdentity, tokens: int) -> dict[str, tuple[tuple[int, ..
         "prefill": ((tokens,), torch.bool),
         "router_inputs": ((tokens, layers, header.hidden), torch.float16),
         "next_gate": ((tokens, layers - 1, top_k), expert),
-        "heavy": ((tokens, layers), torch.bool),
         "fates": ((tokens, layers, top_k), torch.uint8),
     }
 
@@ -61,9 +60,7 @@ class Trace:
     router_inputs: torch.Tensor | None = None  # [tokens, layers, hidden] float16
     next_gate: torch.Tensor | None = None
     """[tokens, layers - 1, top_k], as ``experts``: what the next layer's gate makes of this layer's input."""
-    heavy: torch.Tensor | None = None  # [tokens, layers] bool, heavy hitters of prompts (DyMoE 4.2)
     fates: torch.Tensor | None = None  # [tokens, layers, top_k] uint8, see ``residency.rule.fates_of``
-    domain: tuple[str, ...] | None = None  # a name for each request, possibly empty; None if no request has one
 
     def __post_init__(self) -> None:
         header, tensors = self.header, self.tensors()
@@ -83,8 +80,6 @@ class Trace:
                     raise TraceError(f"an expert is {expert} where a layer has {header.num_experts}.")
         if int(self.request.min()) < 0 or int(self.position.min()) < 0:
             raise TraceError("a request or position is negative.")
-        if self.domain is not None and len(self.domain) < self.num_requests:
-            raise TraceError(f"there are {len(self.domain)} domains for {self.num_requests} requests.")
 
     @property
     def num_tokens(self) -> int:
@@ -127,8 +122,7 @@ class Trace:
 
     def save(self, path: Path | str) -> None:
         """Write one file, which is there whole or not at all; TraceError if it cannot be written."""
-        names = {number: name for number, name in enumerate(self.domain or ()) if name}
-        write_file(Path(path), self.header, self.tensors(), names)
+        write_file(Path(path), self.header, self.tensors())
 
     @classmethod
     def load(cls, path: Path | str) -> "Trace":
@@ -145,18 +139,14 @@ class Trace:
         return _joined(parts)
 
 
-def write_file(
-    path: Path, header: ModelIdentity, tensors: Mapping[str, torch.Tensor], domain: Mapping[int, str], run: str = ""
-) -> None:
+def write_file(path: Path, header: ModelIdentity, tensors: Mapping[str, torch.Tensor], run: str = "") -> None:
     """Write one file under another name, and rename it when it is complete; TraceError if it cannot be written.
 
-    Tensors are named as in ``columns``; ``domain`` has names by request, and files of one ``run`` number their requests
-    together.
+    Tensors are named as in ``columns``; files of one ``run`` number their requests together.
     """
     metadata = {
         "kind": _KIND,
         "header": json.dumps(asdict(header) | {"format": TRACE_FORMAT}),
-        "domain": json.dumps({str(number): name for number, name in domain.items()}),
         "run": run,
     }
     incomplete = path.with_name(path.name + INCOMPLETE)
@@ -210,10 +200,7 @@ def _read(path: Path) -> _Part:
     with opened(path) as (file, metadata, header):
         names = {field.name for field in fields(Trace)}.intersection(file.keys())
         tensors: dict[str, Any] = {name: file.get_tensor(name) for name in names}
-        domain = {int(number): str(name) for number, name in json.loads(metadata["domain"]).items()}
-        requests = 1 + max([*tensors["request"].flatten().tolist(), *domain], default=-1)
-        domains = tuple(domain.get(number, "") for number in range(requests)) if domain else None
-        return _Part(path, metadata["run"] or path.name, Trace(header, **tensors, domain=domains))
+        return _Part(path, metadata["run"] or path.name, Trace(header, **tensors))
 
 
 def _joined(parts: Sequence[_Part]) -> Trace:
@@ -234,17 +221,13 @@ def _joined(parts: Sequence[_Part]) -> Trace:
                 f"{part.path} and {first.path.name} beside it have not the same tensors (router inputs on and off?); "
                 "put them into folders of their own."
             )
-    domain: list[str] = []
     requests: list[torch.Tensor] = []
+    before = 0
     for _, group in itertools.groupby(parts, key=lambda part: part.run):
         run = [part.trace for part in group]
-        names = [""] * max(max(trace.num_requests, len(trace.domain or ())) for trace in run)
-        for trace in run:
-            requests.append(trace.request + len(domain))
-            for number, name in enumerate(trace.domain or ()):
-                names[number] = name or names[number]
-        domain += names
+        requests += [trace.request + before for trace in run]
+        before += max(trace.num_requests for trace in run)
     named = [part.trace.tensors() for part in parts]
     tensors: dict[str, Any] = {name: torch.cat([found[name] for found in named]) for name in named[0]}
     tensors["request"] = torch.cat(requests)
-    return Trace(first.trace.header, **tensors, domain=tuple(domain) if any(domain) else None)
+    return Trace(first.trace.header, **tensors)

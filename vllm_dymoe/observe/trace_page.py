@@ -35,7 +35,7 @@ def page(trace: Trace) -> str:
         f"all counted from 0. {trace.num_tokens:,} tokens, {int(trace.prefill.sum()):,} of them in prompts, of "
         f"{trace.request.unique().numel():,} requests."
     )
-    pictures = [*_uses(trace), *_domains(trace), *(_foresight(trace) if header.num_layers > 1 else ())]
+    pictures = [*_uses(trace), *(_foresight(trace) if header.num_layers > 1 else ())]
     sections = (
         f"<section><h2>{escape(picture.title)}</h2><p>{escape(picture.reading)}</p>{picture.svg}"
         f'<p class="seen">{escape(picture.seen)}</p></section>'
@@ -84,23 +84,6 @@ def _uses(trace: Trace) -> Iterator[Picture]:
     )  # fmt: skip
 
 
-def _domains(trace: Trace) -> Iterator[Picture]:
-    """How domains differ, if there are several."""
-    parts = {name or "without a name": part for name, part in statistics.by_domain(trace).items()}
-    if len(parts) < 2:
-        return
-    together = statistics.popularity(trace)
-    rows = torch.stack([0.5 * (statistics.popularity(part) - together).abs().sum(-1) for part in parts.values()])
-    furthest = int(rows.mean(1).argmax())
-    yield Picture(
-        "How domains differ",
-        "For each layer, the share of a domain's choices that would have to go to other experts to look like those of "
-        "all domains together: 0 where a domain is like the others.",
-        f"Most different is {list(parts)[furthest]}, by {rows[furthest].mean():.0%} on average.",
-        heat_map(rows, "layer", "domain", list(parts)),
-    )
-
-
 def _foresight(trace: Trace) -> Iterator[Picture]:
     """What tells a layer's experts before its router does."""
     affinity, popularity = statistics.foreseen_by_affinity(trace)
@@ -113,14 +96,6 @@ def _foresight(trace: Trace) -> Iterator[Picture]:
         "the requests and tried on the others.",
         ", ".join(f"{name} {values.mean():.0%}" for name, values in drawn.items()) + " on average.",
         lines(drawn, "layer whose experts are known", "share of the next layer's experts"),
-    )
-    layer = int((affinity - popularity).argmax())
-    yield Picture(
-        f"Affinity of layers {layer} and {layer + 1}",
-        f"Where affinity tells most. Each row is an expert of layer {layer}, each column one of layer {layer + 1}: the "
-        "stronger the colour, the likelier it follows.",
-        "Vertical stripes are experts that are popular whatever was chosen before, single strong places are pairs.",
-        heat_map(statistics.affinity(trace)[layer], f"expert of layer {layer + 1}", f"expert of layer {layer}"),
     )
     ahead = {
         "how alike the routers' inputs are": statistics.activation_similarity(trace),

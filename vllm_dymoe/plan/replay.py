@@ -57,11 +57,6 @@ class Routings:
         self._shares = popularity(decoded).numpy()
         self.popularity = float(np.sort(self._shares, axis=1)[:, -trace.header.top_k :].sum(1).mean())
 
-    @property
-    def active(self) -> float:
-        """Experts that a step uses in a layer, on average."""
-        return float(np.mean([len(uses) for steps in self.steps.values() for uses, *_ in steps]))
-
     def distinct(self, tokens: int) -> float:
         """Experts of a layer that a prompt uses, if its tokens choose by popularity alone."""
         chosen = np.minimum(1.0, self._shares * self.header.top_k)
@@ -72,9 +67,7 @@ def made_up(header: ModelIdentity, batch: int) -> Routings:
     """Choices where no trace was recorded: popularity falls with rank ** -SKEW, and tokens repeat some."""
     sizes = replace(header, num_layers=min(_LAYERS, header.num_layers))
     requests = max(2, batch)
-    trace = synthetic_trace(
-        sizes, requests=requests, prompt=1, decode=_STEPS, skew=SKEW, locality=LOCALITY, correlation=0
-    )
+    trace = synthetic_trace(sizes, requests=requests, prompt=1, decode=_STEPS, skew=SKEW, locality=LOCALITY)
     return Routings(trace, batch)
 
 

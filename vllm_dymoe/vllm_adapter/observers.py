@@ -18,11 +18,8 @@ from vllm_dymoe.predict import Gate
 from vllm_dymoe.quantize.recording import CalibrationError, PartWriter
 from vllm_dymoe.residency.identity import ModelIdentity
 from vllm_dymoe.residency.routing import Routing
-from vllm_dymoe.systems import make_system
 from vllm_dymoe.units import size
 from vllm_dymoe.vllm_adapter.announcements import logger
-
-DOMAIN = "dymoe_domain"  # key of a request's extra arguments that gives it a domain
 
 
 class Observer:
@@ -139,21 +136,17 @@ class TraceObserver(Observer):
                 number = next(self._numbers)
                 prompt = new.prompt_embeds if new.prompt_token_ids is None else new.prompt_token_ids
                 self._requests[new.req_id] = _Request(number, len(prompt))
-                domain = (getattr(new.sampling_params, "extra_args", None) or {}).get(DOMAIN)
-                if domain and self.recorder.recording:
-                    self.recorder.name(number, str(domain))
         if scheduler_output.total_num_scheduled_tokens:
             self._gates = self._gates_now()
             self.recorder.begin()
 
     def see(self, routing: Routing) -> None:
-        layer, ids, prompt = routing.layer, _chosen(routing), routing.prompt
+        layer, ids = routing.layer, _chosen(routing)
         next_gate = None
         if layer + 1 < len(self._gates):
             next_gate, _ = self._gates[layer + 1].best(routing.x, ids.shape[1])
-        heavy = None if prompt is None else prompt.heavy & prompt.rows
         columns = {"weights": routing.weights, "router_inputs": routing.x, "next_gate": next_gate}
-        self.recorder.record(layer, ids, **columns, heavy=heavy, fates=routing.fates)
+        self.recorder.record(layer, ids, **columns, fates=routing.fates)
 
     def end_step(self, runner: Any, scheduler_output: Any, step: int, *, failed: bool) -> None:
         if failed or not self.recorder.recording:
@@ -184,7 +177,6 @@ def observe_trace(
     try:
         recorder = Recorder(
             folder, header(), options.trace.limit, inputs=options.trace.inputs,
-            heavy=make_system(options).precision.heavy_hitters is not None,
             say=lambda sentence: logger.info("vllm-dymoe: %s", sentence),
         )  # fmt: skip
     except TraceError as error:

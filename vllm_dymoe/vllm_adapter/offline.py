@@ -17,7 +17,6 @@ from vllm_dymoe.quantize.recording import MANIFEST, CalibrationError, Recording,
 from vllm_dymoe.runtime.stats import RuntimeStats
 from vllm_dymoe.vllm_adapter.announcements import Summary
 from vllm_dymoe.vllm_adapter.model_files import local_folder
-from vllm_dymoe.vllm_adapter.observers import DOMAIN
 
 PART_TOKENS = 8192  # what a run that is killed has to compute again
 
@@ -48,7 +47,7 @@ def timeline(llm: Any, path: str | os.PathLike[str]) -> Iterator[None]:
 
 def record_trace(
     model: str,
-    prompts: Sequence[tuple[str, str]],  # each with its domain, which may be empty
+    prompts: Sequence[str],
     folder: Path,
     *,
     max_tokens: int = 128,
@@ -63,11 +62,7 @@ def record_trace(
     settings = {"enable_prefix_caching": False, **(engine or {})}
     llm = LLM(model=model, quantization="dymoe", additional_config={"dymoe": {**(options or {}), "trace": trace}},
               **settings)  # fmt: skip
-    sampling = [
-        SamplingParams(temperature=0, max_tokens=max_tokens, extra_args={DOMAIN: domain} if domain else None)
-        for _, domain in prompts
-    ]
-    llm.generate([text for text, _ in prompts], sampling)
+    llm.generate(list(prompts), SamplingParams(temperature=0, max_tokens=max_tokens))
     answers: list[dict[str, Any] | None] = llm.collective_rpc("dymoe_trace")
     return next(answer for answer in answers if answer is not None)
 

@@ -127,17 +127,11 @@ def _quantized(config: VllmConfig) -> tuple[Any, Any]:
 
 
 def _refuse_model(config: VllmConfig) -> None:
-    """Refuse a model without experts, and what vLLM itself cannot run, where that is known and there is a way out."""
     model = config.model_config
     if model.get_num_experts() == 0:
         raise ConfigError(
             f"vllm-dymoe: vLLM finds no experts in the config.json of {model.model}; leave --quantization dymoe out "
             "for it."
-        )
-    if "PhimoeForCausalLM" in model.architectures:
-        raise ConfigError(
-            "vllm-dymoe: vLLM runs PhimoeForCausalLM with transformers' code, which fails in its router; for vLLM's "
-            f'own model, which works, write "PhiMoEForCausalLM" into architectures in the config.json of {model.model}.'
         )
 
 

@@ -39,10 +39,7 @@ class Running:
         self.prompts: PromptTap | None = None  # for a system that does not ask
         takes = runtime.system.foresight is not None and runtime.system.foresight.takes_predictor
         if takes or runtime.system.precision.heavy_hitters is not None:
-            recorded = runtime.options.trace is not None
-            self.prompts = PromptTap(
-                lambda: self.runtime.system, step, drafted, recorded=recorded, asked=self._predictor_asks
-            )
+            self.prompts = PromptTap(lambda: self.runtime.system, step, drafted, self._predictor_asks)
         self._model = model
         self._decode: DecodeSteps | None = None
         if runtime.decode is not None:

@@ -111,13 +111,10 @@ class PromptTap:
         system: Callable[[], System],  # the one in force
         step: RunningStep,
         drafted: int = 0,  # tokens that speculative decoding adds to a request's one; a longer query is a prompt's
-        *,
-        recorded: bool = False,  # a trace has them, so that they are marked where experts have one tier, too
         asked: Callable[[], bool] = lambda: False,  # whether something else asks for the prompts at the moment
     ) -> None:
         self._system, self._asked = system, asked
         self._step = step
-        self._recorded = recorded
         self._longest_decode = 1 + drafted
 
     def attend(self, layer: Any, query: torch.Tensor, key: torch.Tensor | None) -> None:
@@ -183,7 +180,7 @@ class PromptTap:
     @property
     def _share(self) -> float | None:
         system = self._system()
-        return system.precision.heavy_hitters if self._recorded or len(system.precision.tiers) > 1 else None
+        return system.precision.heavy_hitters if len(system.precision.tiers) > 1 else None
 
     def running(self) -> _Prompts | None:
         """The prompts of the running step, if any; None while vLLM warms up."""

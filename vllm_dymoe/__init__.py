@@ -4,10 +4,16 @@ vLLM finds :func:`register` through the ``vllm.general_plugins`` entry point and
 Importing this package imports nothing heavy; what users of ``LLM()`` call is in ``vllm_adapter.offline``.
 """
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm_dymoe.vllm_adapter.offline import calibrate, record_trace, summary, timeline
+
+# A clone that is the working directory hides an installed package, and its kernels/ lies beside this folder.
+_CLONE = Path(__file__).parents[1]
+if (_CLONE / "kernels" / "native.py").is_file():
+    __path__.append(str(_CLONE))
 
 __version__ = "0.1.0"
 __all__ = ["calibrate", "record_trace", "register", "summary", "timeline"]

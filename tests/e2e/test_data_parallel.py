@@ -88,6 +88,10 @@ def serve(rank, port, folder, options, meets):
             (stats,) = llm.collective_rpc("dymoe_stats")
             result["uses", budget] = stats["hits"] + stats["misses"]
         llm.collective_rpc(resize, args=("25%",))
+        llm.sleep(2)
+        result["asleep"] = llm.collective_rpc(describe)[0][2]
+        llm.wake_up()
+        result["awake"] = answers(own)
         if rank == 1:
             llm.collective_rpc(break_disk, args=(True,))
         result["failed"] = [
@@ -137,6 +141,7 @@ def test_the_budget_changes_no_bit_and_tokens_that_fill_up_are_no_uses(engines, 
     for result in engines:
         for which in ("both", "first alone"):
             assert result[which, "100%"] == result[which, "25%"]
+        assert result["awake"] == result["both", "25%"]
     assert engines[1]["first alone", "25%"] == []
     for budget in ("100%", "25%"):
         # Sums in another order choose another expert where two are nearly tied; dummy tokens would add half as many.
@@ -164,8 +169,9 @@ def test_engines_with_all_experts_each_have_one_copy_of_them_and_fail_alone(tmp_
     store = next((tmp_path / "stores").glob("*/rank-0-0"))
     nbytes = sum(path.stat().st_size for path in store.glob("*.safetensors"))
     assert sum(result["experts"][2] for result in engines) == pytest.approx(nbytes, rel=0.1)
+    for which in (("both", "100%"), ("both", "25%"), "awake"):
+        check_logprobs_close(alone[0], engines[0][which] + engines[1][which])
     for budget in ("100%", "25%"):
-        check_logprobs_close(alone[0], engines[0]["both", budget] + engines[1]["both", budget])
         assert engines[1]["uses", budget] == 0, "tokens that were made up, or another engine's"
     assert [reason for reason, _ in engines[0]["failed"]] == ["length"] * 2
     ((reason, sentence),) = engines[1]["failed"]

@@ -28,10 +28,12 @@ from vllm_dymoe.observe import statistics
 from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.systems.dymoe import Dymoe
 from vllm_dymoe.systems.exact import Exact
+from vllm_dymoe.transfer import HostLevel
 
 pytestmark = [pytest.mark.engine, needs_two_cores]
 
 OPTIONS = {"hi": 16, "lo": 4, "group_size": 32, "expert_budget": "100%"}
+IN_MEMORY = {"host_store": "pinned", "misses": "fetch"}
 BUDGETS = ("100%", "25%", "minimum")
 SYSTEMS = {"16 bits": Exact(look_ahead=0), "4 bits": Dymoe(retention=0, look_ahead=0)}
 
@@ -55,13 +57,23 @@ def set_system(worker, system, budget):
     runtime.reset_stats()
 
 
+def held_bytes(worker):
+    """Of slots, and of experts in host memory."""
+    from vllm_dymoe.vllm_adapter.worker import _runtime
+
+    runtime = _runtime(worker)
+    return sum(pool.nbytes for pool in runtime.memory.pools.values()), runtime.store.slots.nbytes
+
+
 def describe_rank(worker):
     from vllm_dymoe.vllm_adapter.worker import _runtime
 
     runtime = _runtime(worker)
-    store, manifest = runtime.store, runtime.store.manifest
+    store = runtime.store
+    files = store.files if isinstance(store, HostLevel) else store
+    manifest = files.manifest
     return {
-        "folder": str(store.folder),
+        "folder": str(files.folder),
         "model": manifest.model,
         "manifest": list(manifest.experts.layers),
         "tensor_parallel": list(manifest.tensor_parallel),
@@ -72,11 +84,12 @@ def describe_rank(worker):
 
 
 def serve_two_ranks(log, settings):
-    """What two ranks hold and, unless they are stages of a pipeline, what they answer at each bit-width and budget."""
+    """What two ranks hold and, unless they are stages of a pipeline, what they answer at each bit-width and budget, and
+    behind a sleep."""
     prepare_rank(log)
     result = {"answers": {}, "stats": {}}
     stages = "pipeline_parallel_size" in settings
-    options = OPTIONS if stages else OPTIONS | {"trace": {"folder": f"{log}.traces", "inputs": True}}
+    options = OPTIONS if stages else OPTIONS | IN_MEMORY | {"trace": {"folder": f"{log}.traces", "inputs": True}}
     with engine(dymoe=options, distributed_executor_backend="mp", **settings) as llm:
         result["ranks"] = llm.collective_rpc(describe_rank)
         if stages:
@@ -89,6 +102,32 @@ def serve_two_ranks(log, settings):
                 result["stats"][bits, budget] = llm.collective_rpc("dymoe_stats")
                 # Of the first answers, with every expert at 16 bits; recording goes on.
                 result.setdefault("trace", llm.collective_rpc("dymoe_trace"))
+        for level in (1, 2):
+            llm.sleep(level)
+            result["asleep", level] = llm.collective_rpc(held_bytes)
+            llm.wake_up()
+            result["awake", level] = answer(llm, prompts(), max_tokens=16), llm.collective_rpc(held_bytes)
+    return result
+
+
+def serve_balanced(log):
+    """What two ranks answer between which vLLM moves experts, and which experts were theirs at first and at last."""
+    from tests.e2e import balanced
+
+    prepare_rank(log)
+    options = OPTIONS | IN_MEMORY | {"expert_budget": "25%", "system_options": {"look_ahead": 0}}
+    settings = {"tensor_parallel_size": 2, "enable_expert_parallel": True, **balanced.SETTINGS}
+    result = {}
+    with (
+        balanced.configurable(),
+        engine(dymoe=options, distributed_executor_backend="mp", **settings) as llm,
+    ):
+        result["numbers"] = [llm.collective_rpc("numbers")]
+        result["answers"] = answer(llm, prompts(), max_tokens=16)
+        result["numbers"].append(llm.collective_rpc("numbers"))
+        result["ranks"] = llm.collective_rpc(describe_rank)
+        llm.collective_rpc("dymoe_check_integrity")
+        result["stats"] = llm.collective_rpc("dymoe_stats")
     return result
 
 
@@ -121,6 +160,33 @@ def parallel(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory):
     return two_ranks(tmp_path_factory.mktemp("pipeline"), pipeline_parallel_size=2)
+
+
+def test_ranks_sleep_and_wake_together(parallel):
+    result = parallel[1]
+    want = result["answers"]["4 bits", "minimum"]
+    for level in (1, 2):
+        answers, awake = result["awake", level]
+        assert answers == want
+        assert all(slots > 0 and host > 0 for slots, host in awake)
+        assert result["asleep", level] == [(0, host * (level == 1)) for _, host in awake]
+
+
+def test_vllm_balances_experts_and_answers_stay(one_rank, tmp_path):
+    result = in_own_process(serve_balanced, tmp_path / "log")
+    check_logprobs_close(result["answers"], one_rank["16 bits"])
+    assert equal_share(result["answers"], one_rank["16 bits"]) >= 0.95
+    before, after = result["numbers"]
+    for everywhere, mine in ((ranks[0][0], [own for _, own in ranks]) for ranks in (before, after)):
+        assert torch.equal(torch.cat(mine, 1), everywhere)
+        assert everywhere.shape == (8, 36)
+        assert all(set(layer.tolist()) == set(range(32)) for layer in everywhere)
+    assert not torch.equal(before[0][0], after[0][0]), "vLLM moved nothing"
+    assert result["ranks"][0]["folder"] == result["ranks"][1]["folder"], "each has a copy of all experts"
+    for stats in result["stats"]:
+        assert stats["hits"] > 0
+        assert stats["misses"] > 0
+        assert stats["peak_expert_bytes"] <= stats["budget_bytes"]
 
 
 @pytest.mark.parametrize("bits", SYSTEMS)

@@ -23,7 +23,11 @@ SPEC = LayerSpec("layers.1.mlp.experts", 6, 2, 64, 32, torch.bfloat16, False, 0,
 CONFIG = SimpleNamespace(
     device_config=SimpleNamespace(device="cpu", device_type="cpu"),
     parallel_config=SimpleNamespace(
-        local_world_size=1, data_parallel_size_local=1, data_parallel_size=1, enable_expert_parallel=False
+        local_world_size=1,
+        data_parallel_size_local=1,
+        data_parallel_size=1,
+        enable_expert_parallel=False,
+        enable_eplb=False,
     ),
 )
 
@@ -92,8 +96,8 @@ def test_layers_have_the_numbers_of_the_model_and_none_has_anothers():
 )
 def test_models_whose_decode_steps_need_the_host(on_input, drafting, why):
     draft = None if drafting is None else SimpleNamespace(get_num_experts=lambda: drafting)
-    parallel, drafts = SimpleNamespace(data_parallel_size=1), SimpleNamespace(draft_model_config=draft)
-    config = SimpleNamespace(model_config=object(), speculative_config=drafts, parallel_config=parallel)
+    drafts = SimpleNamespace(draft_model_config=draft)
+    config = SimpleNamespace(model_config=object(), speculative_config=drafts, parallel_config=CONFIG.parallel_config)
     model = Loading(config, Options(system="on-demand"), None)
     model.add_layer(SPEC)
     model.add_layer(replace(SPEC, name="layers.2.x", weights_on_input=on_input))

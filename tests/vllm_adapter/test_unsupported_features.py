@@ -26,7 +26,6 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 def engine_config(model=None, **changes):
     parallel = {
-        "enable_eplb": False,
         "data_parallel_size": 1,
         "prefill_context_parallel_size": 1,
         "use_ubatching": False,
@@ -48,8 +47,6 @@ def draft(experts, model="another", method="mtp"):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        # vLLM itself refuses it without CUDA.
-        ({"enable_eplb": True}, "expert-parallel load balancing"),
         ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
         ({"use_ubatching": True}, "micro-batches that run at the same time"),
         (

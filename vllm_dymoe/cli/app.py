@@ -21,6 +21,8 @@ Link = Annotated[
 ]
 Disk = Annotated[str | None, typer.Option(help="Rate of a disk under host memory: 2GB/s; `bench` emulates it.")]
 HostMemory = Annotated[str | None, typer.Option(help="Bytes of host memory for experts: 16GB.")]
+TensorParallel = Annotated[int, typer.Option(min=1, help="Ranks of tensor parallelism.")]
+ExpertParallel = Annotated[bool, typer.Option("--ep", help="Ranks share out whole experts.")]
 PaperName = Annotated[
     str | None, typer.Option(help="The tables of a paper in place of --system: dymoe, duoserve, firm or dynaexq.")
 ]
@@ -248,6 +250,8 @@ def bench(
     include: Annotated[Path | None, typer.Option(help="Folder of tasks that lm-eval does not know.")] = None,
     disk: Disk = None,
     host_memory: HostMemory = None,
+    tp: TensorParallel = 1,
+    ep: ExpertParallel = False,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of rows; the same one to go on.")] = Path("bench"),
 ) -> None:
     """Measure systems side by side: times, hits, bytes and memory, for each budget and batch size."""
@@ -261,7 +265,8 @@ def bench(
     common |= {} if host_memory is None else {"host_memory": host_memory}
     common |= {} if disk is None else {"disk_gbps": parse_rate(disk) / 1e9}
     workload = Workload(asked.digest, asked.name, asked.is_random, requests, warm_up, max_tokens)
-    run = Bench(model, asked, workload, {} if paper else common, json_object("--engine", engine), out)
+    ranks = ({"tensor_parallel_size": tp} if tp > 1 else {}) | ({"enable_expert_parallel": True} if ep else {})
+    run = Bench(model, asked, workload, {} if paper else common, ranks | json_object("--engine", engine), out)
     if paper is not None:
         asked_of = tasks.split(",") if tasks else []
         Paper(run, link[0] if link else None, asked_of, limit, include).show(paper)
@@ -287,10 +292,10 @@ def plan(
     misses: Annotated[
         str, typer.Option(help="fetch, or the rate at which the host computes those that it does not: 60GB/s.")
     ] = "fetch",
-    tp: Annotated[int, typer.Option(min=1, help="Ranks of tensor parallelism.")] = 1,
+    tp: TensorParallel = 1,
     dp: Annotated[int, typer.Option(min=1, help="Engines of data parallelism, with a batch each.")] = 1,
     pp: Annotated[int, typer.Option(min=1, help="Stages of a pipeline.")] = 1,
-    ep: Annotated[bool, typer.Option("--ep", help="Ranks of both share out whole experts.")] = False,
+    ep: ExpertParallel = False,
     nodes: Annotated[int, typer.Option(min=1, help="Machines over which the ranks are spread.")] = 1,
     cards_per_switch: Annotated[int, typer.Option(min=1, help="Cards that share one link to the host.")] = 1,
     network: Annotated[str | None, typer.Option(help="Rate between a node and the others: 12GB/s.")] = None,

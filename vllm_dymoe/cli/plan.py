@@ -36,14 +36,13 @@ def run(
     ranks.check()
     whole, card = read_shape(model), find_device(gpu, link)
     shape, device = ranks.shape(whole), ranks.device(card)
-    if trace is not None and shape.experts < whole.experts:
-        raise ConfigError("a trace is of all experts, and a rank has a part of them; leave --trace or --ep out.")
     if disk is not None:
         held = TypeAdapter(ByteSize).validate_python(host_memory)
         device = replace(device, disk=parse_rate(disk), host_memory=held)
     if misses != "fetch":
         device = replace(device, host=parse_rate(misses))
-    routings = _routings(shape, model, trace, ranks.batch(whole, batch))
+    asking = batch * ranks.dp if ranks.meets else batch
+    routings = _routings(replace(whole, moe_layers=shape.moe_layers), model, trace, asking).spread(ranks.experts_over)
     found = choices(shape, device, routings, serving, prompt)
     rows = [ranks.whole(row, whole, card, batch, prompt) for row in found]
     best = recommended(rows)

@@ -115,7 +115,12 @@ def _attention(hidden: int, heads: int, size: Callable[..., int]) -> tuple[int, 
         return weights, query + heads * (nope + value), latent + rope
     kv_heads = size("num_key_value_heads", default=heads)
     head = size("head_dim", default=hidden // heads)
-    return 2 * hidden * head * (heads + kv_heads), head * (heads + 2 * kv_heads), 2 * kv_heads * head
+    width = head * (heads + 2 * kv_heads)
+    if out := size("o_lora_rank", default=0):  # DeepSeek-V4: keys are values, and outputs are reduced group by group
+        low = size("q_lora_rank")
+        reduced = heads * head * out + size("o_groups") * out * hidden
+        return low * (hidden + heads * head) + hidden * kv_heads * head + reduced, width, kv_heads * head
+    return 2 * hidden * head * (heads + kv_heads), width, 2 * kv_heads * head
 
 
 def is_moe(config: dict[str, Any], layer: int) -> bool:

@@ -68,11 +68,6 @@ class Ranks:
             kv_bytes=model.kv_bytes * ceil(model.kv_heads / tp) // (model.kv_heads * self.pp),
         )
 
-    def batch(self, model: ModelShape, batch: int) -> int:
-        """Tokens that ask a rank for as many experts as its part of ``batch`` requests of each engine does."""
-        uses = batch * (self.dp if self.ep else 1) * model.top_k / self.experts_over
-        return max(1, round(uses / self.shape(model).top_k))
-
     def device(self, card: Device) -> Device:
         """A card as one rank has it."""
         return replace(card, link=card.link / self.per_switch, decides=card.decides and not self.meets)

@@ -1,7 +1,9 @@
 """The residency rule replayed over what routers chose: how many experts a step finds, and how many it moves."""
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -25,7 +27,7 @@ _COLD = 4  # one of so many steps fills the cache and is not counted
 
 @dataclass(frozen=True)
 class LayerDemand:
-    """What one layer of one step needs, on average."""
+    """What one layer of one step needs, on average: of ranks that share out its experts, the one that lacks most."""
 
     active: Mapping[Tier, float]  # experts in each tier
     missing: Mapping[Tier, float]
@@ -40,7 +42,7 @@ class Routings:
     def __init__(self, trace: Trace, batch: int = 1) -> None:
         decoded = trace.select(~trace.prefill)
         decoded = decoded if decoded.num_tokens >= 2 * batch else trace
-        self.header, self.batch = trace.header, batch
+        self.header, self.batch, self.ranks = trace.header, batch, 1
         order = decoded.steps(batch)
         if not len(order):  # fewer requests than the batch: neighbours stand in for others
             tokens = decoded.in_order()
@@ -57,10 +59,16 @@ class Routings:
         self._shares = popularity(decoded).numpy()
         self.popularity = float(np.sort(self._shares, axis=1)[:, -trace.header.top_k :].sum(1).mean())
 
+    def spread(self, ranks: int) -> "Routings":
+        """The same for a rank of so many that share out the experts."""
+        spread = copy(self)
+        spread.ranks = ranks
+        return spread
+
     def distinct(self, tokens: int) -> float:
-        """Experts of a layer that a prompt uses, if its tokens choose by popularity alone."""
+        """Experts of a layer that a prompt uses on a rank, if its tokens choose by popularity alone."""
         chosen = np.minimum(1.0, self._shares * self.header.top_k)
-        return float((1 - (1 - chosen) ** tokens).sum(1).mean())
+        return float((1 - (1 - chosen) ** tokens).sum(1).mean()) / self.ranks
 
 
 def made_up(header: ModelIdentity, batch: int) -> Routings:
@@ -89,38 +97,49 @@ def replay(
     """Let layers keep what the rule says. ``choose`` makes of a layer and the sums of its active experts' weights which
     of them are high; where versions are nested quotas are of fine slices and of bases. Misses are shared by `costs`,
     see ``Table.there``, and what is said of time goes by `real` ones, if the rule goes by others."""
-    seconds, real = 0.0, costs if real is None else real
-    active, moved = {HIGH: 0, LOW: 0}, {HIGH: 0, LOW: 0}
-    counted = misses = 0
+    real, found = costs if real is None else real, list[LayerDemand]()
+    own = -(-routings.header.num_experts // routings.ranks)
     for layer, steps in routings.steps.items():
-        table = Table.allocate(1, routings.header.num_experts, nested=nested)
         depth = layer / max(1, routings.header.num_layers - 1)  # a trace may have fewer layers than the model
         shares = {CODES[tier]: [of[round(depth * (len(of) - 1))] if of else 0]
                   for tier in (Tier.LO, Tier.HI) for of in [quotas.get(tier)]}  # fmt: skip
-        set_pools(table, {code: (0, 0, share[0]) for code, share in shares.items()}, shares)
-        if costs is not None:
-            table.there[:] = costs
+        tables = [Table.allocate(1, own, nested=nested) for _ in range(routings.ranks)]
+        for table in tables:
+            set_pools(table, {code: (0, 0, share[0]) for code, share in shares.items()}, shares)
+            if costs is not None:
+                table.there[:] = costs
         for step, (uses, sums, rows) in enumerate(steps, start=1):
             wanted = np.full(len(uses), HIGH, np.int8)
             if choose is not None:
                 wanted[~choose(layer, sums)] = LOW if low else NOWHERE
-            uses, rows, codes = (of[wanted != NOWHERE] for of in (uses, rows, wanted))
-            places = table.begin_step(0, uses, codes, rows)
-            table.keep(0, uses, codes, places)
-            missing = {code: (places[0] != HIT) & (codes == code) for code in (LOW, HIGH)}
-            if nested:
-                missing = {LOW: places[0] != HIT, HIGH: places[1] != HIT}
-            there = (places == THERE).any(0)
-            missing = {code: those & ~there for code, those in missing.items()}
+            of_ranks = []
+            for rank, table in enumerate(tables):
+                here = (wanted != NOWHERE) & (uses // own == rank)
+                of_ranks.append(_ask(table, uses[here] - rank * own, wanted[here], rows[here], nested, real))
             if step > len(steps) // _COLD:
-                counted += 1
-                for code in (LOW, HIGH):
-                    active[code] += int(np.count_nonzero(codes == code))
-                    moved[code] += int(np.count_nonzero(missing[code]))
-                misses += int(np.count_nonzero(missing[HIGH] | missing[LOW] | there))
-                seconds += 0.0 if real is None else _longer(missing, there, rows, codes, real)
-    means = ({Tier.HI: count[HIGH] / counted, Tier.LO: count[LOW] / counted} for count in (active, moved))
-    return LayerDemand(next(means), next(means), misses / counted, seconds / counted)
+                found.append(max(of_ranks, key=lambda one: (one.misses, sum(one.active.values()))))
+    active, missing = ([getattr(one, of) for one in found] for of in ("active", "missing"))
+    means = ({tier: fmean(one[tier] for one in of) for tier in (Tier.HI, Tier.LO)} for of in (active, missing))
+    return LayerDemand(next(means), next(means), fmean(one.misses for one in found), fmean(one.shared for one in found))
+
+
+def _ask(
+    table: Table, uses: Ints, codes: NDArray[np.int8], rows: Ints, nested: bool, costs: Ints | None
+) -> LayerDemand:
+    """One layer of one step, for the experts that a rank has."""
+    places = table.begin_step(0, uses, codes, rows)
+    table.keep(0, uses, codes, places)
+    missing = {code: (places[0] != HIT) & (codes == code) for code in (LOW, HIGH)}
+    if nested:
+        missing = {LOW: places[0] != HIT, HIGH: places[1] != HIT}
+    there = (places == THERE).any(0)
+    missing = {code: those & ~there for code, those in missing.items()}
+    return LayerDemand(
+        {tier: np.count_nonzero(codes == CODES[tier]) for tier in (Tier.HI, Tier.LO)},
+        {tier: np.count_nonzero(missing[CODES[tier]]) for tier in (Tier.HI, Tier.LO)},
+        np.count_nonzero(missing[HIGH] | missing[LOW] | there),
+        0.0 if costs is None else _longer(missing, there, rows, codes, costs),
+    )
 
 
 def _longer(

@@ -43,10 +43,16 @@ class ExpertLoader:
     __name__ = "load_expert"  # vLLM asks for that of a function
 
     def __init__(
-        self, layer: Any, store: LayerStore, hidden: int, intermediate: int, reader: Reader = PLAIN_READER
+        self,
+        layer: Any,
+        store: LayerStore,
+        hidden: int,
+        intermediate: int,
+        reader: Reader = PLAIN_READER,
+        all_experts: int | None = None,  # so many, where any of them may become this rank's (EPLB)
     ) -> None:
         parallel = layer.moe_config.moe_parallel_config
-        self._layer, self._store, self._reader = layer, store, reader
+        self._layer, self._store, self._reader, self._all_experts = layer, store, reader, all_experts
         self._name: str = layer.layer_name
         self._rank, self._ranks = parallel.tp_rank, parallel.tp_size
         self._stacked = reader.ranks_take_groups
@@ -89,7 +95,7 @@ class ExpertLoader:
             # [experts * intermediate, hidden]; down lies transposed
             name = name.rpartition(".")[2]
             for number, matrix in enumerate(tensor.view(self._layer.moe_config.num_experts, -1, tensor.shape[-1])):
-                if (expert := self._layer._map_global_expert_id_to_local_expert_id(number)) != -1:
+                if (expert := self._here(number)) != -1:
                     self._take_weight(expert, _DBRX[name], matrix.t() if name == "w2" else matrix)
 
     def _take_expert(self, stack: str, tensor: Tensor, name: str, shard: str | None, number: int) -> bool:
@@ -106,10 +112,11 @@ class ExpertLoader:
                     f"{name} of {self._name} holds quantized experts of a whole layer, which is not supported for this "
                     "model yet; use one with tensors for each expert, as compressed-tensors has."
                 )
+            self._check_parts()
             for expert, weight in enumerate(tensor):
                 self._take_weight(expert, self._projections[str(shard)], weight)
             return True
-        expert = self._layer._map_global_expert_id_to_local_expert_id(number)
+        expert = self._here(number)
         if expert == -1:
             return False
         if self._reader.held and kind != "bias":
@@ -132,6 +139,7 @@ class ExpertLoader:
 
     def take_stack(self, name: str, stack: Tensor) -> None:
         """Take a parameter of all local experts, [experts, rows, ...], sliced for this rank already."""
+        self._check_parts()
         stem, _, kind = name.partition("_")
         for expert, rows in enumerate(stack):
             for projection, part in self._split(stem, rows):
@@ -143,6 +151,20 @@ class ExpertLoader:
                 else:
                     named = self._reader.parts[_STACKED_KINDS.index(kind)]
                     self._take_part(expert, expert, projection, named, part)
+
+    def _here(self, number: int) -> int:
+        """This rank's number of an expert, -1 for another rank's; vLLM counts copies (EPLB) behind the last."""
+        if self._all_experts is not None:
+            return number if number < self._all_experts else -1
+        return int(self._layer._map_global_expert_id_to_local_expert_id(number))
+
+    def _check_parts(self) -> None:
+        """A stack has the experts of vLLM's placement, and is no stack of all."""
+        if self._all_experts is not None:
+            raise _error(
+                f"--enable-eplb needs all experts on every machine, and vLLM hands over those of one rank of "
+                f"{self._name}; leave it out."
+            )
 
     def check_complete(self) -> None:
         """Refuse quantized matrices of which a tensor is missing, with a ConfigError."""

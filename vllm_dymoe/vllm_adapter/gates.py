@@ -97,7 +97,8 @@ class Foresight(Observer):
 
     needs_inputs = True
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, obstacle: str = "") -> None:
+        self._obstacle = obstacle  # why no gate can be used, if none can
         self._system = make_system(options)
         # A trained predictor asks no gate; they are still checked for the trace.
         foresight = self._system.foresight
@@ -118,6 +119,8 @@ class Foresight(Observer):
         if not self._wanted:
             return
         try:
+            if self._obstacle:
+                raise GateError(self._obstacle)
             if self._model is None:
                 raise GateError("this loader of vLLM's makes models elsewhere")
             self._found[position] = (routed_experts.layer_name, find_gate(routed_experts, self._model))

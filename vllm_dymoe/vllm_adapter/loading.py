@@ -29,7 +29,7 @@ from vllm_dymoe.vllm_adapter.automatic_budget import automatic_budget, budget_in
 from vllm_dymoe.vllm_adapter.failures import make_step_failures
 from vllm_dymoe.vllm_adapter.gates import Foresight
 from vllm_dymoe.vllm_adapter.graphs import leave_layers_out
-from vllm_dymoe.vllm_adapter.model_files import host_needed, meets
+from vllm_dymoe.vllm_adapter.model_files import expert_ranks, host_needed, meets
 from vllm_dymoe.vllm_adapter.model_store import LayerSpec, LayerStore, ModelStore, held_bytes
 from vllm_dymoe.vllm_adapter.observers import Observation, observe_trace
 from vllm_dymoe.vllm_adapter.running import Running
@@ -54,7 +54,8 @@ class Loading:
         self.options, self.reader = options, reader
         self.running: Running | None = None  # until the last layer of the first model is loaded
         self.config = vllm_config
-        self._foresight = Foresight(options)
+        moving = "experts move from rank to rank (--enable-eplb)" if vllm_config.parallel_config.enable_eplb else ""
+        self._foresight = Foresight(options, moving)
         self.model_made = self._foresight.model_made
         # Before any rank of this machine fills its share.
         self._host_memory = available_host_memory()
@@ -174,7 +175,7 @@ class Loading:
         if parallel.data_parallel_size > 1:
             rank = f"engine {parallel.data_parallel_rank} of {parallel.data_parallel_size} {rank}".rstrip()
         seconds = time.perf_counter() - self._begin
-        announce(runtime, rank, seconds, source, place, self._model.layers[0].expert_ranks)
+        announce(runtime, rank, seconds, source, place, expert_ranks(parallel))
 
     def _runtime(
         self, store: HostStore, options: Options, device: torch.device, predictor: Predictor | None, obstacle: str
@@ -221,7 +222,7 @@ class Loading:
     def _recordable(self) -> dict[str, Any] | None:
         """What a calibration of this rank's inputs holds; None on ranks that see what another one records."""
         spec = self._model.layers[0]
-        if spec.rank or spec.expert_rank:
+        if spec.rank or spec.expert_rank or self.config.parallel_config.enable_eplb:
             return None
         return {
             "layers": list(self.experts.layers),

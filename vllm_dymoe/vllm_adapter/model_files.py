@@ -74,13 +74,20 @@ def meets(parallel: ParallelConfig) -> bool:
     return bool(parallel.data_parallel_size > 1 and parallel.enable_expert_parallel)
 
 
+def expert_ranks(parallel: ParallelConfig) -> int:
+    """Ranks that share out the experts of a layer."""
+    return int(parallel.tensor_parallel_size * parallel.data_parallel_size) if parallel.enable_expert_parallel else 1
+
+
 def replicated(parallel: ParallelConfig) -> bool:
-    """Whether several engines have all experts; vLLM does not always say how many of them this machine has."""
-    return bool(parallel.data_parallel_size > 1 and not parallel.enable_expert_parallel)
+    """Whether several ranks store the same experts; vLLM does not always say how many of them this machine has."""
+    return bool(parallel.enable_eplb or (parallel.data_parallel_size > 1 and not parallel.enable_expert_parallel))
 
 
 def replicas_of_machine(parallel: ParallelConfig) -> int:
-    """Engines of this machine whose ranks have the same experts, as far as is known."""
+    """Ranks of this machine that store the same experts, as far as is known."""
+    if parallel.enable_eplb:
+        return ranks_of_machine(parallel)
     return max(1, int(parallel.data_parallel_size_local)) if replicated(parallel) else 1
 
 

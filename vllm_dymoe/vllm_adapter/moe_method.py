@@ -29,6 +29,7 @@ from vllm.utils.torch_utils import LayerNameType, direct_register_custom_op
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.vllm_adapter.activations import activation_of
+from vllm_dymoe.vllm_adapter.balance import owned
 from vllm_dymoe.vllm_adapter.expert_loader import ExpertLoader
 from vllm_dymoe.vllm_adapter.loading import Loading
 from vllm_dymoe.vllm_adapter.model_store import LayerSpec
@@ -39,11 +40,15 @@ from vllm_dymoe.vllm_adapter.step import RankLayer
 class DymoeMoEMethod(FusedMoEMethodBase):
     """One MoE layer whose experts live in the host store; routing and shared experts stay vLLM's."""
 
-    _loaded = False
+    _loaded = _balanced = False
 
     def __init__(self, moe: FusedMoEConfig, loading: Loading) -> None:
         super().__init__(moe)
         self.loading = loading
+
+    @property
+    def supports_eplb(self) -> bool:
+        return True
 
     @property
     def supports_internal_mk(self) -> bool:
@@ -78,6 +83,9 @@ class DymoeMoEMethod(FusedMoEMethodBase):
         """Register empty placeholders that vLLM's loaders hand experts' weights to; ConfigError for an activation."""
         parallel, activation = self.moe.moe_parallel_config, supported_activation(layer)
         weights_on_input = layer.apply_router_weight_on_input
+        self._balanced = parallel.enable_eplb
+        if self._balanced:  # any of them may become this rank's
+            num_experts = self.moe.num_experts - self.loading.config.parallel_config.eplb_config.num_redundant_experts
         position = self.loading.add_layer(
             LayerSpec(
                 name=layer.layer_name,
@@ -89,8 +97,8 @@ class DymoeMoEMethod(FusedMoEMethodBase):
                 bias=self.moe.has_bias,
                 rank=parallel.tp_rank,
                 ranks=parallel.tp_size,
-                expert_rank=parallel.ep_rank,
-                expert_ranks=parallel.ep_size,
+                expert_rank=0 if self._balanced else parallel.ep_rank,
+                expert_ranks=1 if self._balanced else parallel.ep_size,
                 activation=activation,
                 weights_on_input=weights_on_input,
             )
@@ -100,7 +108,7 @@ class DymoeMoEMethod(FusedMoEMethodBase):
             layer.layer_name, position, activation, None, weights_on_input, parallel.dp_size > 1, part
         )
         sink, sizes = self.loading.layer_store(position), (hidden_size, intermediate_size_per_partition)
-        self._loader = ExpertLoader(layer, sink, *sizes, self.loading.reader)
+        self._loader = ExpertLoader(layer, sink, *sizes, self.loading.reader, num_experts if self._balanced else None)
         self._loader.register(layer, params_dtype, bias=self.moe.has_bias)
         # The operator finds its layer by name in the forward context, as vLLM's own does.
         get_current_vllm_config().compilation_config.static_forward_context[_context_key(layer.layer_name)] = self
@@ -108,12 +116,20 @@ class DymoeMoEMethod(FusedMoEMethodBase):
     def process_weights_after_loading(self, layer: Any) -> None:
         if self._loaded:  # dense layers are read again
             return
-        if (local := layer.expert_map) is not None:
-            whole = past_the_pool(self.loading.config, lambda: torch.cat((local, local.new_full((1,), -1))))
-            self.layer = replace(self.layer, expert_map=whole)
+        if layer.expert_map is not None:
+            self.layer = replace(self.layer, expert_map=past_the_pool(self.loading.config, lambda: self._map(layer)))
         self._loader.check_complete()
         self.loading.layer_loaded(self.layer.position, layer)
         self._loaded = True
+
+    def _map(self, layer: Any) -> torch.Tensor:
+        """See ``RankLayer.expert_map``."""
+        local = layer.expert_map
+        if not self._balanced:
+            return torch.cat((local, local.new_full((1,), -1)))
+        numbers, mine = owned(local, self.loading.experts.num_experts)
+        layer.get_expert_weights = lambda: [mine]
+        return numbers
 
     def apply(
         self,

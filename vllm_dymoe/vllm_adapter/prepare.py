@@ -21,12 +21,14 @@ from vllm_dymoe.runtime.sizing import limit_in_bytes, plan_slots, workspace_byte
 from vllm_dymoe.store import HostRoom, StoreError, choose_host_place
 from vllm_dymoe.systems import make_system
 from vllm_dymoe.vllm_adapter.announcements import logger
+from vllm_dymoe.vllm_adapter.balance import refuse_balancing
 from vllm_dymoe.vllm_adapter.chunks import larger_chunk
 from vllm_dymoe.vllm_adapter.graphs import settle_graphs
 from vllm_dymoe.vllm_adapter.model_files import (
     check_checkpoint,
     check_ranks,
     drafted_by_experts,
+    expert_ranks,
     host_needed,
     meets,
     ranks_of_machine,
@@ -53,6 +55,8 @@ def prepare(config: VllmConfig) -> None:
             check_ranks(Path(config.model_config.model), config.parallel_config.tensor_parallel_size)
         _refuse_data_parallel(config, options)
         _refuse_pipeline(config, options)
+        drafted, traced = drafted_by_experts(config), options.trace is not None
+        refuse_balancing(config.parallel_config, {"--speculative-config": drafted, "trace": traced})
         experts = experts_of(config, options)
         if experts is not None:
             _check_memory(config, experts, options)
@@ -104,8 +108,8 @@ def experts_of(config: VllmConfig, options: Options) -> ModelExperts | None:
     if width is None:
         return None
     text, experts = model.hf_text_config, model.get_num_experts()
-    if parallel.enable_expert_parallel:
-        experts = -(-experts // (parallel.tensor_parallel_size * parallel.data_parallel_size))
+    if not parallel.enable_eplb:
+        experts = -(-experts // expert_ranks(parallel))
     # Latent experts read fewer numbers than the model is wide (Nemotron-H, Kimi-K3).
     narrow = (getattr(text, name, None) for name in ("moe_latent_size", "routed_expert_hidden_size"))
     hidden = next((size for size in narrow if size), model.get_hidden_size())
@@ -214,8 +218,6 @@ def refuse_unsupported_features(config: VllmConfig) -> None:
     unsupported = {
         "LoRA on the experts is not supported; name the layers that adapters may change with --lora-target-modules, "
         "for instance q_proj k_proj v_proj o_proj.": _lora_may_reach_experts(config.lora_config),
-        "expert-parallel load balancing is not supported, because every rank has a store of its own experts; leave "
-        "--enable-eplb out.": parallel.enable_eplb,
         "prefill context parallelism is not supported, because a rank cannot tell which tokens of a step are its own; "
         "leave --prefill-context-parallel-size out.": parallel.prefill_context_parallel_size > 1,
         "micro-batches that run at the same time are not supported, because layers have to come one after the other; "

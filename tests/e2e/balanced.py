@@ -1,0 +1,74 @@
+"""Expert-parallel load balancing on a CPU, where vLLM refuses to configure it: for that, a CPU says that it is an XPU.
+
+What this platform has no code for is written here: a model runner that makes an ``EplbState``, and the Triton kernel
+that finds the physical experts of what routers choose. All else is vLLM's: its maps, policy, steps and messages.
+"""
+
+import contextlib
+from unittest import mock
+
+import torch
+from vllm.distributed.eplb import eplb_state
+from vllm.model_executor.layers.fused_moe.router import base_router
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+from vllm_dymoe.vllm_adapter.worker import DymoeWorkerExtension
+
+SETTINGS = {
+    "enable_eplb": True,
+    "eplb_config": {
+        "num_redundant_experts": 4, "step_interval": 5, "window_size": 5, "use_async": False,
+        "communicator": "torch_gloo",
+    },
+    "worker_extension_cls": f"{__name__}.BalancedWorker",
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def configurable():
+    with mock.patch("vllm.config.parallel.current_platform") as platform:
+        platform.is_cuda_alike.return_value = platform.is_cuda.return_value = platform.is_tpu.return_value = False
+        platform.is_xpu.return_value = True
+        platform.device_count.return_value = 2
+        yield
+
+
+class BalancedWorker(DymoeWorkerExtension):
+    """vLLM imports this module in each worker, before it makes one."""
+
+    def numbers(self):
+        """Of the expert that each physical expert stands for: [layers, physical experts] of all ranks, and of this."""
+        (state,) = self.model_runner.eplb_state.model_states.values()
+        mine = torch.stack([numbers.flatten() for (numbers,) in state.model.expert_weights])
+        return state.physical_to_logical_map.clone(), mine.clone()
+
+
+def _load_model(self, *arguments, **settings):
+    _original_load(self, *arguments, **settings)
+    self._moe_model, self.eplb_state = self.model, eplb_state.EplbState(self.parallel_config, self.device)
+    self.eplb_state.add_model(self.model, self.model_config)
+
+
+def _map_and_record(
+    topk_ids, expert_load_view, logical_to_physical_map, logical_replica_count, record_enabled, num_unpadded_tokens
+):
+    ids = topk_ids.long()
+    which = torch.arange(len(ids)).unsqueeze(1) * 2654435769 % 2**32 % logical_replica_count[ids]
+    physical = logical_to_physical_map[ids, which]
+    if record_enabled:
+        expert_load_view += physical[:num_unpadded_tokens].flatten().bincount(minlength=len(expert_load_view))
+    return physical.to(topk_ids.dtype)
+
+
+class _Event(torch.Event):
+    """What vLLM puts in its place on a CPU takes no time."""
+
+    def elapsed_time(self, other):
+        return 0.0
+
+
+_original_load = CPUModelRunner.load_model
+CPUModelRunner.load_model = _load_model
+base_router.eplb_map_to_physical_and_record = _map_and_record
+torch.Event = _Event
+torch.accelerator.current_stream = lambda *_: mock.MagicMock()

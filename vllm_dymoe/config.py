@@ -37,7 +37,7 @@ class ExpertBudget(BaseModel):
 
     @classmethod
     def parse(cls, value: Any) -> "ExpertBudget":
-        """Read "auto", "top-k", "layer", bytes (``2**30``, "1.5GiB") or a share (``0.25``, "25%"); or ValueError."""
+        """Read "auto", "top-k", "layer", bytes (``2**30``, "1.5GiB") or a share (``0.25``, "25%"); or ConfigError."""
         if isinstance(value, ExpertBudget):
             return value
         if value == "auto":
@@ -45,12 +45,15 @@ class ExpertBudget(BaseModel):
         if value in ("top-k", "layer"):
             return cls(slots=value)
         if isinstance(value, bool):
-            raise ValueError("a truth value is no budget")
-        if isinstance(value, float) and value <= 1:
-            return cls(share=value)
-        if isinstance(value, str) and value.strip().endswith("%"):
-            return cls(share=float(value.strip()[:-1]) / 100)
-        return cls(bytes=TypeAdapter(ByteSize).validate_python(value))
+            raise ConfigError("a truth value is no budget")
+        try:
+            if isinstance(value, float) and value <= 1:
+                return cls(share=value)
+            if isinstance(value, str) and value.strip().endswith("%"):
+                return cls(share=float(value.strip()[:-1]) / 100)
+            return cls(bytes=TypeAdapter(ByteSize).validate_python(value))
+        except ValueError as error:
+            raise ConfigError(f"{value} is no budget; write a share up to 100%, or bytes such as 8GiB") from error
 
     @property
     def is_auto(self) -> bool:

@@ -71,7 +71,7 @@ def test_what_cannot_work_is_refused_before_an_engine_starts(model, asked, tmp_p
     text.write_text("words")
     command_line = ("calibrate", model, "--texts", text, "-o", tmp_path / "out")
     assert "expert_budget" in refused(*command_line, "--expert-budget", "much")
-    assert "is not a folder" in refused("calibrate", tmp_path / "nowhere", *command_line[2:])
+    assert "does not exist" in refused("calibrate", tmp_path / "nowhere", *command_line[2:])
     assert not asked
 
     missing = ModuleNotFoundError("No module named 'vllm'", name="vllm")

@@ -162,4 +162,5 @@ def test_missing_files_are_found(checkpoint):
 def test_what_cannot_be_inspected_is_refused(model, tmp_path):
     assert "no checksums to verify" in refused("inspect", model.folder, "--verify")
     assert "no config.json" in refused("inspect", tmp_path)
-    assert "is not a folder" in refused("inspect", tmp_path / "nowhere")
+    assert "does not exist" in refused("inspect", tmp_path / "nowhere")
+    assert "25x is no budget" in refused("inspect", tmp_path, "--budget", "25x")

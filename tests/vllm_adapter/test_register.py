@@ -1,5 +1,6 @@
 """Registration: once, whatever vLLM does, and a refusal where the installed vLLM is not supported."""
 
+import sys
 import tomllib
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from vllm.platforms import current_platform
 
 import vllm_dymoe
 from vllm_dymoe import vllm_adapter
+from vllm_dymoe.config import ConfigError
 from vllm_dymoe.vllm_adapter import version_problem
+from vllm_dymoe.vllm_adapter.announcements import end_with_sentences
 from vllm_dymoe.vllm_adapter.quant_config import DymoeConfig
 
 
@@ -28,6 +31,24 @@ def test_registering_twice_is_harmless(monkeypatch):
     assert QUANTIZATION_METHODS.count("dymoe") == 1
     assert (current_platform.supported_quantization or ["dymoe"]).count("dymoe") == 1
     assert get_quantization_config("dymoe") is DymoeConfig
+
+
+@pytest.mark.parametrize(
+    ("command", "error", "said"),
+    [
+        ("/bin/vllm", ConfigError("do this"), "do this\n"),
+        ("/bin/vllm", ValueError("x"), ""),
+        ("mine.py", ConfigError("x"), ""),
+    ],
+)
+def test_the_command_vllm_ends_with_a_refusal_alone(command, error, said, monkeypatch, capsys):
+    others = []
+    monkeypatch.setattr(sys, "argv", [command])
+    monkeypatch.setattr(sys, "excepthook", lambda *what: others.append(what))
+    end_with_sentences()
+    sys.excepthook(type(error), error, None)
+    assert capsys.readouterr().err == said
+    assert bool(others) is not bool(said)
 
 
 @pytest.mark.parametrize(

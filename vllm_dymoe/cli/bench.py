@@ -17,7 +17,7 @@ from vllm_dymoe.bench.run import measure
 from vllm_dymoe.bench.systems import make_known
 from vllm_dymoe.bench.table import Bounds, bits_of, for_terminals, lines, markdown
 from vllm_dymoe.cli.display import count_progress, print_table
-from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.config import ConfigError, ExpertBudget, Options
 from vllm_dymoe.plan.device import emulated_rate, parse_rate
 from vllm_dymoe.plan.model import ModelShape, read_shape
 from vllm_dymoe.resolve import resolve_options
@@ -65,6 +65,8 @@ class Bench:
         self, systems: Sequence[str], peers: Sequence[str], budgets: Sequence[str], batches: Sequence[int],
         links: Sequence[str], misses: Sequence[str] = (),
     ) -> None:  # fmt: skip
+        for budget in budgets:
+            ExpertBudget.parse(budget)
         asked, requests, warm_up = self.asked, self.workload.requests, self.workload.warm_up
         if not asked.is_random and len(asked.prompts) < requests + warm_up:
             raise ConfigError(

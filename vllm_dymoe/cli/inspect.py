@@ -41,6 +41,7 @@ _NOT_KNOWN = {
 
 def run(path: Path, budget: str = "25%", host_memory: str = "auto", *, verify: bool, as_json: bool) -> None:
     """Print what ``path`` holds; ``verify`` reads all of a store, and is refused for a checkpoint without one."""
+    ExpertBudget.parse(budget)  # also where it is not used
     if (path / MANIFEST).is_file() or _is_ours(path):
         store = FileStore(path)
         try:

@@ -6,11 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import typer
-from pydantic import ByteSize, TypeAdapter
 from rich.console import Console
 from rich.table import Table
 
-from vllm_dymoe.config import ConfigError
+from vllm_dymoe.config import ConfigError, ExpertBudget
 from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.plan.choice import CANDIDATES, GOOD_ENOUGH, Choice, Serving, choices, recommended, shown
 from vllm_dymoe.plan.device import Device, find_device, parse_rate
@@ -37,7 +36,8 @@ def run(
     whole, card = read_shape(model), find_device(gpu, link)
     shape, device = ranks.shape(whole), ranks.device(card)
     if disk is not None:
-        held = TypeAdapter(ByteSize).validate_python(host_memory)
+        if (held := ExpertBudget.parse(host_memory).bytes) is None:
+            raise ConfigError(f"--host-memory is {host_memory}, and has to be bytes such as 16GB.")
         device = replace(device, disk=parse_rate(disk), host_memory=held)
     if misses != "fetch":
         device = replace(device, host=parse_rate(misses))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from vllm_dymoe.config import ConfigError
-from vllm_dymoe.quantize.model_config import INTERMEDIATE, NUM_EXPERTS, TOP_K, read_config
+from vllm_dymoe.quantize.model_config import INTERMEDIATE, NUM_EXPERTS, TOP_K, may_be_of_hub, read_config
 from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.format import Format, ModelExperts, stored_formats
 
@@ -54,7 +54,7 @@ def read_shape(model: str) -> ModelShape:
     """From a folder, or from the Hugging Face hub, of which config.json alone is fetched; ConfigError if there is none
     to be had, or it is not one of a Mixture-of-Experts model."""
     folder = Path(model)
-    if not folder.is_dir():
+    if not folder.is_dir() and may_be_of_hub(model):
         try:
             from huggingface_hub import hf_hub_download
 

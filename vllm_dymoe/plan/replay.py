@@ -135,9 +135,9 @@ def _ask(
     there = (places == THERE).any(0)
     missing = {code: those & ~there for code, those in missing.items()}
     return LayerDemand(
-        {tier: np.count_nonzero(codes == CODES[tier]) for tier in (Tier.HI, Tier.LO)},
-        {tier: np.count_nonzero(missing[CODES[tier]]) for tier in (Tier.HI, Tier.LO)},
-        np.count_nonzero(missing[HIGH] | missing[LOW] | there),
+        {tier: int(np.count_nonzero(codes == CODES[tier])) for tier in (Tier.HI, Tier.LO)},
+        {tier: int(np.count_nonzero(missing[CODES[tier]])) for tier in (Tier.HI, Tier.LO)},
+        int(np.count_nonzero(missing[HIGH] | missing[LOW] | there)),
         0.0 if costs is None else _longer(missing, there, rows, codes, costs),
     )
 

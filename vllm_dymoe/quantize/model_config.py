@@ -1,6 +1,7 @@
 """What config.json says of a Mixture-of-Experts model, as far as packing its experts needs it."""
 
 import json
+import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -17,10 +18,17 @@ TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_top_k", "moe_topk", "moe_k
 INTERMEDIATE = ("moe_intermediate_size", "expert_ffn_hidden_size", "expert_intermediate_size", "intermediate_size")
 
 
+def may_be_of_hub(model: str) -> bool:
+    """Whether this may name a model of the Hugging Face hub, and is no path."""
+    return re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", model) is not None
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json; CheckpointError if there is none, or it is not a JSON object."""
     if not folder.is_dir():
         how = f"; download the model first, with `hf download {folder} --local-dir FOLDER`"
+        if not folder.exists() and not may_be_of_hub(str(folder)):
+            raise CheckpointError(f"{folder} does not exist.")
         raise CheckpointError(f"{folder} is not a folder{'' if folder.exists() else how}.")
     if not (folder / "config.json").exists():
         raise CheckpointError(f"{folder} has no config.json, so it is not a Hugging Face checkpoint.")

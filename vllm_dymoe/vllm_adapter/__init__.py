@@ -25,11 +25,13 @@ def register() -> None:
     if problem is not None:
         register_quantization_config("dymoe")(refusing_config(problem))
     else:
+        from vllm_dymoe.vllm_adapter.announcements import end_with_sentences
         from vllm_dymoe.vllm_adapter.patches import apply_patches
         from vllm_dymoe.vllm_adapter.quant_config import DymoeConfig
 
         register_quantization_config("dymoe")(DymoeConfig)
         apply_patches()
+        end_with_sentences()
     _registered = True
 
 

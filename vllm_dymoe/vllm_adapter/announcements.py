@@ -1,11 +1,14 @@
 """What people are told: the logger, the lines at start, and the summary for users of ``LLM()``."""
 
+import sys
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from vllm.logger import init_logger
 
+from vllm_dymoe.config import ConfigError
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS
@@ -15,6 +18,22 @@ from vllm_dymoe.units import size
 
 # vLLM configures the hierarchy below "vllm" only.
 logger = init_logger("vllm.plugins.dymoe")
+
+
+def end_with_sentences() -> None:
+    """Where our refusal ends the command ``vllm``, its sentence is all that is printed; a program keeps its
+    traceback."""
+    if Path(sys.argv[0]).name != "vllm":
+        return
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+        if isinstance(error, ConfigError):
+            print(error, file=sys.stderr)
+        else:
+            before(kind, error, traceback)
+
+    sys.excepthook = hook
 
 
 def announce(

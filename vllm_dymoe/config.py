@@ -53,7 +53,9 @@ class ExpertBudget(BaseModel):
                 return cls(share=float(value.strip()[:-1]) / 100)
             return cls(bytes=TypeAdapter(ByteSize).validate_python(value))
         except ValueError as error:
-            raise ConfigError(f"{value} is no budget; write a share up to 100%, or bytes such as 8GiB") from error
+            raise ConfigError(
+                f"vllm-dymoe: {value} is no budget; write a share such as 25%, or bytes such as 8GiB."
+            ) from error
 
     @property
     def is_auto(self) -> bool:

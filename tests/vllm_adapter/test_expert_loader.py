@@ -349,3 +349,17 @@ def test_half_a_layer_and_damage_are_sentences():
         load_stack(layer, "w13_weight_scale", scales[:, :, :1])
     with pytest.raises(ConfigError, match="is one expert's, and a mxfp4 checkpoint holds all"):
         load_stack(layer, "w13_weight", codes[0], expert=0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_where_experts_may_move_every_rank_takes_all_and_no_copy_of_them(rank):
+    """vLLM counts redundant experts behind the last one, and hands the same weights over for them."""
+    layer = Layer(expert_rank=rank, expert_ranks=2, bias=False)
+    layer.loader = ExpertLoader(layer, layer.loader._store, HIDDEN, INTERMEDIATE, all_experts=EXPERTS)
+    layer.loader.register(layer, torch.bfloat16, bias=False)
+    weight = torch.randn(SHAPES[Projection.GATE])
+    given = [layer.loader(layer.w13_weight, weight, "weight", "w1", number, True) for number in range(EXPERTS + 2)]
+    assert given == [True] * EXPERTS + [False] * 2
+    assert {expert for _, expert, _ in layer.got} == set(range(EXPERTS))
+    with pytest.raises(ConfigError, match="--enable-eplb needs all experts"):
+        layer.loader(layer.w13_weight, torch.stack([weight] * 2), "weight", "w1", 0)

@@ -15,6 +15,7 @@ from tests.vllm_adapter.test_prepare import MODEL, configure, refusal
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.store import MANIFEST, Manifest
 from vllm_dymoe.vllm_adapter import patches, prepare
+from vllm_dymoe.vllm_adapter.balance import refuse_balancing
 from vllm_dymoe.vllm_adapter.moe_method import DymoeMoEMethod
 from vllm_dymoe.vllm_adapter.patches import PATCHES, apply_patches
 from vllm_dymoe.vllm_adapter.prepare import experts_of, refuse_unsupported_features
@@ -202,3 +203,20 @@ def test_a_checkpoint_that_we_have_written_has_no_draft(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "drafted_by_experts", lambda config: True)
     monkeypatch.setattr(prepare, "refuse_unsupported_features", lambda config: None)
     assert "leaves out the layers of multi-token prediction" in refusal(model=folder, quantization=None)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "others", "named"),
+    [
+        ({"pipeline_parallel_size": 2}, {}, "--pipeline-parallel-size"),
+        ({"enable_elastic_ep": True}, {}, "--enable-elastic-ep"),
+        ({}, {"trace": True}, "trace"),
+        ({}, {"trace": False}, None),
+        ({"enable_eplb": False, "pipeline_parallel_size": 2}, {"trace": True}, None),
+    ],
+)
+def test_what_was_not_tried_with_experts_that_move_is_refused(parallel, others, named):
+    given = {"enable_eplb": True, "enable_elastic_ep": False, "pipeline_parallel_size": 1} | parallel
+    refused = pytest.raises(ConfigError, match=f"--enable-eplb does not go with {named},")
+    with contextlib.nullcontext() if named is None else refused:
+        refuse_balancing(SimpleNamespace(**given), others)

@@ -13,7 +13,7 @@ vLLM's models hand experts over in several ways, and all of them end here:
 Parts of a quantized matrix wait for each other.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -52,7 +52,10 @@ class ExpertLoader:
         all_experts: int | None = None,  # so many, where any of them may become this rank's (EPLB)
     ) -> None:
         parallel = layer.moe_config.moe_parallel_config
-        self._layer, self._store, self._reader, self._all_experts = layer, store, reader, all_experts
+        self._layer, self._store, self._reader, self._balanced = layer, store, reader, all_experts is not None
+        self._here: Callable[[int], int] = layer._map_global_expert_id_to_local_expert_id
+        if all_experts is not None:  # vLLM counts copies behind the last
+            self._here = lambda number: number if number < all_experts else -1
         self._name: str = layer.layer_name
         self._rank, self._ranks = parallel.tp_rank, parallel.tp_size
         self._stacked = reader.ranks_take_groups
@@ -112,7 +115,7 @@ class ExpertLoader:
                     f"{name} of {self._name} holds quantized experts of a whole layer, which is not supported for this "
                     "model yet; use one with tensors for each expert, as compressed-tensors has."
                 )
-            self._check_parts()
+            _check_parts(self._name, self._balanced)
             for expert, weight in enumerate(tensor):
                 self._take_weight(expert, self._projections[str(shard)], weight)
             return True
@@ -139,7 +142,7 @@ class ExpertLoader:
 
     def take_stack(self, name: str, stack: Tensor) -> None:
         """Take a parameter of all local experts, [experts, rows, ...], sliced for this rank already."""
-        self._check_parts()
+        _check_parts(self._name, self._balanced)
         stem, _, kind = name.partition("_")
         for expert, rows in enumerate(stack):
             for projection, part in self._split(stem, rows):
@@ -151,20 +154,6 @@ class ExpertLoader:
                 else:
                     named = self._reader.parts[_STACKED_KINDS.index(kind)]
                     self._take_part(expert, expert, projection, named, part)
-
-    def _here(self, number: int) -> int:
-        """This rank's number of an expert, -1 for another rank's; vLLM counts copies (EPLB) behind the last."""
-        if self._all_experts is not None:
-            return number if number < self._all_experts else -1
-        return int(self._layer._map_global_expert_id_to_local_expert_id(number))
-
-    def _check_parts(self) -> None:
-        """A stack has the experts of vLLM's placement, and is no stack of all."""
-        if self._all_experts is not None:
-            raise _error(
-                f"--enable-eplb needs all experts on every machine, and vLLM hands over those of one rank of "
-                f"{self._name}; leave it out."
-            )
 
     def check_complete(self) -> None:
         """Refuse quantized matrices of which a tensor is missing, with a ConfigError."""
@@ -234,6 +223,15 @@ class ExpertLoader:
 
     def _describe(self, number: int, projection: Projection) -> str:
         return f"the {projection.name.lower()} projection of expert {number} in {self._name}"
+
+
+def _check_parts(name: str, balanced: bool) -> None:
+    """A stack has the experts of vLLM's placement on one rank."""
+    if balanced:
+        raise _error(
+            f"--enable-eplb needs all experts on every machine, and vLLM hands over those of one rank of {name}; leave "
+            "it out."
+        )
 
 
 def _error(sentence: str) -> ConfigError:

@@ -19,6 +19,7 @@ from vllm_dymoe.residency.constants import Fate
 from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.format import BlobKey
 from vllm_dymoe.residency.routing import Routing
+from vllm_dymoe.residency.wide_rule import MOST_PARTS
 from vllm_dymoe.runtime.memory import views
 from vllm_dymoe.runtime.there import Beside, Doorbell
 
@@ -39,7 +40,9 @@ class SharedDoorbell(Doorbell):
 
 def shape_of(experts):
     fmt = experts.formats[4]
-    return RingShape(2 * len(experts.layers) + 2, TOKENS, experts.top_k, experts.num_experts, fmt.hidden, fmt.dtype)
+    return RingShape(
+        2 * MOST_PARTS * len(experts.layers) + 2, TOKENS, experts.top_k, experts.num_experts, fmt.hidden, fmt.dtype
+    )
 
 
 def answer(ring, blobs):

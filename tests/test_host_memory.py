@@ -1,5 +1,6 @@
 """Host memory: how much there is, and mappings that take what was asked for and give it back."""
 
+import ctypes
 import errno
 import gc
 import mmap
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from vllm_dymoe import host_memory
-from vllm_dymoe.host_memory import drop_pages, map_bytes, whole_pages
+from vllm_dymoe.host_memory import drop_pages, map_bytes, prefer_node, several_nodes, whole_pages
 
 PAGE = mmap.PAGESIZE
 MIB = 2**20
@@ -67,6 +68,36 @@ def test_pages_can_go_before_the_tensors_do():
 def test_too_much_is_an_error_and_no_crash():
     with pytest.raises(OSError, match=os.strerror(errno.ENOMEM)):
         map_bytes(2**60)
+
+
+def test_pages_come_from_the_node_that_was_named():
+    memory = map_bytes(4 * MIB)
+    reason = prefer_node(memory, 0)
+    if reason is not None:
+        assert reason in (os.strerror(errno.EPERM), os.strerror(errno.ENOSYS))
+        pytest.skip(f"may not bind memory here: {reason}")
+    policy, mask = ctypes.c_int(-1), (ctypes.c_ulong * 16)()
+    get_mempolicy, by_address = {"x86_64": 239, "aarch64": 236}[os.uname().machine], ctypes.c_ulong(2)
+    for offset in (0, memory.numel() - 1):
+        place = ctypes.c_void_p(memory.data_ptr() + offset)
+        libc = ctypes.CDLL(None, use_errno=True)
+        bits = ctypes.c_ulong(1024)
+        assert libc.syscall(ctypes.c_long(get_mempolicy), ctypes.byref(policy), mask, bits, place, by_address) == 0
+        assert (policy.value, mask[0]) == (1, 1), "preferred, node 0"
+
+
+def test_what_cannot_be_bound_is_a_reason_and_no_error(monkeypatch):
+    assert prefer_node(map_bytes(PAGE), 999)
+    monkeypatch.setattr(host_memory, "_MBIND", {})
+    assert "unknown" in prefer_node(map_bytes(PAGE), 0)
+
+
+@pytest.mark.parametrize(("text", "several"), [("0\n", False), ("0-1\n", True), ("0,2\n", True), (None, False)])
+def test_one_node_is_not_several(tmp_path, monkeypatch, text, several):
+    if text is not None:
+        (tmp_path / "online").write_text(text)
+    monkeypatch.setattr(host_memory, "_NODES", tmp_path / "online")
+    assert several_nodes() is several
 
 
 @pytest.mark.parametrize(

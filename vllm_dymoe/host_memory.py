@@ -1,4 +1,4 @@
-"""Host memory: how much can be had, and how to map an exact size of it.
+"""Host memory: how much can be had, and how to map an exact size of it near a device.
 
 torch's allocator of page-locked memory rounds up to a power of two, 512 MiB where a layer's experts have 324.
 """
@@ -6,6 +6,7 @@ torch's allocator of page-locked memory rounds up to a power of two, 512 MiB whe
 import contextlib
 import ctypes
 import mmap
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,10 @@ _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 # Limit and use of a container's memory: version 2 of control groups, then version 1.
 _LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+
+_NODES = Path("/sys/devices/system/node/online")
+_MBIND = {"x86_64": 237, "aarch64": 235}  # libc has no function for it
+_PREFERRED = 1  # MPOL_PREFERRED: another node's memory serves where this one's is full
 
 
 def available_host_memory() -> int:
@@ -74,3 +79,32 @@ def drop_pages(memory: torch.Tensor) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         nbytes = ctypes.c_size_t(whole_pages(memory.numel()))
         libc.madvise(ctypes.c_void_p(memory.data_ptr()), nbytes, ctypes.c_int(mmap.MADV_DONTNEED))
+
+
+def several_nodes() -> bool:
+    try:
+        return _NODES.read_text().strip() not in ("", "0")
+    except OSError:
+        return False
+
+
+def prefer_node(memory: torch.Tensor, node: int) -> str | None:
+    """Take pages of ``map_bytes`` that are not there yet from one NUMA node; returns why not, if it is forbidden."""
+    number = _MBIND.get(os.uname().machine)
+    if number is None:
+        return f"unknown on {os.uname().machine}"
+    bits = 8 * ctypes.sizeof(ctypes.c_ulong)
+    mask = (ctypes.c_ulong * (node // bits + 1))()
+    mask[node // bits] = 1 << node % bits
+    libc = ctypes.CDLL(None, use_errno=True)
+    # The kernel counts one bit less than it is told.
+    failed = libc.syscall(
+        ctypes.c_long(number),
+        ctypes.c_void_p(memory.data_ptr()),
+        ctypes.c_ulong(whole_pages(memory.numel())),
+        ctypes.c_long(_PREFERRED),
+        mask,
+        ctypes.c_ulong(len(mask) * bits + 1),
+        ctypes.c_ulong(0),
+    )
+    return os.strerror(ctypes.get_errno()) if failed else None

@@ -1,6 +1,6 @@
-"""The handshake of a doorbell by two processes over shared memory.
+"""The handshake of a doorbell: every interleaving of its model, and two processes over shared memory.
 
-Whether accesses to the memory are ordered, on every interleaving, tests/runtime/test_decided_schedules.py says.
+Whether accesses to the real memory are ordered tests/runtime/test_decided_schedules.py says.
 """
 
 import multiprocessing
@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -22,6 +23,145 @@ from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.residency.wide_rule import MOST_PARTS
 from vllm_dymoe.runtime.memory import views
 from vllm_dymoe.runtime.there import Beside, Doorbell
+
+# -- the model ------------------------------------------------------------------------------------
+
+POSTS = 3
+
+
+@dataclass(frozen=True)
+class State:
+    """Of device, poller, watchdog, and the memory between them; an entry holds whose x and whose rows it has."""
+
+    entries: tuple = ((0, 0), (0, 0), (0, 0), (0, 0))
+    posted: int = 0
+    answered: int = 0
+    device: tuple = ("fill", 1)
+    poller: tuple = ("look", 0, 0)  # what it does, with which number, having seen which `answered`
+    given_up: frozenset = frozenset()
+    read: tuple = ()  # (number, whose rows the device took)
+    alive: bool = True
+
+
+class Handshake:
+    """What each side may do next. Subclasses are faults."""
+
+    depth = 4
+    kills = True
+
+    def entry(self, state, number, x=None, rows=None):
+        at, entries = number % self.depth, list(state.entries)
+        entries[at] = (entries[at][0] if x is None else x, entries[at][1] if rows is None else rows)
+        return replace(state, entries=tuple(entries))
+
+    def device(self, state):
+        what, number = state.device
+        if what == "fill":
+            yield replace(self.entry(state, number, x=number), device=("post", number))
+        elif what == "post":
+            yield replace(state, posted=number, device=("wait", number))
+        elif what == "wait" and state.answered >= 2 * number:
+            taken = (number, state.entries[number % self.depth][1])
+            following = ("fill", number + 1) if number < POSTS else ("end", 0)
+            yield replace(state, read=(*state.read, taken), device=following)
+
+    def poller(self, state):
+        what, number, seen = state.poller
+        if not state.alive:
+            return
+        if what == "look" and state.posted >= state.answered // 2 + 1:
+            yield replace(state, poller=("compute", state.answered // 2 + 1, state.answered))
+        elif what == "compute":
+            x = state.entries[number % self.depth][0]
+            yield replace(self.entry(state, number, rows=x), poller=("answer", number, seen))
+        elif what == "answer":
+            yield replace(self.answer(state, number, seen), poller=("look", 0, 0))
+
+    def answer(self, state, number, seen):
+        return replace(state, answered=2 * number) if state.answered == seen else state
+
+    def watchdog(self, state):
+        number = state.answered // 2 + 1
+        if state.posted >= number:  # whenever it likes: the time that it waits is no order
+            yield replace(state, answered=2 * number + 1, given_up=state.given_up | {number})
+
+    def steps(self, state):
+        yield from self.device(state)
+        yield from self.poller(state)
+        yield from self.watchdog(state)
+        if self.kills and state.alive:
+            yield replace(state, alive=False)
+
+
+def explore(handshake):
+    """Every state that can be reached; what is wrong with the first one that is, or None, and how many there are."""
+    seen, left = {State()}, [State()]
+    while left:
+        state = left.pop()
+        for number, rows in state.read:
+            if number not in state.given_up and rows != number:
+                return f"the device takes the rows of {rows} for those of {number}", len(seen)
+        following, number = list(handshake.steps(state)), state.device[1]
+        reads = state.poller[0] == "compute" and state.alive
+        if state.device[0] == "post" and reads and number % handshake.depth == state.poller[1] % handshake.depth:
+            return f"the device fills an entry that the poller reads: {state}", len(seen)
+        if not following and state.device[0] != "end":
+            return f"the device waits for ever: {state}", len(seen)
+        for one in following:
+            if one.answered < state.answered:
+                return f"an answer comes back: {state}", len(seen)
+            if one not in seen:
+                seen.add(one)
+                left.append(one)
+    return None, len(seen)
+
+
+class StoredAnswer(Handshake):
+    """An answer is stored, and not exchanged: one that comes too late counts."""
+
+    def answer(self, state, number, seen):
+        return replace(state, answered=2 * number)
+
+
+class OneAnswer(Handshake):
+    """Done is a flag without a number, as a wait for a constant would have it."""
+
+    def device(self, state):
+        if state.device[0] == "wait" and state.answered > 2 * (state.device[1] - 1) + 1:
+            state = replace(state, answered=max(state.answered, 2 * state.device[1]))
+        yield from super().device(state)
+
+    def answer(self, state, number, seen):
+        return replace(state, answered=state.answered + 2 - state.answered % 2)
+
+
+class OneEntry(Handshake):
+    """All requests share an entry: rows of one that was given up are written over those of another."""
+
+    depth = 1
+
+
+class NoWatchdog(Handshake):
+    """The poller is killed, and the device waits for ever."""
+
+    def watchdog(self, state):
+        return iter(())
+
+
+def test_no_interleaving_gives_a_step_another_ones_rows_or_waits_for_ever():
+    wrong, states = explore(Handshake())
+    assert wrong is None
+    assert states > 200
+
+
+@pytest.mark.parametrize("fault", [StoredAnswer, OneAnswer, OneEntry, NoWatchdog])
+def test_a_planted_fault_is_found(fault):
+    wrong, _ = explore(fault())
+    assert wrong is not None
+    assert ("for ever" in wrong) == (fault is NoWatchdog)
+
+
+# -- two processes --------------------------------------------------------------------------------
 
 needs_library = pytest.mark.skipif(native.load() is None, reason="the native library was not built here")
 STEPS = int(os.environ.get("DOORBELL_STEPS", "3000"))

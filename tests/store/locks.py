@@ -4,9 +4,11 @@ from vllm_dymoe.host_memory import whole_pages
 
 
 class RecordedLock:
-    """Locks nothing, and fails in the call of a number: its calls in order, and locked bytes by address."""
+    """Locks nothing, and fails in the call of a number: its calls in order, and locked bytes by address.
+    ``node`` is as the real one's."""
 
-    def __init__(self, refuse=None):
+    def __init__(self, refuse=None, node=None):
+        self.node = node
         self.calls, self.locked = [], {}
         self._refuse = refuse
 

@@ -16,7 +16,7 @@ from vllm_dymoe.config import ExpertBudget
 from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.format import all_keys
-from vllm_dymoe.store import FileStore, Manifest, StoreError, smallest_level, whole_level
+from vllm_dymoe.store import FileStore, Manifest, StoreError, page_lock, smallest_level, whole_level
 from vllm_dymoe.store.files import file_name
 from vllm_dymoe.store.memory import HostRoom, choose_host_place
 from vllm_dymoe.store.writer import StoreWriter
@@ -73,10 +73,18 @@ def test_files_that_are_damaged_leave_nothing_locked(large):
     assert not lock.locked
 
 
-def test_memory_says_where_it_is(large):
-    level = HostLevel(FileStore(large.folder), whole_level(large.experts), RecordedLock())
-    assert "of host memory (page-locked)" in level.description
-    level.close()
+def test_memory_says_where_it_is(large, monkeypatch):
+    def described(**lock):
+        level = HostLevel(FileStore(large.folder), whole_level(large.experts), RecordedLock(**lock))
+        said = level.description
+        level.close()
+        return said
+
+    assert "of host memory (page-locked)" in described()
+    monkeypatch.setattr(page_lock, "prefer_node", lambda memory, node: None)
+    assert "(page-locked, on NUMA node 1)" in described(node=1)
+    monkeypatch.setattr(page_lock, "prefer_node", lambda memory, node: "Operation not permitted")
+    assert "not near the GPU on NUMA node 1 (Operation not permitted)" in described(node=1)
 
 
 GIB = 2**30

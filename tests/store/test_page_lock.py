@@ -1,13 +1,16 @@
 """Locked memory: what is locked, in which order it is undone, and what the device is told."""
 
 import gc
+from types import SimpleNamespace
 
+import pytest
 import torch
 
 from tests.store.locks import RecordedLock
 from tests.test_host_memory import mapped
 from vllm_dymoe.host_memory import whole_pages
-from vllm_dymoe.store.page_lock import Arena, CudaPageLock
+from vllm_dymoe.store import page_lock
+from vllm_dymoe.store.page_lock import Arena, CudaPageLock, node_of
 
 
 def test_whole_pages_are_locked_and_unlocked_while_they_are_still_there():
@@ -38,6 +41,15 @@ def test_an_arena_that_was_not_closed_is_unlocked_when_it_goes():
     assert not lock.locked
 
 
+def test_an_arena_lies_near_its_device(monkeypatch):
+    asked = []
+    monkeypatch.setattr(page_lock, "prefer_node", lambda memory, node: asked.append(node) or "forbidden")
+    assert Arena(1, RecordedLock(node=1)).unbound == "forbidden"
+    assert Arena(1, RecordedLock(node=None)).unbound is None
+    assert Arena(1, None).unbound is None
+    assert asked == [1]
+
+
 class Runtime:
     def __init__(self, code=0):
         self.code, self.calls = code, []
@@ -59,7 +71,9 @@ class Cuda:
 
     def __init__(self, monkeypatch, runtime):
         self.calls = runtime.calls
+        properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         monkeypatch.setattr(torch.cuda, "device", torch.device)  # a context manager, too
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: self.calls.append(("synchronize",)))
         real = torch.ones
@@ -68,7 +82,10 @@ class Cuda:
 
 
 def test_the_device_is_told_and_waited_for_before_it_forgets(monkeypatch):
+    asked = []
+    monkeypatch.setattr(page_lock, "node_of", asked.append)
     cuda = Cuda(monkeypatch, Runtime())
+    assert asked == ["0000:3b:00.0"]
     assert cuda.lock.lock(4096, 8192) is None
     cuda.lock.unlock(4096)
     portable, mapped_for_kernels = 1, 2
@@ -84,3 +101,15 @@ def test_an_error_of_the_device_is_a_reason_and_is_cleared(monkeypatch):
     cuda = Cuda(monkeypatch, Runtime(code=2))
     assert cuda.lock.lock(4096, 8192) == "CUDA error 2: error 2 in words"
     assert cuda.calls[-1] == ("launch",)
+
+
+@pytest.mark.parametrize(
+    ("several", "text", "node"), [(True, "1\n", 1), (True, "-1\n", None), (False, "1\n", None), (True, None, None)]
+)
+def test_the_node_of_a_device(tmp_path, monkeypatch, several, text, node):
+    monkeypatch.setattr(page_lock, "several_nodes", lambda: several)
+    monkeypatch.setattr(page_lock, "_PCI_DEVICES", tmp_path)
+    if text is not None:
+        (tmp_path / "0000:3b:00.0").mkdir()
+        (tmp_path / "0000:3b:00.0" / "numa_node").write_text(text)
+    assert node_of("0000:3b:00.0") == node

@@ -88,6 +88,9 @@ class HostLevel(HostStore):
             where = "page-locked"
             if slots.locked < slots.nbytes:
                 where = f"{size(slots.locked)} of it page-locked, the rest behind staging buffers: {slots.refused}"
+            if self._page_lock.node is not None:
+                near = "on" if slots.unbound is None else "not near the GPU on"
+                where += f", {near} NUMA node {self._page_lock.node}{f' ({slots.unbound})' if slots.unbound else ''}"
         said = f"{size(slots.nbytes)} of host memory ({where}{', shared by ranks' if self._shared is not None else ''})"
         if self.whole:
             return said

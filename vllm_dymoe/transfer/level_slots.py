@@ -165,6 +165,11 @@ class LevelSlots:
         self.limit, self.nbytes = self.limit + other.limit, self.nbytes + other.nbytes
         self.locked += other.locked
 
+    @property
+    def unbound(self) -> str | None:
+        """Why some of it does not lie near the device; None if it does, or need not."""
+        return next((arena.unbound for arena in self._arenas if arena.unbound), None)
+
     def expect(self, layer: int, keys: list[BlobKey]) -> None:
         if any(key not in self.held for key in keys):
             self._drop_guesses(keys)

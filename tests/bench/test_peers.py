@@ -31,6 +31,25 @@ def test_a_missing_peer_is_left_out_and_an_unknown_one_refused(tmp_path, monkeyp
     assert "no peer" in refused(*asked, "--peer", "nothing")
 
 
+def test_flags_are_options_and_arguments_of_the_engine(tmp_path, monkeypatch):
+    measured = []
+
+    def measure(cases, *_, **__):
+        measured.extend(cases)
+        raise SystemExit(7)
+
+    monkeypatch.setattr("vllm_dymoe.cli.bench.measure", measure)
+    asked = "--system exact --budget 25% --tp 2 --ep --misses fetch --misses compute --disk 2GB/s"
+    command("bench", "benchmarks/tiny_moe/model", "--out", tmp_path, *asked.split())
+    assert {tuple(case.engine.items()) for case in measured} == {
+        (("tensor_parallel_size", 2), ("enable_expert_parallel", True))
+    }
+    found = [
+        (case.subject.options["misses"], case.subject.options["disk_gbps"]) for case in measured if case.budget == "25%"
+    ]
+    assert found == [("fetch", 2.0), ("compute", 2.0)]
+
+
 def test_vllm_is_told_to_offload_what_the_budget_leaves():
     (case,) = grid("m", [Subject("vllm-offload", peer="vllm-offload")], ["25%"], [1], WORKLOAD, {"seed": 3})
     job = run.job_of([case], PromptSet("p"), run.Path("out"), expert_bytes=8 * 2**30)

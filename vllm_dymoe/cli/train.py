@@ -42,7 +42,7 @@ def run(path: Path, out: Path, architecture: str, recipe: Recipe, device: str) -
     if accuracy["trained"] < accuracy.get("next gate", 0.0):
         typer.echo("The next layer's gate, which needs no training, foresees more: serve without a predictor.")
     option = f'{{"dymoe": {{"predictor": "{out}"}}}}'
-    typer.echo(f"vllm serve ... --additional-config '{option}'")
+    typer.echo(f"vllm serve MODEL --quantization dymoe --additional-config '{option}'")
 
 
 def write(

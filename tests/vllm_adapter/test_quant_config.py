@@ -157,7 +157,7 @@ def test_what_the_formats_of_a_checkpoint_are(config):
         additional_config={"dymoe": dymoe},
         load_config=load,
         model_config=SimpleNamespace(hf_text_config=SimpleNamespace(moe_intermediate_size=64)),
-        parallel_config=SimpleNamespace(enable_expert_parallel=False, tensor_parallel_size=1),
+        parallel_config=SimpleNamespace(enable_expert_parallel=False, enable_eplb=False, tensor_parallel_size=1),
     )
     sizes = {"num_experts": 2, "top_k": 1, "hidden": 64, "intermediate": 64, "dtype": torch.float16, "bias": False}
     spec = LayerSpec(name="model.layers.0.mlp.experts", rank=0, ranks=1, expert_rank=0, expert_ranks=1, **sizes)

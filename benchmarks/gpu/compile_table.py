@@ -66,11 +66,10 @@ def problems(row: dict) -> list[str]:
 
 
 def has_flow(row: dict) -> bool:
-    """Whether it has to say how outputs are computed (``flow.py``): as devices launch it, on one architecture, and of a
-    code of each kind on sm_80, of down, whose products are those of gate and up. Of sm_120 flow.py does not tell yet:
-    its sums are of pairs of floats."""
-    asked = row["architecture"] == MAIN or (row["architecture"] == 80 and row["tiers"] in ("4", "8/4", "e8+e8/e8"))
-    return row["kernel"] == "down" and row["note"] == "device" and asked
+    """Whether it has to say how outputs are computed (``flow.py``): down, whose products are those of gate and up, as
+    devices launch it, on one architecture of each kind; on sm_80 of a code of each kind."""
+    of_a_kind = row["architecture"] == 80 and row["tiers"] in ("4", "8/4", "e8+e8/e8")
+    return row["kernel"] == "down" and row["note"] == "device" and (row["architecture"] in (MAIN, 120) or of_a_kind)
 
 
 def compile_row(variant: Variant) -> dict:

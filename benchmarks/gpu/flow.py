@@ -19,6 +19,9 @@ from variants import Variant
 
 Lanes = NDArray[np.uint64]
 _SIZES = {"pred": 1, "8": 8, "16": 16, "32": 32, "64": 64}
+_ROUNDED = np.uint64(4)
+"""In a tree: a product that is not exact and names no rounding, so that ptxas may make one instruction of it and a
+sum. Of exact ones both ways have one tree."""
 _REST = np.uint64(1)  # in memory and registers, in place of the second half's tree: it is the first one's
 
 
@@ -35,7 +38,7 @@ def _mix(name: str, *parts: Lanes) -> Lanes:
     for part in parts:
         result = (result ^ part) * np.uint64(0x9E3779B97F4A7C15)
         result ^= result >> np.uint64(29)
-    return result | np.uint64(2)
+    return (result | np.uint64(2)) & ~_ROUNDED
 
 
 def _tree(value: Value) -> Lanes:
@@ -59,7 +62,10 @@ class Program:
         self._registers = {
             name: Value(zero, zero, zero) for name in ("global_smem", "%ctaid.x", "%ctaid.y", "%ctaid.z")
         }
-        self._registers["%tid.x"] = Value(self._lane.astype(np.uint64), zero, zero)
+        self._registers["%tid.x"], self._nothing = (
+            Value(self._lane.astype(np.uint64), zero, zero),
+            Value(zero, zero, zero),
+        )
 
     def run(self) -> None:
         """To its end.
@@ -93,7 +99,7 @@ class Program:
             trees = (np.where(any_float, _tree(part), 0).astype(np.uint64) for part in (low, high))
             return Value(low.bits | high.bits << np.uint64(16 if "%rs" in text else 32), *trees)
         if text[0] in "%g":
-            return self._registers[text]
+            return self._registers.get(text, self._nothing)  # halves of a pair that nothing reads are never written
         number = int(text[2:], 16) if text[:2] == "0f" else int(text, 0)
         return Value(
             np.full(len(self._lane), number & (1 << 64) - 1, np.uint64), *2 * (np.zeros(len(self._lane), "u8"),)
@@ -140,14 +146,16 @@ class Program:
 
     def _load(self, memory: NDArray[np.uint8], trees: Lanes, at: NDArray[np.int64], size: int) -> Value:
         bits = sum(memory[at + byte].astype(np.uint64) << np.uint64(8 * byte) for byte in range(size // 8))
-        return Value(bits, trees[at // 2], trees[at // 2 + 1] if size == 32 else 0 * bits)
+        return Value(bits, trees[at // 2], 0 * bits if size < 32 else trees[at // 2 + size // 32])
 
     def _store(self, memory: NDArray[np.uint8], trees: Lanes, at: NDArray[np.int64], size: int, value: Any) -> None:
         bits, tree, upper = value
         for byte in range(size // 8):
             memory[at + byte] = (bits >> np.uint64(8 * byte) & np.uint64(255)).astype(np.uint8)
+        rest = [np.where(part != 0, _REST, 0) for part in (tree, upper)]
+        halves = (tree, rest[0], upper, rest[1]) if size == 64 else (tree, np.where(upper == 0, rest[0], upper))
         for half in range(size // 16):
-            trees[at // 2 + half] = (tree, np.where((tree != 0) & (upper == 0), _REST, upper), 0, 0)[half]
+            trees[at // 2 + half] = halves[half]
 
 
 _COMPARED = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater}
@@ -165,15 +173,43 @@ _RESULT: dict[str, Callable[..., Any]] = {
 
 
 def _compute(words: list[str], values: list[Value], size: int) -> Value:
+    if (
+        words[-1] in ("bf16", "f16") and words[-2] == "f32" and words[0] != "cvt"
+    ):  # factors, or what is added to, widened
+        factors = max(1, len(values) - 1)
+        wide = [_compute(["cvt", *words[-2:]], [value], 32) for value in values[:factors]]
+        return _compute([*words[:-2], "f32"], [*wide, *values[factors:]], 32)
+    if words[-1] == "f32x2":  # what two floats of one register are computed by, in the words of single ones
+        low, high = (_compute([*words[:-1], "f32"], [_half(value, n) for value in values], 32) for n in range(2))
+        return Value(low.bits | high.bits << np.uint64(32), low.tree, high.tree)
     name, kind, bits, none = words[0], words[-1], [value.bits for value in values], 0 * values[0].bits
+    rounding, words = words, [word for word in words if word != "rn" or name not in ("add", "sub", "mul")]
     if name in ("mov", "cvta"):
         return values[0]
     if name == "selp":
         return Value(*(np.where(bits[2] != 0, *both) for both in zip(*values[:2], strict=True)))
+    if words == ["shl", "b64"] and (bits[1] == 32).all():  # half of a pair, which the other half comes to
+        return Value(bits[0] << np.uint64(32), none, values[0].tree)
+    if words == ["or", "b64"] and not (values[0].upper | values[1].tree).any() and values[1].upper.any():
+        return Value(bits[0] | bits[1], values[0].tree, values[1].upper)
     any_float, trees = np.logical_or.reduce([value.tree != 0 for value in values]), [_tree(value) for value in values]
     if name in ("add", "mul", "fma", "mad", "min", "max", "and", "or", "xor"):
         trees[:2] = np.minimum(*trees[:2]), np.maximum(*trees[:2])
     tree = _mix(".".join(words), *trees)
+    if kind == "f32" and name in ("fma", "mul"):
+        product = np.multiply(*(_numbers(kind, part, size) for part in bits[:2]))
+        exact = (product == product.astype(np.float32)) | (product != product)
+        if exact.all() and words[:2] == ["fma", "rn"]:
+            product = _mix("mul.f32", *trees[:2])  # that is not rounded: a sum like any other
+            tree = _mix("add.f32", np.minimum(product, trees[2]), np.maximum(product, trees[2]))
+        elif name == "mul" and "rn" not in rounding:
+            tree |= np.where(exact, 0, _ROUNDED).astype(np.uint64)
+    elif kind == "f32" and name in ("add", "sub") and "rn" not in rounding:
+        for value, other in (values, values[::-1]):
+            if (
+                (value.tree & _ROUNDED != 0) & (other.bits << np.uint64(33) != 0)
+            ).any():  # a sum with 0 changes nothing
+                raise ValueError(f"it is left to ptxas whether a product is rounded before its {name}")
     with np.errstate(all="ignore"):
         if name == "cvt" and words[-2] in ("bf16x2", "f16x2"):
             parts = [_compute([*words[:-2], words[-2][:-2], kind], [value], size) for value in values]
@@ -196,6 +232,13 @@ def _compute(words: list[str], values: list[Value], size: int) -> Value:
     return Value(
         result & np.uint64((1 << size) - 1), np.where(any_float, values[0].tree if name == "cvt" else tree, 0), none
     )
+
+
+def _half(pair: Value, number: int) -> Value:
+    """One float of two in a register of 64 bits."""
+    whole = (pair.tree != 0) & (pair.upper <= _REST)
+    tree = np.where(whole, _mix(("low", "high")[number], pair.tree), pair[1 + number])
+    return Value(pair.bits >> np.uint64(32 * number) & np.uint64((1 << 32) - 1), tree, 0 * pair.bits)
 
 
 def _numbers(kind: str, bits: Lanes, size: int) -> Any:
@@ -222,24 +265,9 @@ def digests(variant: Variant, ptx: Callable[[Variant], str]) -> str:
     found = []
     for fetch in (True, False):
         code = ptx(replace(variant, constants=variant.constants | {"FETCH": fetch}))
-        if left := _left_to_ptxas(code):
-            raise ValueError(f"{variant.key} leaves it to ptxas whether a product is rounded: {left[0]}")
         first, second, both = (_outputs(variant, code, *span) for span in ((0, 1), (1, 2), (0, 2)))
         found += [f"{zlib.crc32(trees.tobytes()):08x}" for trees in (np.stack((first[0], second[1])), both)]
     return " ".join(found)
-
-
-def _left_to_ptxas(ptx: str) -> list[str]:
-    """Sums of a product that is rounded in PTX, and names no rounding: ptxas may make one instruction of them. Products
-    with powers of two are exact, and do not count."""
-    products, found = set[str](), []
-    for line in re.finditer(r"(mul|add|sub)\.f32\s+(%\w+), (\S+), (\S+);", ptx):
-        name, to, *of = line.groups()
-        if name == "mul" and not any(text[:2] == "0f" and int(text[2:], 16) << 9 & 0xFFFFFFFF == 0 for text in of):
-            products.add(to)
-        elif name != "mul" and products & {*of}:
-            found.append(line[0])
-    return found
 
 
 def _outputs(variant: Variant, ptx: str, first: int, last: int) -> Lanes:

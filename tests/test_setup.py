@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,3 +86,13 @@ def test_an_interruption_is_said_and_leaves_no_stamp(setup, monkeypatch, capsys)
     assert setup.main() == 130
     assert capsys.readouterr().err == "make setup: interrupted; the next one begins again.\n"
     assert not setup.STAMP.exists()
+
+
+def test_a_clone_that_is_the_working_directory_finds_its_kernels():
+    """As beside an installed package: nothing but the two folders says where they are."""
+    code = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f)]; "
+    code += "import vllm_dymoe.kernels.native as found; print(found.__file__)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=SOURCE.parents[1], capture_output=True, text=True, check=True
+    )
+    assert Path(result.stdout.strip()) == SOURCE.parents[1] / "kernels" / "native.py"

@@ -176,8 +176,11 @@ def test_a_kernel_that_fetches_and_a_token_beside_another_have_the_same_expressi
     codes[True] = "fma.rz.f32".join("fma.rn.f32".join(some) for some in (parts[:20], parts[20:]))
     fetching, plain = set(found()[:2]), set(found()[2:])
     assert plain == {right} != fetching
-    for factor, pair, left in (("0f3F800001", "", True), ("0f3F800001", "x2", True), ("0f40000000", "x2", False)):
-        product = f"mul.f32{pair} %rd1, {factor}, 0f3F800001;\nadd.f32{pair} %rd2, %rd1, 0f3F800000;\nret;"
+    codes[True] = codes[False] + "mul.f32 %r8, %r1, %r2;\nadd.f32 %r9, %r3, %r8;\n"
+    with pytest.raises(ValueError, match=r"leaves it to ptxas whether a product is rounded: add\.f32 %r9"):
+        found()
+    for factor, left in (("0f3F800001", True), ("0f40000000", False)):  # of pairs, as sm_120 has them, where it is run
+        product = f"mul.f32x2 %rd1, {factor}, 0f3F800001;\nadd.f32x2 %rd2, %rd1, 0f3F800000;\nret;"
         codes[True] = product.join(codes[False].rsplit("ret;", 1))
-        with pytest.raises(ValueError, match="left to ptxas") if left else nullcontext():
+        with pytest.raises(ValueError, match=r"'mxfp4', 'device'\): it is left to ptxas") if left else nullcontext():
             assert found()[0] == right

@@ -77,10 +77,17 @@ def test_the_sentence_survives_the_way_between_processes():
     assert again.failure == "it failed"
 
 
+class Output(AsyncModelRunnerOutput):
+    """With what vLLM asks for from 0.33 on."""
+
+    def get_kv_connector_output(self):
+        return "of the connector"
+
+
 def test_an_asynchronous_output_is_checked_when_it_is_there(ranks):
     """The other rank fails after this one has enqueued all its work, but before the step's tokens are there."""
 
-    class Later(AsyncModelRunnerOutput):
+    class Later(Output):
         def get_output(self):
             there.record("on the other rank")
             return output()
@@ -88,14 +95,16 @@ def test_an_asynchronous_output_is_checked_when_it_is_there(ranks):
     here, there = ranks
     here.begin()
     there.begin()
-    assert here.finish(Later()).get_output().failure == "on the other rank"
+    finished = here.finish(Later())
+    assert finished.get_output().failure == "on the other rank"
+    assert finished.get_kv_connector_output() == "of the connector"
 
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_late_poller_fails_the_steps_on_their_way_and_no_other(ranks, late):
     """A wait of the second step is given up on a device when the host has begun the third; the first one has ended."""
 
-    class Running(AsyncModelRunnerOutput):
+    class Running(Output):
         def get_output(self):
             return output()
 

@@ -3,6 +3,8 @@
 import ast
 import contextlib
 import inspect
+import subprocess
+import sys
 import textwrap
 from functools import partial
 from pathlib import Path
@@ -46,6 +48,18 @@ def test_a_patch_is_applied_once_to_what_is_in_the_installed_vllm(patch):
     assert original.__name__ == patch.target[1]
     assert len(patch.why.split()) > 5
     assert patch.removable.strip()
+
+
+def test_on_a_gpu_the_cpu_s_worker_is_left_alone():
+    """Its module puts placeholders in the place of torch.cuda's events and streams, for every user of torch."""
+    program = (
+        "import torch; from vllm.platforms import current_platform; events = torch.cuda.Event, torch.Event; "
+        "type(current_platform).is_cpu = lambda self: False; "
+        "from vllm_dymoe.vllm_adapter.patches import apply_patches; apply_patches(); "
+        "print((torch.cuda.Event, torch.Event) == events)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["True"], done.stderr
 
 
 def test_no_target_is_registered_twice():

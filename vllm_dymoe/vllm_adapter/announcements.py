@@ -2,7 +2,7 @@
 
 import sys
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,14 @@ def announce(
         logger.warning("vllm-dymoe: %s", warning)
 
 
+def _version() -> str:
+    """Nothing for a checkout that is not installed, as a GPU host without a network may have it."""
+    try:
+        return f" {version('vllm-dymoe')}"
+    except PackageNotFoundError:
+        return ""
+
+
 def describe(runtime: MoERuntime, rank: str = "", place: str = "") -> str:
     experts, options, plan = runtime.experts, runtime.options, runtime.plan
     parameters = ", ".join(f"{name} {value}" for name, value in options.system_options.items())
@@ -57,7 +65,7 @@ def describe(runtime: MoERuntime, rank: str = "", place: str = "") -> str:
             f"{plan.staging[tier]} for streaming"
         )
     return (
-        f"vllm-dymoe {version('vllm-dymoe')} is active: {len(experts.layers)} MoE layers x {experts.num_experts} "
+        f"vllm-dymoe{_version()} is active: {len(experts.layers)} MoE layers x {experts.num_experts} "
         f"experts, top {experts.top_k}; system {options.system}{f' ({parameters})' if parameters else ''}; "
         f"prefetch {_prefetch(runtime)}; {'; '.join(tiers)}; "
         f"budget {size(plan.limit)} of {size(experts.nbytes(options.hi))}{f' on {rank} alone' if rank else ''}; "

@@ -112,6 +112,10 @@ class _Checked(AsyncModelRunnerOutput):
     def get_output(self) -> ModelRunnerOutput:
         return self._check(self._output.get_output())
 
+    def get_kv_connector_output(self) -> Any:
+        """What vLLM asks for from 0.33 on."""
+        return self._output.get_kv_connector_output()
+
 
 def make_step_failures(step: RunningStep, *, shared: bool) -> StepFailures:
     """For this worker, after vLLM has set up its process groups; ``shared`` as above."""

@@ -43,7 +43,7 @@ class Patch:
 
 
 PATCHES: list[Patch] = []
-_WORKER = "vllm.v1.worker.gpu_worker.Worker"
+_WORKER, _CPU_WORKER = "vllm.v1.worker.gpu_worker.Worker", "vllm.v1.worker.cpu_worker.CPUWorker"
 _STEP_ERROR = "an exception of a model that fails a step and not the engine"
 _SLEEP_HOOK = "a register of what sleeps and wakes beside its weights and KV cache"
 _CAPTURE_HOOK = "a hook around the capture of graphs"
@@ -59,9 +59,12 @@ def _replaces(owner: str, name: str, removable: str) -> Callable[[Original], Ori
 
 
 def apply_patches() -> None:
+    from vllm.platforms import current_platform
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     for patch in PATCHES:
+        if patch.target[0] == _CPU_WORKER and not current_platform.is_cpu():
+            continue  # its module puts placeholders in the place of torch.cuda's events and streams
         owner = resolve_obj_by_qualname(patch.target[0])
         original = getattr(owner, patch.target[1])
         if not getattr(original, "dymoe_patched", False):
@@ -199,7 +202,7 @@ def _reload_weights(original: Original, self: Any, *args: Any, **kwargs: Any) ->
     return original(self, *args, **kwargs)
 
 
-@_replaces("vllm.v1.worker.cpu_worker.CPUWorker", "sleep", _SLEEP_HOOK)
+@_replaces(_CPU_WORKER, "sleep", _SLEEP_HOOK)
 @_replaces(_WORKER, "sleep", _SLEEP_HOOK)
 def _sleep(original: Original, self: Any, level: int = 1) -> None:
     """Slots are no weights of vLLM's, which would leave them where they are."""
@@ -208,7 +211,7 @@ def _sleep(original: Original, self: Any, level: int = 1) -> None:
     original(self, level)
 
 
-@_replaces("vllm.v1.worker.cpu_worker.CPUWorker", "wake_up", _SLEEP_HOOK)
+@_replaces(_CPU_WORKER, "wake_up", _SLEEP_HOOK)
 @_replaces(_WORKER, "wake_up", _SLEEP_HOOK)
 def _wake_up(original: Original, self: Any, tags: list[str] | None = None) -> None:
     """Behind vLLM's memory, which has the first claim on the device's, slots come back."""

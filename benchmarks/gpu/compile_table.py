@@ -23,6 +23,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import triton  # noqa: E402
 from flow import digests  # noqa: E402
+from launched import wrong_numbers  # noqa: E402
 from machine_code import compile_variant, compiled_ptx  # noqa: E402
 from readme import put  # noqa: E402
 from variants import ARCHITECTURES, MAIN, Variant, all_variants  # noqa: E402
@@ -132,6 +133,9 @@ def main() -> int:
     done = {key(row) for row in rows}
     wanted = [v for v in all_variants() if arguments.architecture in (None, v.architecture) and _key(v) not in done]
     print(f"Triton {triton.__version__}: {len(wanted)} rows are to be compiled", flush=True)
+    if wanted and (wrong := wrong_numbers()):
+        print(f"compile_table: Triton {triton.__version__}: {'; '.join(wrong)}", file=sys.stderr)
+        return 1
     with ProcessPoolExecutor(arguments.jobs) as pool:
         for row in pool.map(compile_row, wanted):
             rows.append(row)

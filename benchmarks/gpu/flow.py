@@ -162,12 +162,18 @@ _RESULT: dict[str, Callable[..., Any]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "fma": lambda a, b, c: a * b + c, "neg": np.negative,
     "mad": lambda a, b, c: a * b + c, "abs": np.abs, "ex2": np.exp2, "rcp": np.reciprocal, "div": np.divide,
     "lg2": np.log2, "tanh": np.tanh, "min": np.fmin, "max": np.fmax, "and": np.bitwise_and, "or": np.bitwise_or,
-    "xor": np.bitwise_xor, "not": np.invert, "bfe": lambda a, at, length: (a >> at) & ((1 << int(length[0])) - 1),
+    "xor": np.bitwise_xor, "not": np.invert, "bfe": lambda a, at, length: _field(a >> at, int(length[0])),
     "shl": lambda a, by: np.where(by > 63, 0, a << np.minimum(by, 63)),
     "shr": lambda a, by: a >> np.minimum(by, 63).astype(a.dtype),
     "prmt": lambda a, b, by: sum(((a | b << np.uint64(32)) >> (8 * (by >> np.uint64(4 * n) & np.uint64(7)))
                                   & np.uint64(255)) << np.uint64(8 * n) for n in range(4)),
 }  # fmt: skip
+
+
+def _field(values: Any, length: int) -> Any:
+    """The last bits, of which the highest is a sign where values have one."""
+    last = values & ((1 << length) - 1)
+    return last - ((last >> (length - 1)) << length) if values.dtype == np.int64 else last
 
 
 def _compute(words: list[str], values: list[Value], size: int) -> Value:

@@ -9,9 +9,11 @@ import argparse
 import faulthandler
 import importlib
 import json
+import os
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -45,14 +47,17 @@ PARTS = {
     "sanitizer": Part("Does compute-sanitizer find anything?", 240, _PACKAGE),
     SHORT: Part("", 0, _PACKAGE, "parts.sanitizer.short"),  # what the sanitizer looks at
     "engine": Part("Does vLLM answer the same with graphs and without, at 100 and 25 %?", 420, _PACKAGE),
+    "serving": Part("How long does a token take inside vLLM?", 300, _PACKAGE),
     "speeds": Part("How far from the hardware's bound?", 300, _PACKAGE),
     "layers": Part(
         "How far are the kernels from the bound, for every layer, tier and batch?", 3600, program="kernel_speeds.run"
     ),
 }
 """In the order in which they run."""
-SPEEDS = "speeds", "layers"
-"""Those that run only if nothing was wrong."""
+SPEEDS = "serving", "speeds", "layers"
+"""Those that run only if nothing was wrong, and one after the other."""
+CORES = 4
+"""That a part takes which runs beside others: most of its time passes in compilers."""
 NAMES = [name for name in PARTS if name not in (MACHINE, SHORT)]
 DEFAULT = [name for name in NAMES if name != "layers"]
 
@@ -82,6 +87,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _child(name: str, result: Path, deadline: float) -> int:
     """One part, in this process."""
+    if name not in SPEEDS:  # it runs beside others
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     find_package()
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(deadline - time.time() - 1, 0.1))  # before this process is ended
@@ -100,14 +107,24 @@ def _run(names: list[str], output: Path, readme: Path | None) -> int:
 
     folder = Path(tempfile.mkdtemp(prefix="dymoe-gpu-"))
     found: dict[str, Found] = {}
-    for name in (MACHINE, *(name for name in PARTS if name in names)):
-        wrong = [sentence for part in found.values() for sentence in part.wrong]
-        if wrong and (name in SPEEDS or found[MACHINE].wrong):
-            break
-        print(f"{name}: {PARTS[name].question}", flush=True)
-        found[name] = run_part(name, PARTS[name].limit, folder, lambda entry: _show(line(entry)))
+
+    def run(name: str) -> None:
+        def show(text: str | None) -> None:
+            if text:
+                print(text if len(together) == 1 else f"{name}:{text}", flush=True)
+
+        show(f" {PARTS[name].question}" if len(together) > 1 else f"{name}: {PARTS[name].question}")
+        found[name] = run_part(name, PARTS[name].limit, folder, lambda entry: show(line(entry)))
         if found[name].failure is not None:
-            _show(f"  FAILED  {found[name].failure}")
+            show(f"  FAILED  {found[name].failure}")
+
+    checks = [name for name in PARTS if name in names and name not in SPEEDS]
+    for together in ([MACHINE], checks, *([name] for name in PARTS if name in names and name in SPEEDS)):
+        if any(part.wrong for part in found.values()):
+            break
+        with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // CORES)) as pool:
+            list(pool.map(run, together))
+    found = {name: found[name] for name in PARTS if name in found}
     wrong = [f"{name}: {sentence}" for name, part in found.items() for sentence in part.wrong]
     print()
     if wrong:
@@ -136,11 +153,6 @@ def _run(names: list[str], output: Path, readme: Path | None) -> int:
         return 1
     print("gpu: everything that was checked is right.")
     return 0
-
-
-def _show(text: str | None) -> None:
-    if text:
-        print(text, flush=True)
 
 
 if __name__ == "__main__":

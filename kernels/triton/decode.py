@@ -150,7 +150,7 @@ def _gate_up(
     split = tl.program_id(2)
     x_first, apart = _two_rows(x, rows, first, last, COLUMNS, TOKENS)
     gate = tl.zeros([TOKENS, 64], tl.float32)
-    up = gate
+    up = tl.zeros([TOKENS, 64], tl.float32)
     for number in range(0 if ACTIVATION[4] else 1, 2):  # a loop, for the products to be compiled once
         gate = up
         up = row_products(

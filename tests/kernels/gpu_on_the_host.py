@@ -41,7 +41,7 @@ kernels.ProcessPoolExecutor = kernel_speeds.ProcessPoolExecutor = host_card.Inli
 kernel_speeds.SIDE = 32
 kernel_speeds.seconds.__defaults__ = (0.0,)
 kernels.REPEATS = 1
-kernels.BITS, kernels.COUNTS, kernels.DECODED = (4,), (1, 20), (66, 40)
+kernels.BITS, kernels.COUNTS, kernels.DECODED = ((4,),), (1, 20), (66, 40)
 kernels.FORWARD_CASES = [(ExpertShape(66, 40, 32, torch.bfloat16, True), Activation.SILU)]
 kernels.DECODE_CASES = [(torch.float16, DecodeTile(4, 2))]
 kernel_speeds.LAYERS = (layers.Layer("Mixtral-8x7B", 64, 64, 3, 2),)

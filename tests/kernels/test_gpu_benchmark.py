@@ -184,3 +184,11 @@ def test_a_kernel_that_fetches_and_a_token_beside_another_have_the_same_expressi
         codes[True] = product.join(codes[False].rsplit("ret;", 1))
         with pytest.raises(ValueError, match=r"'mxfp4', 'device'\): it is left to ptxas") if left else nullcontext():
             assert found()[0] == right
+
+
+@pytest.mark.parametrize("bits", [16, 4, 32, 256], ids=["16 bits", "4 bits", "MXFP4", "E8"])
+def test_what_the_compiler_makes_of_a_decode_step_computes_what_it_should(gpu_folder, bits):
+    """The interpreter cannot say it: once compiled, gates were constants, and all that was decoded was zero."""
+    from launched import wrong_numbers
+
+    assert wrong_numbers((bits,)) == []

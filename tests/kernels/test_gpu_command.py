@@ -72,7 +72,15 @@ def test_it_runs_to_its_end(tmp_path):
     assert {"card", "driver", "cuda", "torch", "triton", "date"} <= results.keys()
     parts = results["parts"]
     counts = {name: len(part["checks"]) for name, part in parts.items()}
-    assert counts == {"kernels": 1, "runtime": 12, "graphs": 11, "sanitizer": 3, "engine": 0, "speeds": 25}
+    assert counts == {
+        "kernels": 1,
+        "runtime": 12,
+        "graphs": 11,
+        "sanitizer": 3,
+        "engine": 0,
+        "serving": 0,
+        "speeds": 25,
+    }
     assert parts["engine"]["sentences"][0].startswith("Left out: vLLM is not installed here")
     assert all(part["complete"] for part in parts.values())
     names = [speed["name"] for speed in parts["speeds"]["speeds"]]
@@ -197,7 +205,7 @@ def test_the_named_packages_are_enough(gpu):
     program = (
         f"import sys; [sys.modules.__setitem__(name, None) for name in {absent}]; "
         "from checkout import find_package; find_package(); "
-        "from parts import engine, graphs, kernels, machine, runtime, sanitizer, speeds; print('all')"
+        "from parts import engine, graphs, kernels, machine, runtime, sanitizer, serving, speeds; print('all')"
     )
     packages = str(Path(torch.__file__).parents[1])
     done = subprocess.run(

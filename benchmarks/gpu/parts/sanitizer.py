@@ -18,6 +18,8 @@ TOOLS = {"memcheck": ("--report-api-errors", "no"), "racecheck": ()}
 """Tools and their options: torch asks the driver for functions that it may not have, which is no error of ours."""
 LIMIT = 100.0
 """Seconds for each tool, which makes a program 10 to 100 times as slow."""
+NOTHING = "ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards"
+"""The last line of a tool that found nothing."""
 _FOUND_SOMETHING = 86
 MODEL = Model(layers=2, experts=4, top_k=2, hidden=136, intermediate=72, group=32)
 TOKENS = (1, 40, 2)
@@ -81,7 +83,7 @@ def _run(prefix: list[str]) -> list[str]:
             found.add(line)
     sys.stdout.write(done.stdout + done.stderr)
     wrong = found.wrong
-    quiet = not prefix or "ERROR SUMMARY: 0 errors" in done.stdout
+    quiet = not prefix or any(summary in done.stdout for summary in NOTHING)
     if done.returncode == _FOUND_SOMETHING or (done.returncode == 0 and not quiet):
         reports = [line.strip("= ") for line in done.stdout.splitlines() if line.startswith("=========")]
         told = [line for line in reports if line and "COMPUTE-SANITIZER" not in line]

@@ -41,7 +41,7 @@ class Part:
 MACHINE, SHORT = "machine", "short"
 PARTS = {
     MACHINE: Part("What is this machine?", 60),
-    "kernels": Part("Do the kernels agree with float64?", 240),
+    "kernels": Part("Do the kernels agree with float64?", 480),
     "runtime": Part("Does a budget, a store, prefetch or timing change a bit?", 180, _PACKAGE),
     "graphs": Part("Do replayed graphs compute what eager launches compute?", 90, _PACKAGE),
     "sanitizer": Part("Does compute-sanitizer find anything?", 240, _PACKAGE),

@@ -34,7 +34,7 @@ def markdown(results: dict[str, Any]) -> str:
             wrong = sum(bool(check["wrong"]) for check in part["checks"]) + (part["failure"] is not None)
             verdict = f"{wrong} WRONG" if wrong else f"{len(part['checks'])} right"
             checks.append([name, verdict, f"{part['seconds']:.0f} s", " ".join(part["sentences"])])
-        elif name not in ("serving", "speeds", "layers"):
+        elif name not in ("speeds", "layers"):
             checks.append([name, "left out", "", " ".join(part["sentences"])])
     text.append(readme.markdown(["checked", "", "time", ""], checks))
     speeds = [_cells(speed) for part in parts.values() for speed in part["speeds"]] if results["right"] else []

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton
 from flow import Program, Value
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from machine_code import compiled_ptx
+from variants import MAIN, variant_of
 
 from vllm_dymoe.kernels import Activation, expert_reference
 from vllm_dymoe.kernels.triton import (
@@ -41,7 +40,6 @@ class Launched(Program):
 
     def __init__(self, ptx: str, memory: Any, arguments: Sequence[int], threads: int, place: Sequence[int]) -> None:
         super().__init__(ptx, memory, arguments, threads)
-        self.trees[:] = 0
         for name, number in zip("xyz", (*place, 0), strict=False):
             self._registers[f"%ctaid.{name}"] = Value(np.full(threads, number, np.uint64), *2 * (self._nothing.bits,))
 
@@ -79,14 +77,7 @@ class Memory:
         return torch.from_numpy(raw).view(tensor.dtype).view(tensor.shape)
 
 
-_TYPES = {
-    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64",
-}  # fmt: skip
-
-
-def relative_error(
-    bits: int, tokens: int, split: int = 1, *, fetch: bool = False, weighted: bool = False, dtype: torch.dtype = DTYPE
-) -> float:
+def relative_error(bits: int, tokens: int, split: int = 1, *, fetch: bool = False, weighted: bool = False) -> float:
     """Of one expert's outputs for some tokens, from compiled gate and up and down, against float64.
 
     Args:
@@ -95,7 +86,7 @@ def relative_error(
         fetch: it lies elsewhere and is stored in its slot, which has to have its bytes then.
         weighted: tokens are summed.
     """
-    shape, generator = ExpertShape(*SIZES, dtype), torch.Generator().manual_seed(bits)
+    shape, generator = ExpertShape(*SIZES, DTYPE), torch.Generator().manual_seed(bits)
     sections = [torch.empty(fmt.nbytes, dtype=torch.uint8) for fmt in shape.formats(bits)]
     matrices = []
     for fmt, section in zip(shape.formats(bits), sections, strict=True):
@@ -108,16 +99,15 @@ def relative_error(
     index = torch.arange(tokens)
     pieces = [[0, 0, tokens]] if fetch else [[0, at, min(at + 2, tokens)] for at in range(0, tokens, 2)]
     work = WorkList(torch.tensor(pieces, dtype=torch.int32), index, index)
-    x = torch.randn(tokens, shape.hidden, generator=generator).to(dtype)
+    x = torch.randn(tokens, shape.hidden, generator=generator).to(DTYPE)
     hidden, out = x.new_full((tokens, shape.intermediate), torch.nan), torch.full_like(x, torch.nan)
     scratch = Scratch(torch.full((1 << 14,), torch.nan), torch.zeros(1 << 8, dtype=torch.int32))
     weighting = Weighting(torch.full((tokens, 1), 0.5), torch.ones(tokens, 1, dtype=torch.int32)) if weighted else None
     tile = DecodeTile(4, split)
 
     def run(kernel: Any, grid: tuple[int, ...], tensors: Any, constants: dict[str, Any], options: Any) -> None:
-        types = {name: _TYPES[tensor.dtype] for name, tensor in zip(kernel.arg_names, tensors, strict=False)}
-        source = ASTSource(kernel, {name: types.get(name, "constexpr") for name in kernel.arg_names}, constants)
-        ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+        key = MAIN, kernel.__name__.removesuffix("_kernel"), "", "", ""
+        ptx = compiled_ptx(variant_of(key, kernel, tensors, constants, options))
         arguments = [memory.place(tensor) for tensor in tensors]
         for place in product(*map(range, grid)):
             Launched(ptx, memory.bytes, arguments, 32 * options["num_warps"], place).run()

@@ -264,6 +264,18 @@ def _doorbell(architecture: int) -> Iterator[Variant]:
     yield _noted((architecture, "collect", str(SIZES[0]), "", ""), doorbell.take, door, rows, ids)
 
 
+def variant_of(
+    key: tuple[int, str, str, str, str], code: Any, tensors: Sequence[Tensor | int], constants: dict[str, Any],
+    options: dict[str, int],
+) -> Variant:  # fmt: skip
+    """What a launch of a kernel compiles."""
+    types = {
+        parameter.name: parameter.annotation_type or "i64" if isinstance(tensor, int) else _TYPES[tensor.dtype]
+        for parameter, tensor in zip(code.params, tensors, strict=False)
+    }
+    return Variant(*key, types, constants, options)
+
+
 def _noted(key: tuple[int, str, str, str, str], launch: Callable[..., None], *arguments: Any) -> Variant:
     """What a launch would compile."""
     found = []
@@ -271,11 +283,7 @@ def _noted(key: tuple[int, str, str, str, str], launch: Callable[..., None], *ar
     def note(
         code: Any, grid: Any, tensors: Sequence[Tensor | int], constants: dict[str, Any], options: dict[str, int]
     ) -> None:
-        types = {
-            parameter.name: parameter.annotation_type or "i64" if isinstance(tensor, int) else _TYPES[tensor.dtype]
-            for parameter, tensor in zip(code.params, tensors, strict=False)
-        }
-        found.append(Variant(*key, types, constants, options))
+        found.append(variant_of(key, code, tensors, constants, options))
 
     launch(*arguments, start=note)
     return found[-1]

@@ -77,7 +77,7 @@ def measure(
 ) -> Rates:  # fmt: skip
     """Let both work for about a second: experts of a store in memory come to the device, and as many threads as the
     worker has, which has not begun, compute beside it. A GPU's own reads are measured by copies that cost the host as
-    little: through the engine an H200's link brought 10 GB/s of 55."""
+    little: through the engine an H100's link brought 10 GB/s of 55."""
     trip, beside = worker.round_trip(), Beside(worker.threads, 0, worker.activations)
     formats = list(store.experts.formats.values())
     largest = max(formats, key=lambda fmt: fmt.nbytes)

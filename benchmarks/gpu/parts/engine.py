@@ -9,7 +9,9 @@ import importlib.util
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ GRAPHS: dict[str, tuple[str, dict[str, Any]]] = {
     "over whole steps": ("FULL_DECODE_ONLY", {}),
     "over whole steps, with drafts": ("FULL_DECODE_ONLY", DRAFTS),
 }
+OURS = {"quantization": "dymoe", "additional_config": {"dymoe": {"expert_budget": BUDGETS[0]}}}
 BATCH = 4
 """Requests that are answered together, after some alone."""
 ALONE, PADDED = 2, 3
@@ -59,26 +62,30 @@ def run(record: Recorder) -> None:
     record.say(f"cudagraph_mode in force was {', '.join(modes.values())}.")
 
 
-def ask(mode: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """One engine's greedy tokens and their log-probabilities, at both budgets."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, which knows the package of a checkout
+@contextmanager
+def started(**settings: Any) -> Iterator[Any]:
+    """vLLM's engine in this process, which knows the package of a checkout; its stores last as long."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     with tempfile.TemporaryDirectory() as stores:
         os.environ["DYMOE_STORE_DIR"] = stores
-        from vllm import LLM, SamplingParams
+        from vllm import LLM
 
         import vllm_dymoe
 
         vllm_dymoe.register()
-        llm = LLM(
-            model=str(MODEL),
-            quantization="dymoe",
-            additional_config={"dymoe": {"expert_budget": BUDGETS[0]}},
-            max_model_len=512,
-            max_num_seqs=BATCH,
-            enable_prefix_caching=False,
-            compilation_config={"cudagraph_mode": mode, "cudagraph_capture_sizes": [1, BATCH]},
-            **settings,
-        )
+        llm = LLM(enable_prefix_caching=False, **settings)
+        yield llm
+        llm.llm_engine.engine_core.shutdown()
+
+
+def ask(mode: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """One engine's greedy tokens and their log-probabilities, at both budgets."""
+    from vllm import SamplingParams
+
+    graphs = {"cudagraph_mode": mode, "cudagraph_capture_sizes": [1, BATCH]}
+    with started(
+        model=str(MODEL), max_model_len=512, max_num_seqs=BATCH, compilation_config=graphs, **OURS, **settings
+    ) as llm:
         prompts = [entry["prompt"] for entry in json.loads((MODEL / "prompts.json").read_text())][: ALONE + BATCH]
         sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=1)
         answers, misses = {}, 0
@@ -94,7 +101,6 @@ def ask(mode: str, settings: dict[str, Any]) -> dict[str, Any]:
             ]
             misses = llm.collective_rpc("dymoe_stats")[0]["misses"]
         resolved = llm.llm_engine.vllm_config.compilation_config.cudagraph_mode
-        llm.llm_engine.engine_core.shutdown()
         return {"answers": answers, "misses": misses, "mode": getattr(resolved, "name", str(resolved))}
 
 

@@ -5,7 +5,6 @@ Weights are random, and random gates route as if by dice, which is the worst tha
 
 import importlib.util
 import json
-import os
 import tempfile
 import time
 from collections.abc import Mapping
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from record import Recorder
+
+from parts.engine import OURS, started
 
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -68,46 +69,32 @@ def run(record: Recorder) -> None:
             wrong.append("nearly nothing was fetched at 25 %, so that this says nothing")
 
 
-def measure(ours: bool, config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+def measure(ours: bool, config: Mapping[str, Any], settings: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Times in ms of one engine, by budget; of vLLM's own as "vllm"."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, which knows the package of a checkout
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["DYMOE_STORE_DIR"] = folder
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        from vllm import LLM
+        more = settings | (OURS if ours else {})
+        with started(model=folder, load_format="dummy", skip_tokenizer_init=True, **more) as llm:
+            return _measured(llm, ours)
 
-        import vllm_dymoe
 
-        vllm_dymoe.register()
-        system: dict[str, Any] = {
-            "quantization": "dymoe",
-            "additional_config": {"dymoe": {"expert_budget": BUDGETS[0]}},
-        }
-        llm = LLM(
-            model=folder,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            enable_prefix_caching=False,
-            **settings,
-            **(system if ours else {}),
-        )
-        found = {}
-        for budget in BUDGETS if ours else ("vllm",):
-            if ours:
-                llm.collective_rpc("dymoe_resize", args=(budget,))
-            _seconds(llm, 16, PROMPT, TOKENS[0])  # fills the slots
-            _seconds(llm, 1, LONG, 1)
-            if ours:
-                llm.collective_rpc("dymoe_reset_stats")
-            times = {}
-            for requests in REQUESTS:
-                short, long = (_seconds(llm, requests, PROMPT, tokens) for tokens in TOKENS)
-                times[f"a token of {requests} requests"] = 1e3 * (long - short) / (TOKENS[1] - TOKENS[0])
-            if ours:
-                times["hits"] = llm.collective_rpc("dymoe_stats")[0]["hit_rate"]
-            times[f"a prompt of {LONG} tokens"] = 1e3 * min(_seconds(llm, 1, LONG, 1) for _ in range(3))
-            found[budget] = times
-        llm.llm_engine.engine_core.shutdown()
+def _measured(llm: Any, ours: bool) -> dict[str, dict[str, float]]:
+    found = {}
+    for budget in BUDGETS if ours else ("vllm",):
+        if ours:
+            llm.collective_rpc("dymoe_resize", args=(budget,))
+        _seconds(llm, 16, PROMPT, TOKENS[0])  # fills the slots
+        _seconds(llm, 1, LONG, 1)
+        if ours:
+            llm.collective_rpc("dymoe_reset_stats")
+        times = {}
+        for requests in REQUESTS:
+            short, long = (_seconds(llm, requests, PROMPT, tokens) for tokens in TOKENS)
+            times[f"a token of {requests} requests"] = 1e3 * (long - short) / (TOKENS[1] - TOKENS[0])
+        if ours:
+            times["hits"] = llm.collective_rpc("dymoe_stats")[0]["hit_rate"]
+        times[f"a prompt of {LONG} tokens"] = 1e3 * min(_seconds(llm, 1, LONG, 1) for _ in range(3))
+        found[budget] = times
     return found
 
 

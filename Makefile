@@ -27,9 +27,8 @@ demo: setup ## serve a small model under a byte budget and watch it
 bench-budget: setup ## what a byte budget costs: vLLM and this plugin (20 minutes, 10 GB of disk, a quiet machine)
 	@$(BIN)/python benchmarks/budget/budget.py
 
-bench-papers: setup ## the four papers' tables on the shipped model (an hour and a half, a quiet machine)
-	@$(BIN)/python -m pip install --quiet lm-eval matplotlib
-	@$(BIN)/python benchmarks/papers/papers.py --quality
+bench-papers: setup ## the papers' systems over one trace, in virtual time
+	@$(BIN)/python benchmarks/papers/virtual.py
 
 bench-quality: setup ## what precision costs in quality, and what the system dymoe wins back (15 minutes of one core)
 	@$(BIN)/python benchmarks/quality/quality.py

@@ -3,15 +3,18 @@
 The real runtime, cache, predictors and transfer engine replay the decode steps of a trace, with its router inputs, and
 the model's gates; experts take as long to compute and to move as the data sheet of an RTX 3090 behind PCIe 4 says of
 Qwen3-30B-A3B's at 4 bits. So a row is the same on every machine. The first pass over the trace warms caches up, tunes
-HEOP and shows the oracle what comes; the second is measured.
+HEOP and shows the oracle what comes; the second is measured. The trace is recorded, and DuoServe-MoE's network trained
+on requests that are not replayed, where they are not there from an earlier run.
 """
 
 import argparse
 import contextlib
 import json
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,11 +26,12 @@ from safetensors import safe_open
 
 sys.path += [str(Path(__file__).resolve().parents[2])]
 
+import compared
+
 from tests.small_model import make_experts, make_store
 from tests.support.deterministic_threads import DeterministicThreads
 from tests.support.happens_before import History
-from vllm_dymoe.bench import systems as compared
-from vllm_dymoe.bench.papers import duoserve, dymoe, firm
+from vllm_dymoe.bench.prompts import by_turns, read_prompts
 from vllm_dymoe.config import Options
 from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.predict import RoutedModel, base
@@ -44,9 +48,53 @@ MODEL = Path(__file__).resolve().parents[1] / "tiny_moe" / "model"
 _BANDWIDTH, _LINK = 936e9, 31.51e9  # RTX 3090 and PCIe 4 x16, bytes per second
 _EXPERT, _ATTENTION = 2_654_208, 2 * 2048 * (2 * 4096 + 2 * 512)  # bytes of an expert at 4 bits, and of attention
 
+_TRAINED_BEHIND = 8  # requests that are replayed, or nearly
 
-_WITHOUT = {"firm": "nothing ahead", "duoserve": "ACC", "dymoe": "2. cache"}
-"""The row of each paper that fetches nothing ahead."""
+
+def _parts(ahead: str, **parts: Any) -> Mapping[str, Any]:
+    return {"system": "compared", "system_options": {"ahead": ahead, **parts}}
+
+
+def _dymoe(**parameters: Any) -> Mapping[str, Any]:
+    # Rounded up, 63 of 64 choices of Mixtral's decode stay high at r = 0.75, and rows would not differ.
+    return {"high_by": "depth", "rounding": "nearest", "heavy_share": 0.2, **parameters}
+
+
+_FIRST_IN = partial(_parts, first_in=True)  # FIRM-MoE's one cache, in which what came first goes first
+_NOTHING_AHEAD = {"firm": "nothing ahead", "duoserve": "ACC", "dymoe": "2. cache"}
+"""The row of each paper that foresees nothing: what overlaps in others is compared with it."""
+_ROWS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "firm": {
+        "Baseline": _FIRST_IN("next gate", whole=True),
+        "+ FG": _FIRST_IN("next gate", projections=1),
+        "+ MoL": _FIRST_IN("meeting of layers", whole=True, k=3, p=3),
+        "+ FG + MoL": _FIRST_IN("meeting of layers", projections=1, k=3, p=3),
+        "All": _FIRST_IN("tuned meeting", projections=1),
+        "All, and the hottest kept": {"system": "firm", "system_options": {"projections": 1}},
+        "an oracle": _FIRST_IN("oracle"),
+        "nothing ahead": _FIRST_IN("nothing", whole=True),
+    },
+    "duoserve": {
+        "MoESys": {"system": "layer-prefetch"},
+        "ACC": {"system": "on-demand", "system_options": {"overlap": False}},
+        "DuoServe-MoE": {"system": "duoserve", "predictor": "trained here"},
+        "an oracle": _parts("oracle", keeps=False),
+        "ACC, pageable copies": {"system": "on-demand", "system_options": {"overlap": False}},
+    },
+    "dymoe": {
+        "1. load on demand": {"system": "on-demand"},
+        "2. cache": {"system": "exact", "system_options": {"look_ahead": 0}},
+        "3. cache, prefetch": {"system": "exact"},
+        "4. cache, 4/2": {"system": "dymoe", "lo": 2, "system_options": _dymoe(look_ahead=0)},
+        "5. cache, 4/2, prefetch": {"system": "dymoe", "lo": 2, "system_options": _dymoe()},
+        "6. cache, 4/0, prefetch": {"system": "dymoe", "lo": 0, "system_options": _dymoe()},
+        "2, and an oracle": _parts("oracle"),
+        "4/2 by one threshold": {"system": "dymoe", "lo": 2},
+    },
+}
+"""Options of the plugin."""
+_BUDGETS = {"firm": ("9%", "18%", "36%", "53%"), "dymoe": ("25%", "75%")}
+_LAYER, _PAGEABLE = {"MoESys": "layer"}, {"ACC, pageable copies": 0.4}  # budget; share of the link's rate
 
 
 class VirtualTime(DeterministicThreads):
@@ -160,21 +208,24 @@ def _bytes_of(form: Any) -> int:
     return form.nbytes + (form.base.nbytes if form.nested else 0)
 
 
-def rows(paper: str) -> Iterator[tuple[str, Mapping[str, Any], tuple[str, ...], float]]:
-    """A label, options of the plugin, budgets, and the share of the link's rate that copies have."""
-    if paper == "firm":
-        for label, (options, _) in {**firm._TABLE_1, "nothing ahead": (firm._parts("nothing", whole=True), ())}.items():
-            yield label, options, tuple(firm._CACHES.values()), 1.0
-    elif paper == "duoserve":
-        for name in duoserve._COMPARED:
-            budget, options, _ = duoserve._SYSTEMS.get(name, ("top-k", duoserve._ORACLE, ()))
-            yield name, options, (budget,), 1.0
-        yield "ACC, pageable copies", duoserve._SYSTEMS["ACC"][1], ("top-k",), 0.4
-    else:
-        ablation = {**dymoe._ABLATION, "2, and an oracle": (dymoe._ORACLE, ())}
-        for label, (options, _) in ablation.items():
-            yield label, options, tuple(dymoe._PLACES.values()), 1.0
-        yield "4/2 by one threshold", {"system": "dymoe", "lo": 2}, tuple(dymoe._PLACES.values()), 1.0
+def recorded(work: Path) -> tuple[Trace, Path]:
+    """A trace of the shipped prompts with the routers' inputs, and DuoServe-MoE's network."""
+    trace, others, network = work / "trace", work / "others.safetensors", work / "predictor.safetensors"
+    if not network.exists():
+        work.mkdir(parents=True, exist_ok=True)
+        prompts = work / "prompts.jsonl"
+        asked = by_turns(read_prompts("shipped").prompts)
+        prompts.write_text("".join(json.dumps({"prompt": prompt.text}) + "\n" for prompt in asked))
+        _command("trace", MODEL, "--prompts", prompts, "--out", trace, "--inputs")
+        found = Trace.load(trace)
+        found.select(torch.cat(list(found.by_request())[_TRAINED_BEHIND:])).save(others)
+        # Often, for so few tokens.
+        _command("train", others, "--out", network, "--architecture", "paper-shared", "--epochs", 60)
+    return Trace.load(trace), network
+
+
+def _command(*words: object) -> None:
+    subprocess.run([str(Path(sys.executable).with_name("vllm-dymoe")), *map(str, words)], check=True)
 
 
 def show(paper: str, label: str, cells: Mapping[str, tuple[float, float]]) -> None:
@@ -186,16 +237,16 @@ def show(paper: str, label: str, cells: Mapping[str, tuple[float, float]]) -> No
 def main() -> None:
     """A line for each row, and one of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("work", type=Path, help="folder of papers.py duoserve: a trace, and a network")
-    parser.add_argument("papers", nargs="*", default=("firm", "duoserve", "dymoe"))
+    parser.add_argument("papers", nargs="*", default=tuple(_ROWS), help=f"some of {', '.join(_ROWS)}; all if none")
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "dymoe-papers", help="for the trace")
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--host-us", type=float, nargs="+", default=(0, 300), help="of the host, for each layer")
     plan = parser.parse_args()
     torch.set_num_threads(1)
     compared.make_known()
-    trace, found = Trace.load(plan.work / "trace"), {}
+    (trace, network), found = recorded(plan.work.resolve()), {}
     for host in plan.host_us:
-        replay = Replay(trace, plan.steps, 1e-6 * host, plan.work / "predictor.safetensors")
+        replay = Replay(trace, plan.steps, 1e-6 * host, network)
         computing = (
             1e3
             * trace.header.num_layers
@@ -203,13 +254,15 @@ def main() -> None:
         )
         print(f"host {host:g} us a layer: a token computes {computing:.2f} ms", flush=True)
         for paper in plan.papers:
-            for label, options, budgets, link_share in rows(paper):
-                cells = {budget: replay.served(options, budget, link_share) for budget in budgets}
+            for label, options in _ROWS[paper].items():
+                budgets = _BUDGETS.get(paper, (_LAYER.get(label, "top-k"),))
+                share = _PAGEABLE.get(label, 1.0)
+                cells = {budget: replay.served(options, budget, share) for budget in budgets}
                 show(paper, label, cells)
                 found[f"{paper}, host {host:g} us, {label}"] = {name: ms for name, (ms, _) in cells.items()}
-                if label == _WITHOUT[paper]:
+                if label == _NOTHING_AHEAD[paper]:
                     bounds = {name: (max(computing, ms - computing), hits) for name, (ms, hits) in cells.items()}
-            show(paper, f"bound: all of {_WITHOUT[paper]} overlaps", bounds)
+            show(paper, f"bound: all of {_NOTHING_AHEAD[paper]} overlaps", bounds)
     print(json.dumps({"ms_per_token": found, "model": "Qwen3-30B-A3B's sizes, the shipped model's routers"}))
 
 

@@ -6,7 +6,7 @@ import torch
 
 from tests.runtime.steps import STEPS, forward, make_runtime, random_step
 from tests.small_model import make_experts, make_store
-from vllm_dymoe.bench.systems import Compared, Oracle
+from tests.support.benchmarks import modules_of
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.residency.rule import HIGH
 from vllm_dymoe.residency.table import Table, set_pools
@@ -14,6 +14,14 @@ from vllm_dymoe.systems.exact import Exact
 
 LAYERS = 2
 STORE = make_store(make_experts(layers=LAYERS, num_experts=8, bits=(4,)))
+
+
+@pytest.fixture
+def compared():
+    with modules_of("papers"):
+        import compared
+
+        yield compared
 
 
 def outputs(system, predictor=None):
@@ -28,15 +36,15 @@ def outputs(system, predictor=None):
 @pytest.mark.parametrize(
     "options", [{"first_in": True}, {"whole": True}, {"keeps": False, "first_in": True, "whole": True}]
 )
-def test_only_time_differs(options):
-    ours, stats = outputs(Compared(ahead="nothing", **options))
+def test_only_time_differs(compared, options):
+    ours, stats = outputs(compared.Compared(ahead="nothing", **options))
     theirs, _ = outputs(Exact(look_ahead=0))
     assert all(map(torch.equal, ours, theirs))
     assert stats.misses > 0
 
 
-def test_the_oracle_knows_steps_that_it_has_seen():
-    oracle = Oracle()
+def test_the_oracle_knows_steps_that_it_has_seen(compared):
+    oracle = compared.Oracle()
     for again in (False, True):
         for seed in (1, 2):
             routings = [Routing(layer, LAYERS, *_step(seed + 10 * layer)) for layer in range(LAYERS)]

@@ -1,15 +1,10 @@
-"""Peers: which can run here, what they are told, and what is read from them."""
+"""Peers: which can run here, and what they are told."""
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
-
-import pytest
 
 from tests.cli.checkpoints import command, refused
 from vllm_dymoe.bench import run
 from vllm_dymoe.bench.cases import Subject, Workload, grid
-from vllm_dymoe.bench.peers import find_peer, stream
 from vllm_dymoe.bench.prompts import PromptSet
 
 WORKLOAD = Workload("digest", "prompts", False, 2, 1, 8)
@@ -55,31 +50,3 @@ def test_vllm_is_told_to_offload_what_the_budget_leaves():
     job = run.job_of([case], PromptSet("p"), run.Path("out"), expert_bytes=8 * 2**30)
     assert job["engine"] == {"seed": 3, "cpu_offload_gb": 6.0, "cpu_offload_params": ["experts"]}
     json.dumps(job)
-    assert job["module"] == find_peer("vllm").module != find_peer("http://localhost:1").module
-
-
-def test_a_server_is_timed_token_by_token():
-    class Server(BaseHTTPRequestHandler):
-        def do_POST(self):
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            self.send_response(200)
-            self.end_headers()
-            for word in [*asked["prompt"].split(), ""]:
-                self.wfile.write(b"data: " + json.dumps({"choices": [{"text": word}]}).encode() + b"\n\n")
-            self.wfile.write(b"data: [DONE]\n\n")
-
-        def log_message(self, *_):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Server)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        one, other = (stream(f"http://127.0.0.1:{server.server_port}", "m", 8, text) for text in ("a b c", "a b d"))
-        assert (len(one.first), len(one.between), one.lengths) == (1, 2, [3])
-        assert one.seconds == pytest.approx(sum(one.first + one.between))
-        assert one.outputs != other.outputs
-        with pytest.raises(SystemExit, match="nothing"):
-            stream(f"http://127.0.0.1:{server.server_port}", "m", 8, "")
-    finally:
-        server.shutdown()
-        server.server_close()

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from vllm_dymoe.bench.prompts import Prompt, by_turns, read_prompts, windows
+from vllm_dymoe.bench.prompts import Prompt, by_turns, read_prompts
 from vllm_dymoe.config import ConfigError
 
 SHAREGPT = [
@@ -72,10 +72,3 @@ def test_the_set_that_ships_has_every_domain_at_the_front():
     assert len(domains) == 4
     assert {prompt.domain for prompt in by_turns(shipped.prompts)[:4]} == domains
     assert sorted(map(str, by_turns(shipped.prompts))) == sorted(map(str, shipped.prompts))
-
-
-def test_windows_reach_from_the_first_token_to_the_last():
-    assert windows(range(10), 4, 3) == [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9]]
-    assert windows(range(4), 4, 2) == [[0, 1, 2, 3]] * 2
-    with pytest.raises(ConfigError, match="have 3 tokens, but one of 4"):
-        windows(range(3), 4, 1)

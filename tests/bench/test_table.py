@@ -13,8 +13,8 @@ COUNTED = {
 
 def answers(**changes):
     return Answers(**({
-        "first": [0.1, 0.2], "between": [0.01, 0.03, 0.02, 0.02], "seconds": 0.3, "prefill_seconds": 0.2,
-        "prompt_tokens": [5, 6], "lengths": [3, 3], "outputs": ["a", "b"], "prefill": COUNTED, "decode": COUNTED,
+        "first": [0.1, 0.2], "between": [0.01, 0.03, 0.02, 0.02], "seconds": 0.3,
+        "lengths": [3, 3], "outputs": ["a", "b"], "prefill": COUNTED, "decode": COUNTED,
     } | changes))  # fmt: skip
 
 

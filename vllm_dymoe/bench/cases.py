@@ -13,11 +13,13 @@ from vllm_dymoe.systems import SYSTEMS
 
 FULL = "100%"  # the budget with which nothing ever moves
 EVERYTHING = "its own"  # in place of a budget, for a peer that takes none
+PEERS = {"vllm": False, "vllm-offload": True}
+"""vLLM itself; whether it is told (``--cpu-offload-gb``) to read what the budget leaves out from a GPU's host."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What serves: this plugin with options, or something else."""
+    """What serves: this plugin with options, or a peer."""
 
     label: str  # for people, and unique in a run
     options: Mapping[str, Any] | None = None  # of the plugin, without the budget; None for a peer
@@ -35,9 +37,6 @@ class Workload:
     requests: int  # answers that are measured for each case
     warm_up: int  # answers before them that are not
     max_tokens: int  # of each answer
-    prompt_tokens: int | None = None
-    """Of each prompt, cut from all of them behind one another; None leaves prompts as they are."""
-    runs: int = 1  # how often all of it is answered and measured
 
 
 @dataclass(frozen=True)

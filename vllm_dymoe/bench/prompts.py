@@ -85,15 +85,6 @@ def random_tokens(vocabulary: int, length: int, count: int) -> list[list[int]]:
     return [[chance.randrange(_FIRST_TOKEN, vocabulary) for _ in range(length)] for _ in range(count)]
 
 
-def windows(tokens: Sequence[int], length: int, count: int) -> list[list[int]]:
-    """Pieces of one length from all over a text; they overlap where it is short. ConfigError without one."""
-    room = len(tokens) - length
-    if room < 0:
-        raise ConfigError(f"all prompts together have {len(tokens)} tokens, but one of {length} was asked for.")
-    starts = [number * room // max(1, count - 1) for number in range(count)]
-    return [list(tokens[start : start + length]) for start in starts]
-
-
 def _prompts(text: str, source: str) -> Iterator[Prompt]:
     begin = text.lstrip()[:1]
     if begin == "[" and text.rstrip()[-1:] == "]":

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from vllm_dymoe import __version__
-from vllm_dymoe.bench.cases import Case, groups
-from vllm_dymoe.bench.peers import ENGINE, find_peer
+from vllm_dymoe.bench.cases import PEERS, Case, groups
 from vllm_dymoe.bench.prompts import PromptSet, by_turns
 from vllm_dymoe.bench.rows import ROWS, Row, append_row, read_rows
 from vllm_dymoe.config import ConfigError, ExpertBudget
 
+ENGINE = "vllm_dymoe.vllm_adapter.measure"
 _LOG_LINES = 20
 _BYTES = 256 << 20  # that are read and copied for a machine's rates
 
@@ -51,17 +51,14 @@ def measure(
 
 def job_of(group: Sequence[Case], prompts: PromptSet, out: Path, expert_bytes: int = 0) -> dict[str, Any]:
     first = group[0]
-    peer = find_peer(first.subject.peer)
-    share = ExpertBudget.parse(first.budget).share if peer and peer.offloads else None
+    share = ExpertBudget.parse(first.budget).share if PEERS.get(first.subject.peer) else None
     offloaded: dict[str, Any] = {}
     if share is not None:
         offloaded = {"cpu_offload_gb": (1 - share) * expert_bytes / 2**30, "cpu_offload_params": ["experts"]}
     return {
         "label": first.subject.label,
-        "module": peer.module if peer else ENGINE,
         "model": first.model,
         "options": first.subject.options,
-        "peer": first.subject.peer,
         "engine": {**first.engine, **offloaded},
         "prompts": [(prompt.text, prompt.output_tokens) for prompt in by_turns(prompts.prompts)],
         "random_length": prompts.random_length,
@@ -79,27 +76,20 @@ def _described(case: Case) -> dict[str, Any]:
 
 
 def run_job(job: dict[str, Any], folder: Path) -> None:
-    """One engine in a process of its own; ConfigError if it failed; the sentence has the end of its log."""
-    with tempfile.TemporaryDirectory() as work:
+    """One engine in a process of its own: no colours, no process of vLLM's, and on a CPU a KV cache that leaves room
+    for experts. ConfigError if it failed; the sentence has the end of its log."""
+    log = folder / "logs" / f"{job['cases'][0]['key']}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ}
+    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_COLOR": "0"}
+    with tempfile.TemporaryDirectory() as work, log.open("w") as output:
         file = Path(work) / "job.json"
         file.write_text(json.dumps(job))
-        log = folder / "logs" / f"{job['cases'][0]['key']}.log"
-        run_logged([sys.executable, "-m", job["module"], str(file)], log, job["label"], {})
-
-
-def run_logged(command: Sequence[str], log: Path, label: str, variables: Mapping[str, str]) -> None:
-    """A process with an engine: no colours, no process of vLLM's, and on a CPU a KV cache that leaves room for experts.
-
-    ConfigError if it fails; the sentence has the end of its log.
-    """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ, **variables}
-    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_COLOR": "0"}
-    with log.open("w") as output:
+        command = [sys.executable, "-m", ENGINE, str(file)]
         done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment, check=False)
     if done.returncode:
         end = "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
-        raise ConfigError(f"{label} failed with code {done.returncode}; the end of {log}:\n{end}")
+        raise ConfigError(f"{job['label']} failed with code {done.returncode}; the end of {log}:\n{end}")
 
 
 def machine() -> dict[str, Any]:

@@ -18,8 +18,6 @@ class Answers:
     first: list[float] = field(default_factory=list)  # seconds from their arrival to each one's first token
     between: list[float] = field(default_factory=list)  # seconds from each later token's predecessor to it
     seconds: float = 0.0  # from arrival to the last token of all
-    prefill_seconds: float = 0.0  # until every request had its first token
-    prompt_tokens: list[int] = field(default_factory=list)  # of each request
     lengths: list[int] = field(default_factory=list)  # tokens of each answer
     outputs: list[str] = field(default_factory=list)  # a digest of each answer's tokens
     prefill: dict[str, Any] = field(default_factory=dict)
@@ -41,13 +39,10 @@ def summarise(answers: Sequence[Answers]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "ttft_ms": distribution([value for group in answers for value in group.first]),
         "tpot_ms": distribution(between) if between else None,
-        "request_ms": distribution([group.seconds for group in answers]),
         "decode_tokens_per_second": len(between) / decoding if between else None,
         "tokens_per_second": sum(sum(group.lengths) for group in answers) / seconds,
         "decode_seconds": decoding,
-        "decode_steps": sum(max(group.lengths) - 1 for group in answers),
         "decode_tokens": len(between),
-        "prompt_tokens": [length for group in answers for length in group.prompt_tokens],
         "outputs": [output for group in answers for output in group.outputs],
     }
     for phase in ("prefill", "decode"):

@@ -23,9 +23,6 @@ Disk = Annotated[str | None, typer.Option(help="Rate of a disk under host memory
 HostMemory = Annotated[str | None, typer.Option(help="Bytes of host memory for experts: 16GB.")]
 TensorParallel = Annotated[int, typer.Option(min=1, help="Ranks of tensor parallelism.")]
 ExpertParallel = Annotated[bool, typer.Option("--ep", help="Ranks share out whole experts.")]
-PaperName = Annotated[
-    str | None, typer.Option(help="The tables of a paper in place of --system: dymoe, duoserve, firm or dynaexq.")
-]
 Architecture = Annotated[
     Literal["auto", "paper", "paper+input", "paper-shared", "shared", "shared+input", "linear", "linear+input"],
     typer.Option(
@@ -188,24 +185,7 @@ def trace(
     typer.echo(f"{found['tokens']} tokens of {len(texts)} prompts, {size(found['bytes'])} in {out}.")
     if not found["recording"]:
         typer.echo(f"It ends early: --limit {limit} was reached.")
-    typer.echo(f"To see what it shows:\nvllm-dymoe report {out}")
-
-
-@app.command()
-def report(
-    trace: TraceFile, out: Annotated[Path, typer.Option("--out", "-o", help="Page to write.")] = Path("report.html")
-) -> None:
-    """Show what a trace says as one page of pictures."""
-    from vllm_dymoe.config import ConfigError
-    from vllm_dymoe.observe.trace import Trace
-    from vllm_dymoe.observe.trace_page import page
-
-    text = page(Trace.load(trace))
-    try:
-        out.write_text(text)
-    except OSError as error:
-        raise ConfigError(f"{out} cannot be written ({error.strerror}).") from error
-    typer.echo(f"{out} shows it; any browser opens it.")
+    typer.echo(f"To see what a cache gains by it:\nvllm-dymoe plan {model} --gpu GPU --trace {out}")
 
 
 @app.command()
@@ -242,12 +222,6 @@ def bench(
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 64,
     options: Annotated[str, typer.Option(help="Options of every system, as JSON: '{\"hi\": 8}'.")] = "{}",
     engine: Engine = "{}",
-    paper: PaperName = None,
-    tasks: Annotated[
-        str, typer.Option(help="With --paper: tasks of lm-eval for quality, or `paper` for its own.")
-    ] = "",
-    limit: Annotated[int | None, typer.Option(min=1, help="Questions of each task.")] = None,
-    include: Annotated[Path | None, typer.Option(help="Folder of tasks that lm-eval does not know.")] = None,
     disk: Disk = None,
     host_memory: HostMemory = None,
     tp: TensorParallel = 1,
@@ -258,7 +232,6 @@ def bench(
     from vllm_dymoe.bench.cases import Workload
     from vllm_dymoe.bench.prompts import read_prompts
     from vllm_dymoe.cli.bench import Bench
-    from vllm_dymoe.cli.paper import Paper
     from vllm_dymoe.plan.device import parse_rate
 
     asked, common = read_prompts(prompts), json_object("--options", options)
@@ -266,13 +239,9 @@ def bench(
     common |= {} if disk is None else {"disk_gbps": parse_rate(disk) / 1e9}
     workload = Workload(asked.digest, asked.name, asked.is_random, requests, warm_up, max_tokens)
     ranks = ({"tensor_parallel_size": tp} if tp > 1 else {}) | ({"enable_expert_parallel": True} if ep else {})
-    run = Bench(model, asked, workload, {} if paper else common, ranks | json_object("--engine", engine), out)
-    if paper is not None:
-        asked_of = tasks.split(",") if tasks else []
-        Paper(run, link[0] if link else None, asked_of, limit, include).show(paper)
-    else:
-        systems = system or ["on-demand", "exact"]
-        run.compare(systems, peer or [], budget or ["25%", "50%"], batch or [1], link or [], misses or [])
+    run = Bench(model, asked, workload, common, ranks | json_object("--engine", engine), out)
+    systems = system or ["on-demand", "exact"]
+    run.compare(systems, peer or [], budget or ["25%", "50%"], batch or [1], link or [], misses or [])
 
 
 @app.command()

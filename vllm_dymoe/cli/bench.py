@@ -9,12 +9,10 @@ from typing import Any
 import torch
 import typer
 
-from vllm_dymoe.bench.cases import EVERYTHING, FULL, Case, Subject, Workload, full_load, grid, subject_of
-from vllm_dymoe.bench.peers import PEERS, find_peer
+from vllm_dymoe.bench.cases import EVERYTHING, FULL, PEERS, Case, Subject, Workload, full_load, grid, subject_of
 from vllm_dymoe.bench.prompts import PromptSet
 from vllm_dymoe.bench.rows import ROWS, Row, check_outputs, read_rows
 from vllm_dymoe.bench.run import measure
-from vllm_dymoe.bench.systems import make_known
 from vllm_dymoe.bench.table import Bounds, bits_of, for_terminals, lines, markdown
 from vllm_dymoe.cli.display import count_progress, print_table
 from vllm_dymoe.config import ConfigError, ExpertBudget, Options
@@ -33,9 +31,6 @@ class Bench:
     options: Mapping[str, Any]  # of every system
     engine: Mapping[str, Any]  # arguments of vLLM's LLM
     out: Path  # folder of rows
-
-    def __post_init__(self) -> None:
-        make_known()
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -85,13 +80,12 @@ class Bench:
     def _peers(self, names: Sequence[str]) -> Iterator[Subject]:
         """Those that can run here; of the others a sentence says why not."""
         for name in names:
-            peer = find_peer(name)
-            if peer is None:
-                raise ConfigError(f"{name} is no peer; known are {', '.join(PEERS)}, and servers by their address.")
-            if peer.offloads and not torch.cuda.is_available():
+            if (offloads := PEERS.get(name)) is None:
+                raise ConfigError(f"{name} is no peer; known are {', '.join(PEERS)}.")
+            if offloads and not torch.cuda.is_available():
                 typer.echo(f"{name} is left out: it offloads from a GPU, and there is none.")
             else:
-                yield Subject(name, peer=name, budgets=None if peer.offloads else (EVERYTHING,))
+                yield Subject(name, peer=name, budgets=None if offloads else (EVERYTHING,))
 
     def report(self, rows: Sequence[Row]) -> None:
         compared, workload = check_outputs(rows), self.workload

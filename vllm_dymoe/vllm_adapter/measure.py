@@ -13,10 +13,9 @@ from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
 
 from vllm_dymoe.bench.cases import FULL
-from vllm_dymoe.bench.prompts import random_tokens, windows
+from vllm_dymoe.bench.prompts import random_tokens
 from vllm_dymoe.bench.rows import append_row
 from vllm_dymoe.bench.summary import Answers, peak_bytes, summarise
-from vllm_dymoe.bench.systems import make_known
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.moe import MoERuntime
@@ -27,7 +26,6 @@ _ROUNDS = 8  # of warming up at most: a system that tunes itself is measured whe
 
 
 def run(job: Mapping[str, Any]) -> None:
-    make_known()
     llm = start(job)
     out = Path(job["out"])
     for case in job["cases"]:
@@ -65,9 +63,6 @@ def token_ids(llm: LLM, job: Mapping[str, Any], workload: Mapping[str, Any]) -> 
         drawn = random_tokens(config.get_vocab_size(), job["random_length"], wanted)
         return [(ids, workload["max_tokens"]) for ids in drawn]
     tokenizer, found = llm.get_tokenizer(), []
-    if workload["prompt_tokens"]:
-        together = [token for text, _ in job["prompts"] for token in tokenizer.encode(text)]
-        return [(ids, workload["max_tokens"]) for ids in windows(together, workload["prompt_tokens"], wanted)]
     for text, tokens in job["prompts"]:
         ids, tokens = tokenizer.encode(text), tokens or workload["max_tokens"]
         if len(ids) + tokens <= config.max_model_len:
@@ -97,19 +92,12 @@ def measure(
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     answers, peak = list[Answers](), peak_bytes()
-    for run in range(workload["runs"]):
-        for number, together in enumerate(_chunks(warm, batch)):
-            answers.append(answer(llm, together, f"{label}-{run}-{number}", ours=ours))
-            peak = max(peak, peak_bytes())
+    for number, together in enumerate(_chunks(warm, batch)):
+        answers.append(answer(llm, together, f"{label}-{number}", ours=ours))
+        peak = max(peak, peak_bytes())
     if ours:
         llm.collective_rpc("dymoe_check_integrity")
-    each = len(answers) // workload["runs"]
-    runs = [summarise(answers[begin : begin + each])["tpot_ms"] for begin in range(0, len(answers), each)]
-    return summarise(answers) | {
-        "peak_device_bytes": peak,
-        "warm_up_requests": len(cold),
-        "tpot_ms_of_runs": [found["mean"] for found in runs if found],
-    }
+    return summarise(answers) | {"peak_device_bytes": peak, "warm_up_requests": len(cold)}
 
 
 def answer(llm: LLM, requests: Sequence[Request], label: str, *, ours: bool) -> Answers:
@@ -137,10 +125,9 @@ def answer(llm: LLM, requests: Sequence[Request], label: str, *, ours: bool) -> 
         if ours and len(last) == len(requests) and not found.prefill:
             pause = time.perf_counter()
             found.prefill = _difference(middle := _counters(llm), before)
-            found.prefill_seconds, before = now, middle
+            before = middle
             paused += time.perf_counter() - pause
     found.seconds = time.perf_counter() - begin - paused
-    found.prompt_tokens = [len(prompt) for prompt, _ in requests]
     found.lengths = [len(tokens) for tokens in tokens_of.values()]
     found.outputs = [hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:12] for tokens in tokens_of.values()]
     if ours:

@@ -68,7 +68,7 @@ def test_experts_are_what_quantizing_them_directly_gives(tmp_path, out, style, q
         expected, expected_base = torch.full_like(section, 0xEE), torch.full_like(base, 0xEE)
         quantize_matrix(model.experts[place], matrix, QUANTIZERS[quantizer], expected, expected_base)
         if model.biases:
-            pack_bias(model.biases[place], low, expected_base)
+            pack_bias(model.biases[place], low.view(expected_base))
         assert torch.equal(section, expected), place
         assert torch.equal(base, expected_base), place
         # The high version is what it would be by itself.

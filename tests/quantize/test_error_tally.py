@@ -1,16 +1,17 @@
 """The record of errors: its numbers, and that it does not depend on the order of the work."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from tests.quantize.recordings import correlated_inputs
 from tests.small_model import fill, make_experts, random_weight
 from vllm_dymoe.kernels import dequantize
-from vllm_dymoe.quantize import QUANTIZERS
+from vllm_dymoe.quantize import QUANTIZERS, quantize_matrix
 from vllm_dymoe.quantize.error_tally import ErrorTally
 from vllm_dymoe.quantize.gptq import Curvature, quantize_gptq
 from vllm_dymoe.quantize.packer import ExpertPacker
-from vllm_dymoe.quantize.quantizers import dequantized
 from vllm_dymoe.residency.format import BlobKey, Projection
 from vllm_dymoe.store import Manifest
 from vllm_dymoe.store.writer import StoreWriter
@@ -51,10 +52,10 @@ def test_output_errors_are_those_of_the_outputs():
         curvature = Curvature.of(inputs.t() @ inputs)
         weight = random_weight(experts, 0, expert, Projection.GATE)
         matrix = experts.formats[4].matrices[Projection.GATE]
-        codes = quantize_gptq(weight, matrix, curvature)
-        tally.add((0, expert, Projection.GATE), weight, dequantized(codes, matrix), matrix.bits, curvature)
-        centred = codes.codes.double() - 8
-        scales, zeros = (part.double().repeat_interleave(32, 1)[:, :72] for part in (codes.scales, codes.zeros))
-        for place, of in enumerate((centred * scales + zeros - weight.double(), weight.double())):
+        section = torch.empty(matrix.nbytes, dtype=torch.uint8)
+        quantize_matrix(weight, matrix, partial(quantize_gptq, curvature=curvature), section)
+        packed = matrix.view(section)
+        tally.add((0, expert, Projection.GATE), weight, dequantize(packed), matrix.bits, curvature)
+        for place, of in enumerate((dequantize(packed, torch.float64) - weight.double(), weight.double())):
             expected[place] += (inputs.double() @ of.t()).square().sum().item()
     assert tally.record().output[4][0] == pytest.approx((expected[0] / expected[1]) ** 0.5, rel=1e-3)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.quantize.recordings import correlated_inputs
-from vllm_dymoe.kernels import dequantize
+from vllm_dymoe.kernels import dequantize, pack_nested
 from vllm_dymoe.quantize import QUANTIZERS, gptq, quantize_matrix
 from vllm_dymoe.quantize.gptq import DAMPING, Curvature, quantize_gptq
-from vllm_dymoe.quantize.quantizers import Codes, dequantized
+from vllm_dymoe.quantize.quantizers import Codes
 from vllm_dymoe.residency.code import NESTED, code_of
 from vllm_dymoe.residency.matrix import MatrixFormat
 
@@ -26,8 +26,10 @@ def packed(weight, quantizer, bits, group_size=32, dtype=torch.bfloat16):
 
 
 def readings(codes, format):
-    upper = Codes(codes.codes >> format.bits // 2, codes.scales, codes.zeros)
-    return dequantized(codes, format), dequantized(upper, format.base)
+    base, fine = (torch.empty(nbytes, dtype=torch.uint8) for nbytes in (format.base.nbytes, format.nbytes))
+    pack_nested(format, codes.codes, codes.scales, codes.zeros, base, fine)
+    low = format.base.view(base)
+    return dequantize(format.view(fine, low)), dequantize(low)
 
 
 def output_norm(inputs, error):

@@ -102,8 +102,10 @@ def test_what_is_missing_or_of_another_shape_is_named():
             packer.put_bias(*place, random_bias(experts, place))
     with pytest.raises(StoreError, match=r"lacks 1 biases of experts, the first .* up projection of expert 2"):
         packer.finish()
-    with pytest.raises(StoreError, match=r"bias of the gate projection of expert 0 .* shape \[5\], expected \[32\]"):
-        packer.put_bias(0, 0, Projection.GATE, torch.zeros(5))
-    packer.put(1, 5, Projection.GATE, torch.ones(64, 64))
-    with pytest.raises(StoreError, match=r"gate .* of expert 5 in layer 2 has shape \[64, 64\] .* says \[32, 64\]"):
-        packer.finish()
+    bias = r"bias of the gate projection of expert 0 .* shape \[5\], expected \[32\]"
+    weight = r"gate .* of expert 0 in layer 1 has shape \[64, 64\] .* says \[32, 64\]"
+    for rows, columns, length, sentence in ((32, 64, 5, bias), (64, 64, 32, weight)):
+        packer.put(0, 0, Projection.GATE, torch.ones(rows, columns))
+        packer.put_bias(0, 0, Projection.GATE, torch.zeros(length))
+        with pytest.raises(StoreError, match=sentence):
+            packer.finish()

@@ -52,9 +52,8 @@ class MemoryWriter:
     def __init__(self, experts):
         self._store = MemoryStore(experts)
 
-    def write(self, key, projection, part, start=0):
-        section = self._store.blob(key)[self._store.experts.formats[key.bits].sections[projection]]
-        section[start : start + part.numel()].copy_(part)
+    def write(self, key, projection, section):
+        self._store.blob(key)[self._store.experts.formats[key.bits].sections[projection]].copy_(section)
 
     def finish(self, errors=None):
         return self._store

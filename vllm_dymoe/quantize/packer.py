@@ -24,7 +24,7 @@ from vllm_dymoe.quantize.error_tally import ErrorTally
 from vllm_dymoe.quantize.gptq import Curvature, quantize_gptq
 from vllm_dymoe.quantize.held import Held, Matrix
 from vllm_dymoe.quantize.lattice import quantize_lattice
-from vllm_dymoe.quantize.quantizers import QUANTIZERS, Quantizer, dequantized, pack_bias, quantize_matrix
+from vllm_dymoe.quantize.quantizers import QUANTIZERS, Quantizer, pack_bias, quantize_matrix
 from vllm_dymoe.quantize.side_by_side import SideBySide
 from vllm_dymoe.residency.format import BlobKey, ModelExperts, Projection
 from vllm_dymoe.residency.matrix import MatrixFormat
@@ -168,51 +168,47 @@ def pack_projection(
         section = torch.empty(form.nbytes, dtype=torch.uint8)
         base = torch.empty(form.base.nbytes, dtype=torch.uint8) if form.nested else None
         taken = isinstance(weight, Held) and bits == weight.bits
-        plain = weight.dequantize() if isinstance(weight, Held) and not taken else weight
         try:
             if isinstance(weight, Held) and taken:
                 weight.pack(form, section, base)
+                plain = weight.dequantize() if form.nested else None
             else:
-                if isinstance(weight, Held):
-                    weight.check_scales(form.dtype)
-                assert isinstance(plain, Tensor)
-                plain = rotate(plain.float(), form.rotation) if form.code.lattice else plain
-                read = _quantize(plain, form, quantizer, curvature, section, base)
-                if read is not None:
-                    errors.add(place, plain, read, bits, curvature)
+                plain = _plain(weight, form)
+                if form.code.lattice:
+                    assert curvature is not None
+                    quantize_lattice(plain, form, curvature, section, base)
+                else:
+                    quantize_matrix(plain, form, quantizer, section, base)
         except ValueError as error:
             what = f"{'taken as it is at' if taken else 'quantized to'} {bits} bits"
             raise StoreError(f"the {_name(experts, place)} cannot be {what}: {error}") from error
+        low = None if base is None else form.base.view(base)
+        packed = form.view(section, low)
         if bias is not None:
-            _pack_bias(experts, place, bias, form if base is None else form.base, section if base is None else base)
+            try:
+                pack_bias(bias, packed)
+            except ValueError as error:
+                raise StoreError(f"the bias of the {_name(experts, place)} cannot be stored: {error}") from error
+        lossy = [] if taken or not form.quantized else [packed]
+        for version in lossy if low is None else (*lossy, low):
+            assert plain is not None
+            read = rotated_weights(version) if form.code.lattice else dequantize(version)
+            errors.add(place, plain, read, version.format.bits, curvature)
         if base is not None:
-            low = form.base.view(base)
-            read = rotated_weights(low) if form.code.lattice else dequantize(low)
-            plain = plain.dequantize() if isinstance(plain, Held) else plain
-            errors.add(place, plain, read, form.base.bits, curvature)
             writer.write(BlobKey(place[0], place[1], form.base.bits), place[2], base)
         writer.write(BlobKey(place[0], place[1], bits), place[2], section)
 
 
-def _quantize(
-    weight: Tensor,
-    form: MatrixFormat,
-    quantizer: Quantizer,
-    curvature: Curvature | None,
-    section: Tensor,
-    base: Tensor | None,
-) -> Tensor | None:
-    """Write a matrix in its form; what it reads then, for a lattice of rotated inputs, None where it is as it was."""
-    if form.code.lattice:
-        assert curvature is not None
-        quantize_lattice(weight, form, curvature, section, base)
-        return rotated_weights(form.view(section, None if base is None else form.base.view(base)))
-    codes = quantize_matrix(weight, form, quantizer, section, base)
-    return None if codes is None else dequantized(codes, form)
+def _plain(weight: Tensor | Held, form: MatrixFormat) -> Tensor:
+    """What is quantized: rotated for a lattice; ValueError for codes whose scales the format cannot hold."""
+    if isinstance(weight, Held):
+        weight.check_scales(form.dtype)
+        weight = weight.dequantize()
+    return rotate(weight.float(), form.rotation) if form.code.lattice else weight
 
 
 class ExpertPacker:
-    """Takes weights and biases in any order, and knows which are missing.
+    """Takes weights and biases in any order, and knows which are missing. What is there of a matrix waits for the rest.
 
     Threads pack them, so that an error is raised later, by ``finish`` at the latest.
     """
@@ -228,54 +224,45 @@ class ExpertPacker:
         self._errors = ErrorTally(experts)
         self._quantizer, self._writer = quantizer, writer
         self._threads = SideBySide(lambda *_: progress())
-        self._missing: set[Place] = {
-            (layer, expert, projection)
+        biased = any(fmt.bias for fmt in experts.formats.values())
+        self._kinds = {"weight": "expert projections"} | ({"bias": "biases of experts"} if biased else {})
+        self._missing: dict[Place, dict[str, Any]] = {
+            (layer, expert, projection): {}
             for layer in range(len(experts.layers))
             for expert in range(experts.num_experts)
             for projection in experts.projections
         }
-        self._missing_biases = set(self._missing) if any(fmt.bias for fmt in experts.formats.values()) else set()
-        self._early_biases: dict[Place, Tensor] = {}
 
     def put(self, layer: int, expert: int, projection: Projection, weight: Given) -> None:
-        """Pack one weight, [rows, columns] on any device. Raises the StoreError of this one or one before it."""
-        place = (layer, expert, projection)
-        bias = self._early_biases.pop(place, None)
-
-        def pack() -> None:
-            matrix = (weight() if callable(weight) else weight), bias
-            pack_projection(self.experts, place, matrix, self._quantizer, self._writer, self._errors)
-
-        each = _BYTES_OF_HELD
-        if isinstance(weight, Tensor):
-            weight, each = weight.cpu(), _BYTES_OF_QUANTIZED
-        form = next(iter(self.experts.formats.values())).matrices[projection]
-        self._threads.submit(each * form.rows * form.columns, pack)
-        self._missing.discard(place)
-        if bias is not None:
-            self._missing_biases.discard(place)
+        """Take one weight, [rows, columns] on any device. Raises the StoreError of this one or one before it."""
+        weight = weight.cpu() if isinstance(weight, Tensor) else weight
+        self._take((layer, expert, projection), "weight", weight)
 
     def put_bias(self, layer: int, expert: int, projection: Projection, bias: Tensor) -> None:
-        """Store one bias, [rows] on any device, before or after its weight; StoreError if it cannot be stored."""
-        place = (layer, expert, projection)
-        if place in self._missing:
-            self._early_biases[place] = bias.to("cpu", copy=True)
+        """Take one bias, [rows] on any device; otherwise as ``put``."""
+        self._take((layer, expert, projection), "bias", bias.to("cpu", copy=True))
+
+    def _take(self, place: Place, kind: str, given: Given) -> None:
+        parts = self._missing.setdefault(place, {})
+        parts[kind] = given
+        if parts.keys() != self._kinds.keys():
             return
-        self._threads.wait()  # for the section that it is a part of
-        for bits, fmt in self.experts.formats.items():
-            form = fmt.matrices[projection]
-            if form.nested:  # its bias is in the base
-                continue
-            section = torch.empty(form.nbytes, dtype=torch.uint8)
-            part = _pack_bias(self.experts, place, bias.cpu(), form, section)
-            self._writer.write(BlobKey(layer, expert, bits), projection, part, form.bias_offset)
-        self._missing_biases.discard(place)
+        del self._missing[place]
+        weight = parts["weight"]
+
+        def pack() -> None:
+            matrix = (weight() if callable(weight) else weight), parts.get("bias")
+            pack_projection(self.experts, place, matrix, self._quantizer, self._writer, self._errors)
+
+        form = next(iter(self.experts.formats.values())).matrices[place[2]]
+        each = _BYTES_OF_QUANTIZED if isinstance(weight, Tensor) else _BYTES_OF_HELD
+        self._threads.submit(each * form.rows * form.columns, pack)
 
     def finish(self) -> FileStore:
         """Complete the store; StoreError if a projection is missing or cannot be stored."""
         self._threads.wait()
-        for missing, what in ((self._missing, "expert projections"), (self._missing_biases, "biases of experts")):
-            if missing:
+        for kind, what in self._kinds.items():
+            if missing := [place for place, parts in self._missing.items() if kind not in parts]:
                 raise StoreError(
                     f"the checkpoint lacks {len(missing)} {what}, the first being that of the "
                     f"{_name(self.experts, min(missing))}; download it again."
@@ -286,13 +273,6 @@ class ExpertPacker:
     def discard(self) -> None:
         self._threads.close()  # by now no thread may write to the files
         self._writer.discard()
-
-
-def _pack_bias(experts: ModelExperts, place: Place, bias: Tensor, form: MatrixFormat, section: Tensor) -> Tensor:
-    try:
-        return pack_bias(bias, form, section)
-    except ValueError as error:
-        raise StoreError(f"the bias of the {_name(experts, place)} cannot be stored: {error}") from error
 
 
 def _name(experts: ModelExperts, place: Place) -> str:

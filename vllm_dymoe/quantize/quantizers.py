@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_dymoe.kernels import pack, pack_nested
-from vllm_dymoe.residency.matrix import MatrixFormat
+from vllm_dymoe.residency.matrix import MatrixFormat, PackedMatrix
 
 # Weights that are quantized together on a CPU: half a megabyte of floats.
 _CHUNK = 1 << 17
@@ -88,39 +88,27 @@ QUANTIZERS: dict[str, Quantizer] = {"rtn": round_to_nearest, "hqq": half_quadrat
 
 def quantize_matrix(
     weight: Tensor, format: MatrixFormat, quantizer: Quantizer, section: Tensor, base: Tensor | None = None
-) -> Codes | None:
-    """Quantize a matrix, pack it into a section, and a base if nested, and return what was packed; at 16 bits round it
-    to the format's dtype. ValueError for weights that cannot be represented, or shapes that do not fit."""
-    if format.quantized:
-        codes = quantizer(weight, format)
-        if base is None:
-            pack(format, codes.codes, codes.scales, codes.zeros, section)
-        else:
-            pack_nested(format, codes.codes, codes.scales, codes.zeros, base, section)
-        return codes
-    _check_shape(weight, format)
-    section[format.weight_bytes :].zero_()
-    _copy(weight, format.view(section).weight, format)
-    return None
+) -> None:
+    """Quantize a matrix and pack it into a section, and a base if nested; at 16 bits round it to the format's dtype.
+    ValueError for weights that cannot be represented, or shapes that do not fit."""
+    if not format.quantized:
+        _check_shape(weight, format)
+        section[format.weight_bytes :].zero_()
+        _copy(weight, format.view(section).weight)
+        return
+    codes = quantizer(weight, format)
+    if base is None:
+        pack(format, codes.codes, codes.scales, codes.zeros, section)
+    else:
+        pack_nested(format, codes.codes, codes.scales, codes.zeros, base, section)
 
 
-def dequantized(codes: Codes, format: MatrixFormat) -> Tensor:
-    """The weights that codes stand for: a new float32 [rows, columns]."""
-    missing = format.padded_columns - format.columns
-    groups = F.pad(codes.codes, (0, missing)).view(format.rows, format.groups, format.group_size)
-    weights = (groups.float() * format.code.step - format.code.center).mul_(codes.scales.float().unsqueeze(2))
-    return weights.add_(codes.zeros.float().unsqueeze(2)).view(format.rows, -1)[:, : format.columns]
-
-
-def pack_bias(bias: Tensor, format: MatrixFormat, section: Tensor) -> Tensor:
-    """Write a bias [rows] behind the weights of its section, and return that part of the section."""
-    if tuple(bias.shape) != (format.rows,):
-        raise ValueError(f"the bias has shape {list(bias.shape)}, expected [{format.rows}].")
-    written = section[format.bias_offset : format.order_offset].zero_()
-    packed = format.view(section).bias
-    assert packed is not None, "the format has no bias"
-    _copy(bias, packed, format)
-    return written
+def pack_bias(bias: Tensor, packed: PackedMatrix) -> None:
+    """Write a bias [rows] behind the weights of its section; ValueError for another shape, or what cannot be stored."""
+    if tuple(bias.shape) != (packed.format.rows,):
+        raise ValueError(f"the bias has shape {list(bias.shape)}, expected [{packed.format.rows}].")
+    assert packed.bias is not None, "the format has no bias"
+    _copy(bias, packed.bias)
 
 
 def quantize_groups(
@@ -167,7 +155,7 @@ def group_ranges(groups: Tensor, format: MatrixFormat) -> tuple[Tensor, Tensor]:
     # Codes run from -2**(bits-1) to 2**(bits-1) - 1, so their middle is half a step below the zero.
     zeros = ((low + high) / 2 + scales.float() / 2).to(format.dtype)
     if not bool((torch.isfinite(scales) & torch.isfinite(zeros)).all()):
-        raise _not_representable(groups, format)
+        raise _not_representable(groups, format.dtype)
     return scales, zeros
 
 
@@ -183,14 +171,14 @@ def _check_shape(weight: Tensor, format: MatrixFormat) -> None:
         raise ValueError(f"the weight has shape {list(weight.shape)}, expected [{format.rows}, {format.columns}].")
 
 
-def _copy(values: Tensor, packed: Tensor, format: MatrixFormat) -> None:
+def _copy(values: Tensor, packed: Tensor) -> None:
     packed.copy_(values)
     if not bool(torch.isfinite(packed).all()):
-        raise _not_representable(values, format)
+        raise _not_representable(values, packed.dtype)
 
 
-def _not_representable(weight: Tensor, format: MatrixFormat) -> ValueError:
+def _not_representable(weight: Tensor, dtype: torch.dtype) -> ValueError:
     finite = torch.isfinite(weight)
     if not bool(finite.all()):
         return ValueError(f"{int((~finite).sum())} of its weights are NaN or infinite; download the checkpoint again.")
-    return ValueError(f"its largest weight, {weight.abs().max():.3g}, is too large for {format.dtype}; use bfloat16.")
+    return ValueError(f"its largest weight, {weight.abs().max():.3g}, is too large for {dtype}; use bfloat16.")

@@ -81,17 +81,15 @@ class StoreWriter:
             self.discard()
             raise self._refused(error) from error
 
-    def write(self, key: BlobKey, projection: Projection, part: torch.Tensor, start: int = 0) -> None:
-        """Write a packed section (uint8, contiguous), or the part from byte ``start`` on of one; and its checksum."""
+    def write(self, key: BlobKey, projection: Projection, packed: torch.Tensor) -> None:
+        """Write a packed section (uint8, contiguous) and its checksum."""
         experts, file = self._manifest.experts, self._files[key.layer]
         slice_place = self._places[key.bits]
-        section, data = experts.formats[key.bits].sections[projection], part.numpy().data
+        data = packed.numpy().data
         begin = self._begin[f"{slice_place.bits}bit.blobs"] + key.expert * slice_place.stride
-        begin += slice_place.start + section.start
+        begin += slice_place.start + experts.formats[key.bits].sections[projection].start
         with self._refusals():
-            write_at(file, data, begin + start)
-            if len(data) < section.stop - section.start:
-                data = memoryview(os.pread(file, section.stop - section.start, begin))
+            write_at(file, data, begin)
             number = (key.expert * slice_place.slices + slice_place.number) * len(Projection) + projection
             place = self._begin[f"{slice_place.bits}bit.xxh3"] + number * 8
             write_at(file, checksum(data).to_bytes(8, "little", signed=True), place)

@@ -180,7 +180,7 @@ def test_the_experts_are_those_of_the_models_configuration():
 @pytest.mark.parametrize(("codebook", "nested"), [(None, True), (MXFP4, False)])
 def test_a_codebook_has_no_low_version_inside(codebook, nested):
     config = configure({"hi": 4, "lo": 2})
-    config.quant_config.reader = Reader("x", codebook or STEPS[4], None, (), None)
+    config.quant_config.reader = Reader("x", codebook or STEPS[4], None, {}, None)
     formats = experts_of(config, read_options(config, None)).formats
     assert formats[4].nested is nested
     assert formats[4].code is (codebook or NESTED[4])

@@ -17,7 +17,7 @@ from torch import Tensor
 from vllm_dymoe.quantize.held import Matrix
 from vllm_dymoe.quantize.model_config import INTERMEDIATE, TOP_K, ModelConfig
 from vllm_dymoe.quantize.readers import Reader, make_reader
-from vllm_dymoe.quantize.readers.base import format_fields
+from vllm_dymoe.quantize.readers.base import DTYPES, FLOATS, format_fields
 from vllm_dymoe.quantize.tensor_names import ExpertName, Stacking, read_name
 from vllm_dymoe.quantize.tensors import CheckpointError, read_tensors
 from vllm_dymoe.residency.format import Format, ModelExperts, Projection, stored_formats
@@ -26,7 +26,6 @@ from vllm_dymoe.store.manifest import codes_of
 
 _HIDDEN = ("moe_latent_size", "hidden_size")
 _WITHOUT_GATE = frozenset(("nemotron_h",))
-_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _SAMPLE_BYTES = 512
 
 
@@ -90,8 +89,8 @@ class Checkpoint:
     @cached_property
     def dtype(self) -> torch.dtype:
         """What ``--dtype auto`` means: the checkpoint's own dtype, and bfloat16 for one of 32 bits, as in vLLM."""
-        stored = sorted(place.dtype for place in self.experts[0].parts.values() if place.dtype in _DTYPES)
-        dtype = self.config.dtype or (_DTYPES[stored[0]] if stored else torch.bfloat16)
+        stored = sorted(place.dtype for place in self.experts[0].parts.values() if place.dtype in FLOATS)
+        dtype = self.config.dtype or (DTYPES[stored[0]] if stored else torch.bfloat16)
         return torch.bfloat16 if dtype == torch.float32 else dtype
 
     @cached_property
@@ -256,7 +255,7 @@ def group_experts(folder: Path, reader: Reader, found: Iterable[tuple[ExpertName
     matrices: dict[tuple[int, int | None, tuple[Projection, ...]], dict[str, TensorPlace]] = {}
     for named, place in found:
         part = reader.spellings.get(named.part, named.part)
-        dtypes = reader.dtypes(part)
+        dtypes = FLOATS if part == "bias" else reader.dtypes.get(part, ())
         if not named.projections or part not in (*reader.known_parts, "bias") or (dtypes and place.dtype not in dtypes):
             what = f"{place.name} ({place.dtype}, {list(place.shape)}) in {folder}"
             if not reader.held:

@@ -12,9 +12,10 @@ import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from vllm_dymoe.kernels import Activation
@@ -23,8 +24,6 @@ from vllm_dymoe.store.header import make_header
 from vllm_dymoe.units import too_small
 
 MANIFEST = "dymoe_calibration.json"
-VERSION = 1
-_FORMAT = "vllm-dymoe calibration"
 _UNFINISHED = ".unfinished"
 
 
@@ -46,6 +45,8 @@ class Recording:
     dtype: str  # of the inputs, ``"bfloat16"`` or ``"float16"``
     activation: str | tuple[str, ...]
     """Of each layer, by the name of :class:`~vllm_dymoe.kernels.Activation`; one name stands for all."""
+    format: Literal["vllm-dymoe calibration"] = "vllm-dymoe calibration"
+    version: Literal[1] = 1
 
     @property
     def nbytes(self) -> int:
@@ -67,7 +68,7 @@ class Recording:
 
     def write(self, folder: Path) -> None:
         temporary = folder / f"{MANIFEST}{_UNFINISHED}"
-        temporary.write_text(json.dumps({"format": _FORMAT, "version": VERSION, **asdict(self)}, indent=2) + "\n")
+        temporary.write_text(json.dumps(asdict(self), indent=2) + "\n")
         os.replace(temporary, folder / MANIFEST)
 
     @classmethod
@@ -75,21 +76,16 @@ class Recording:
         """Read the manifest; CalibrationError if there is none that this version can read."""
         path = folder / MANIFEST
         try:
-            data = json.loads(path.read_text())
-            if data.pop("format") != _FORMAT or data.pop("version") != VERSION:
-                raise ValueError("another format or version")
-            if not isinstance(activation := data["activation"], str):
-                data["activation"] = tuple(activation)
-            return cls(**{**data, "parts": tuple(data["parts"]), "layers": tuple(data["layers"])})
+            return TypeAdapter(cls).validate_json(path.read_bytes())
         except OSError as error:
             raise CalibrationError(
                 f"{folder} holds no calibration: {MANIFEST} cannot be read ({error.strerror}); "
                 "make one with `vllm-dymoe calibrate`."
             ) from error
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CalibrationError(
-                f"{path} cannot be used ({error!r}); calibrate again, into another folder."
-            ) from error
+        except ValidationError as error:
+            first = error.errors()[0]
+            why = ": ".join(map(str, (*first["loc"], first["msg"])))
+            raise CalibrationError(f"{path} cannot be used ({why}); calibrate again, into another folder.") from error
 
 
 def check_space(recording: Recording, folder: Path) -> None:

@@ -139,7 +139,7 @@ def with_byte(*some):
     ("kind", "part", "change", "sentence"),
     [
         ("mxfp4", "blocks", lambda t: t[:, :5], r"blocks has shape \[44, 5, 16\], expected \[44, 6, 16\]"),
-        ("mxfp4", "blocks", lambda t: t.float(), "blocks is torch.float32, expected torch.uint8"),
+        ("mxfp4", "blocks", lambda t: t.float(), "blocks is torch.float32, expected U8 or I8"),
         ("mxfp4", "scales", with_byte(255), "some of its scales are NaN or infinite"),
         ("mxfp4", "scales", with_byte(254), "too large for a weight"),
         ("nvfp4-modelopt", "weight_scale", with_byte(0x7F), "some of its scales are NaN or infinite"),

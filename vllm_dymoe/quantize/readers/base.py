@@ -16,8 +16,13 @@ from vllm_dymoe.store.manifest import read_codes
 
 GROUP_SIZES = (128, 64, 32)  # of a store, the largest first
 
-SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-EXPONENTS, NUMBERS = ("U8", "F8_E8M0"), ("F16", "BF16", "F32", "F8_E8M0")  # dtypes of scales as safetensors names them
+DTYPES = {
+    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu, "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64,
+}  # fmt: skip
+"""As safetensors names them."""
+
+FLOATS, WORDS = ("F16", "BF16", "F32"), ("I32",)
 
 Make = Callable[[Mapping[str, Tensor], int, int], Held]
 """(tensors by the ends of their names, rows, columns) -> the whole matrix; ValueError if a tensor is something else."""
@@ -37,7 +42,8 @@ class Reader:
     method: str  # ``quant_method`` in its config.json; empty where nothing is quantized
     code: Code
     group_size: int | None  # columns that share a scale and a zero point; None for all columns of a row
-    parts: tuple[str, ...]  # ends of the names of the tensors of which ``make`` makes one matrix
+    dtypes: Mapping[str, tuple[str, ...]]
+    """Ends of the names of the tensors of which ``make`` makes one matrix, and what each may be; () for anything."""
     make: Make
     checks: Mapping[str, Check] = field(default_factory=dict)
     """By the ends of their names, tensors that may come beside them and must agree with the rest."""
@@ -46,8 +52,6 @@ class Reader:
     """Columns may have been quantized in the order of their activations, so that groups lie scattered."""
     ranks_take_groups: bool = False
     """vLLM gives tensor-parallel ranks whole groups of the down projection's inputs, and the last rank what is left."""
-    scale_dtypes: tuple[str, ...] = ()
-    """What the second part may be, as safetensors names dtypes; none where anything is possible."""
     spellings: Mapping[str, str] = field(default_factory=dict)
     """Other ends of names in some checkpoints, which vLLM's models rename, and what they mean."""
 
@@ -56,7 +60,14 @@ class Reader:
         for part, check in self.checks.items():
             if part in tensors:
                 check(part, tensors[part], rows, columns)
+        for part, dtypes in self.dtypes.items():
+            if dtypes and tensors[part].dtype not in [DTYPES[name] for name in dtypes]:
+                raise ValueError(f"{part} is {tensors[part].dtype}, expected {' or '.join(dtypes)}.")
         return self.make(tensors, rows, columns)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return tuple(self.dtypes)
 
     @property
     def bits(self) -> int:
@@ -71,26 +82,15 @@ class Reader:
     def known_parts(self) -> tuple[str, ...]:
         return (*self.parts, *self.checks)
 
-    def dtypes(self, part: str) -> tuple[str, ...]:
-        if part == "bias" or not self.held:
-            return ("BF16", "F16", "F32")
-        if part != self.parts[0]:
-            return self.scale_dtypes if part == self.parts[1] else ()
-        if not self.code.floats:
-            return ("I32",)
-        return ("F8_E4M3",) if self.bits == 8 else ("U8", "I8")
-
 
 def _not_held(tensors: Mapping[str, Tensor], rows: int, columns: int) -> Held:
     raise AssertionError("16-bit weights are quantized, and not held")
 
 
-PLAIN_READER = Reader("", PLAIN, None, ("weight",), _not_held)  # of 16-bit experts
+PLAIN_READER = Reader("", PLAIN, None, {"weight": FLOATS}, _not_held)  # of 16-bit experts
 
 
-def check_part(part: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], *shape: int) -> None:
-    if tensor.dtype not in dtypes:
-        raise ValueError(f"{part} is {tensor.dtype}, expected {' or '.join(map(str, dtypes))}.")
+def check_shape(part: str, tensor: Tensor, *shape: int) -> None:
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{part} has shape {list(tensor.shape)}, expected {list(shape)}.")
 

@@ -11,22 +11,19 @@ from torch import Tensor
 
 from vllm_dymoe.quantize.held import Held, blocks, check_floats, unpack_pairs
 from vllm_dymoe.quantize.readers.base import (
-    EXPONENTS,
-    NUMBERS,
-    SCALE_DTYPES,
+    FLOATS,
     Reader,
-    check_part,
+    check_shape,
     choose_group_size,
     count_groups,
     ignore,
 )
 from vllm_dymoe.residency.code import FP8, MXFP4, NVFP4
 
-_FP8_SCALE_DTYPES = (*SCALE_DTYPES, torch.float8_e8m0fnu)
-_EXPONENT_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
+_E4M3, _EXPONENTS, _PAIRS = ("F8_E4M3",), ("U8", "F8_E8M0"), ("U8", "I8")
 _MX_GROUP, _NV_GROUP = 32, 16
 _GPT_OSS_PARTS = ("blocks", "scales")
-_INPUT_SCALE = {"input_scale": ignore}
+_INPUT_SCALE: dict[str, Any] = {"checks": {"input_scale": ignore}}
 
 
 def fp8(method: str, scale: str = "weight_scale", block: Any = None, **fields: Any) -> Reader:
@@ -38,20 +35,20 @@ def fp8(method: str, scale: str = "weight_scale", block: Any = None, **fields: A
     """
     width = None if block is None else choose_group_size(method, block[1])
     cut = None if block is None or width is None else (int(block[0]), width)
-    kind = {"checks": _INPUT_SCALE, "scale_dtypes": NUMBERS}
-    return Reader(method, FP8, width, ("weight", scale), partial(_make_fp8, scale, cut), **{**kind, **fields})
+    dtypes = {"weight": _E4M3, scale: (*FLOATS, "F8_E8M0")}
+    return Reader(method, FP8, width, dtypes, partial(_make_fp8, scale, cut), **_INPUT_SCALE | fields)
 
 
 def mxfp8(method: str, **fields: Any) -> Reader:
     """E4m3 ``weight``, and ``weight_scale`` uint8 [rows, columns / 32], 2^(byte - 127)."""
-    kind = {"checks": _INPUT_SCALE, "scale_dtypes": EXPONENTS}
-    return Reader(method, FP8, _MX_GROUP, ("weight", "weight_scale"), _make_mxfp8, **{**kind, **fields})
+    dtypes = {"weight": _E4M3, "weight_scale": _EXPONENTS}
+    return Reader(method, FP8, _MX_GROUP, dtypes, _make_mxfp8, **_INPUT_SCALE | fields)
 
 
 def mxfp4(method: str, parts: tuple[str, str] = ("weight", "weight_scale"), **fields: Any) -> Reader:
     """Codes int8 or uint8 [rows, columns / 2], and exponents uint8 or e8m0 [rows, columns / 32], 2^(byte - 127)."""
-    kind = {"scale_dtypes": EXPONENTS}
-    return Reader(method, MXFP4, _MX_GROUP, parts, partial(_make_mxfp4, parts), **{**kind, **fields})
+    dtypes = dict(zip(parts, (_PAIRS, _EXPONENTS), strict=True))
+    return Reader(method, MXFP4, _MX_GROUP, dtypes, partial(_make_mxfp4, parts), **fields)
 
 
 def gpt_oss() -> Reader:
@@ -69,8 +66,8 @@ def nvfp4(method: str, parts: tuple[str, str, str], *, divides: bool, **fields: 
     ModelOpt multiplies the scales with its number (qtensor/nvfp4_tensor.py), compressed-tensors divides them by its
     own (compressors/nvfp4/base.py).
     """
-    kind = {"checks": _INPUT_SCALE, "scale_dtypes": ("F8_E4M3",)}
-    return Reader(method, NVFP4, _NV_GROUP, parts, partial(_make_nvfp4, parts, divides), **{**kind, **fields})
+    dtypes = dict(zip(parts, (("U8",), _E4M3, ()), strict=True))
+    return Reader(method, NVFP4, _NV_GROUP, dtypes, partial(_make_nvfp4, parts, divides), **_INPUT_SCALE | fields)
 
 
 # Module-level functions, since vLLM pickles a configuration with its reader for every worker process.
@@ -80,27 +77,27 @@ def _make_fp8(name: str, block: tuple[int, int] | None, parts: Mapping[str, Tens
     weight, scales = parts["weight"], parts[name]
     if block is not None and scales.dim() == 4:
         scales = scales[:, 0, :, 0]
-    check_part("weight", weight, (torch.float8_e4m3fn,), rows, columns)
+    check_shape("weight", weight, rows, columns)
     if block is None:
         by_row = scales.numel() == rows and scales.dim() > 0 and rows > 1
         scales = scales.reshape(-1, 1)
         block = (1 if by_row else rows), columns
-    check_part(name, scales, _FP8_SCALE_DTYPES, -(-rows // block[0]), -(-columns // block[1]))
+    check_shape(name, scales, -(-rows // block[0]), -(-columns // block[1]))
     codes = weight.view(torch.uint8)
     return check_floats(Held(FP8, codes, scales.float(), blocks(rows, block[0]), blocks(columns, block[1])))
 
 
 def _make_mxfp8(parts: Mapping[str, Tensor], rows: int, columns: int) -> Held:
     scales = parts["weight_scale"]
-    check_part("weight_scale", scales, _EXPONENT_DTYPES, rows, count_groups(columns, _MX_GROUP))
+    check_shape("weight_scale", scales, rows, count_groups(columns, _MX_GROUP))
     exponents = scales.contiguous().view(torch.float8_e8m0fnu)
     return _make_fp8("weight_scale", (1, _MX_GROUP), {**parts, "weight_scale": exponents}, rows, columns)
 
 
 def _make_mxfp4(parts: tuple[str, str], tensors: Mapping[str, Tensor], rows: int, columns: int) -> Held:
     (codes, exponents), (packed, scales) = parts, (tensors[part] for part in parts)
-    check_part(codes, packed, (torch.uint8, torch.int8), rows, -(-columns // 2))
-    check_part(exponents, scales, _EXPONENT_DTYPES, rows, count_groups(columns, _MX_GROUP))
+    check_shape(codes, packed, rows, -(-columns // 2))
+    check_shape(exponents, scales, rows, count_groups(columns, _MX_GROUP))
     scales = scales.contiguous().view(torch.float8_e8m0fnu)
     unpacked = unpack_pairs(packed.view(torch.uint8))[:, :columns]
     return check_floats(Held(MXFP4, unpacked, scales, torch.arange(rows), blocks(columns, _MX_GROUP)))
@@ -111,7 +108,7 @@ def _make_gpt_oss(parts: Mapping[str, Tensor], rows: int, columns: int) -> Held:
         raise ValueError(f"blocks cannot hold {columns} inputs, which is no multiple of {_MX_GROUP}.")
     packed = parts["blocks"]
     if packed.dim() == 3:
-        check_part("blocks", packed, (torch.uint8,), rows, columns // _MX_GROUP, _MX_GROUP // 2)
+        check_shape("blocks", packed, rows, columns // _MX_GROUP, _MX_GROUP // 2)
         packed = packed.reshape(rows, -1)
     return _make_mxfp4(_GPT_OSS_PARTS, {**parts, "blocks": packed}, rows, columns)
 
@@ -120,8 +117,8 @@ def _make_nvfp4(
     parts: tuple[str, str, str], divides: bool, tensors: Mapping[str, Tensor], rows: int, columns: int
 ) -> Held:
     packed, scales, number = (tensors[part] for part in parts)
-    check_part(parts[0], packed, (torch.uint8,), rows, -(-columns // 2))
-    check_part(parts[1], scales, (torch.float8_e4m3fn,), rows, count_groups(columns, _NV_GROUP))
+    check_shape(parts[0], packed, rows, -(-columns // 2))
+    check_shape(parts[1], scales, rows, count_groups(columns, _NV_GROUP))
     if number.numel() != 1:
         raise ValueError(f"{parts[2]} has shape {list(number.shape)}, expected one number.")
     factor = float(number.float())

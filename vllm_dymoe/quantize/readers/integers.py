@@ -9,9 +9,10 @@ from torch import Tensor
 
 from vllm_dymoe.quantize.held import Held, blocks, integers
 from vllm_dymoe.quantize.readers.base import (
-    SCALE_DTYPES,
+    FLOATS,
+    WORDS,
     Reader,
-    check_part,
+    check_shape,
     choose_bits,
     choose_group_size,
     count_groups,
@@ -45,16 +46,17 @@ def awq(config: Mapping[str, Any]) -> Reader:
     bits = choose_bits("awq", config.get("bits", config.get("w_bit")), (4,))
     group_size = choose_group_size("awq", config.get("group_size", config.get("q_group_size")))
     make = partial(_make_awq, group_size)
-    return Reader("awq", STEPS[bits], group_size, ("qweight", "qzeros", "scales"), make, asymmetric=True)
+    dtypes = {"qweight": WORDS, "qzeros": WORDS, "scales": FLOATS}
+    return Reader("awq", STEPS[bits], group_size, dtypes, make, asymmetric=True)
 
 
 def _make_awq(group_size: int | None, parts: Mapping[str, Tensor], rows: int, columns: int) -> Held:
     if rows % 8:
         raise ValueError(f"qweight cannot hold {rows} outputs, which is no multiple of 8.")
     groups = count_groups(columns, group_size)
-    check_part("qweight", parts["qweight"], (torch.int32,), columns, rows // 8)
-    check_part("qzeros", parts["qzeros"], (torch.int32,), groups, rows // 8)
-    check_part("scales", parts["scales"], SCALE_DTYPES, groups, rows)
+    check_shape("qweight", parts["qweight"], columns, rows // 8)
+    check_shape("qzeros", parts["qzeros"], groups, rows // 8)
+    check_shape("scales", parts["scales"], groups, rows)
     codes, zero_points = _in_awq_order(parts["qweight"]), _in_awq_order(parts["qzeros"])
     return integers(4, codes, parts["scales"].t(), zero_points, blocks(columns, group_size))
 
@@ -80,10 +82,10 @@ def gptq(config: Mapping[str, Any]) -> Reader:
     # With one group for all columns their order has no effect, and static groups are made of neighbours.
     act_order = bool(config.get("desc_act")) and group_size is not None and not config.get("static_groups")
     make = partial(_make_gptq, bits, group_size, _ZERO_POINT_OFFSETS[version] if asymmetric else None)
-    tensors = ("qweight", "qzeros", "scales")
+    dtypes = {"qweight": WORDS, "qzeros": WORDS, "scales": FLOATS}
     check = partial(_check_neighbours, group_size, "config.json says desc_act false or static_groups true")
-    parts, checks = ((*tensors, "g_idx"), {}) if act_order else (tensors, {"g_idx": check})
-    return Reader("gptq", STEPS[bits], group_size, parts, make, checks, asymmetric, act_order)
+    dtypes, checks = (dtypes | {"g_idx": WORDS}, {}) if act_order else (dtypes, {"g_idx": check})
+    return Reader("gptq", STEPS[bits], group_size, dtypes, make, checks, asymmetric, act_order)
 
 
 def _make_gptq(
@@ -94,9 +96,9 @@ def _make_gptq(
     if rows % each or columns % each:
         raise ValueError(f"qweight cannot hold {rows} x {columns} codes, which are no multiples of {each}.")
     groups = count_groups(columns, group_size)
-    check_part("qweight", parts["qweight"], (torch.int32,), columns // each, rows)
-    check_part("qzeros", parts["qzeros"], (torch.int32,), groups, rows // each)
-    check_part("scales", parts["scales"], SCALE_DTYPES, groups, rows)
+    check_shape("qweight", parts["qweight"], columns // each, rows)
+    check_shape("qzeros", parts["qzeros"], groups, rows // each)
+    check_shape("scales", parts["scales"], groups, rows)
     zeros, middle = unpack_words(parts["qzeros"], bits), 2 ** (bits - 1)
     if offset is not None:
         zeros = (zeros + offset) & (2**bits - 1)
@@ -104,7 +106,7 @@ def _make_gptq(
         zeros = torch.full_like(zeros, middle)  # not all tools agree on the version where it has no effect
     else:
         raise ValueError(f"qzeros has zero points other than {middle}, although config.json says sym true.")
-    order = _order("g_idx", parts, (torch.int32,), columns, group_size)
+    order = _order("g_idx", parts, columns, group_size)
     return integers(bits, unpack_words(parts["qweight"].t(), bits), parts["scales"].t(), zeros.t(), order)
 
 
@@ -139,24 +141,25 @@ def pack_quantized(weights: Mapping[str, Any], unreadable: Any) -> Reader:
     group_size = choose_group_size(method, weights.get("group_size") if strategy == "group" else None)
     asymmetric = not weights.get("symmetric", True)
     act_order = weights.get("actorder") in ("group", "dynamic") and group_size is not None  # two names of the same
-    zeros, order = ("weight_zero_point",) if asymmetric else (), ("weight_g_idx",) if act_order else ()
+    dtypes = {"weight_packed": WORDS, "weight_scale": FLOATS}
+    dtypes |= {"weight_zero_point": WORDS} if asymmetric else {}
+    dtypes |= {"weight_g_idx": ("I32", "I64")} if act_order else {}
     check_order = partial(_check_neighbours, group_size, "config.json has no such actorder")
     checks = {"weight_shape": _check_shape} | ({} if act_order else {"weight_g_idx": check_order})
     make = partial(_make_packed, bits, group_size)
-    parts = ("weight_packed", "weight_scale", *zeros, *order)
-    return Reader(method, STEPS[bits], group_size, parts, make, checks, asymmetric, act_order)
+    return Reader(method, STEPS[bits], group_size, dtypes, make, checks, asymmetric, act_order)
 
 
 def _make_packed(bits: int, group_size: int | None, parts: Mapping[str, Tensor], rows: int, columns: int) -> Held:
     each, groups = _WORD_BITS // bits, count_groups(columns, group_size)
-    check_part("weight_packed", parts["weight_packed"], (torch.int32,), rows, -(-columns // each))
-    check_part("weight_scale", parts["weight_scale"], SCALE_DTYPES, rows, groups)
+    check_shape("weight_packed", parts["weight_packed"], rows, -(-columns // each))
+    check_shape("weight_scale", parts["weight_scale"], rows, groups)
     codes = unpack_words(parts["weight_packed"], bits)[:, :columns]
     zero_points = torch.full((rows, groups), 2 ** (bits - 1), dtype=torch.uint8)
     if (words := parts.get("weight_zero_point")) is not None:
-        check_part("weight_zero_point", words, (torch.int32,), -(-rows // each), groups)
+        check_shape("weight_zero_point", words, -(-rows // each), groups)
         zero_points = unpack_words(words.t(), bits).t()[:rows]
-    order = _order("weight_g_idx", parts, (torch.int32, torch.int64), columns, group_size)
+    order = _order("weight_g_idx", parts, columns, group_size)
     return integers(bits, codes, parts["weight_scale"], zero_points, order)
 
 
@@ -180,13 +183,11 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
     return ((octets.unsqueeze(2) >> shifts) & (2**bits - 1)).view(words.shape[0], -1)
 
 
-def _order(
-    part: str, parts: Mapping[str, Tensor], dtypes: tuple[torch.dtype, ...], columns: int, group_size: int | None
-) -> Tensor:
+def _order(part: str, parts: Mapping[str, Tensor], columns: int, group_size: int | None) -> Tensor:
     """The group of each column: of neighbours, unless a tensor says it."""
     if part not in parts:
         return blocks(columns, group_size)
-    check_part(part, parts[part], dtypes, columns)
+    check_shape(part, parts[part], columns)
     named, groups = parts[part].long(), count_groups(columns, group_size)
     if bool(((named < 0) | (named >= groups)).any()):
         raise ValueError(f"{part} names groups that do not exist: there are {groups}.")

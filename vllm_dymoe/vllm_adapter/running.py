@@ -38,7 +38,7 @@ class Running:
         self.foresight, self.observation = foresight, observation
         self.prompts: PromptTap | None = None  # for a system that does not ask
         takes = runtime.system.foresight is not None and runtime.system.foresight.takes_predictor
-        if takes or runtime.system.precision.heavy_hitters is not None:
+        if takes or runtime.system.precision.by_phase:
             self.prompts = PromptTap(lambda: self.runtime.system, step, drafted, self._predictor_asks)
         self._model = model
         self._decode: DecodeSteps | None = None

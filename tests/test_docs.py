@@ -166,7 +166,7 @@ def test_python_of_the_examples_compiles_and_imports(page):
 def test_worker_methods_of_the_examples_exist():
     worker = definitions(ROOT / "vllm_dymoe" / "vllm_adapter" / "worker.py")
     named = set(re.findall(r"[\"`](dymoe_[a-z_]+)[\"`]", ALL)) - {"dymoe_domain"}
-    assert {"dymoe_stats", "dymoe_resize", "dymoe_precision", "dymoe_predictor"} <= named
+    assert {"dymoe_stats", "dymoe_resize", "dymoe_precision"} <= named
     assert {f"DymoeWorkerExtension.{name}" for name in named} <= worker
 
 

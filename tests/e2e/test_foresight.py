@@ -10,9 +10,8 @@ from typer.testing import CliRunner
 from vllm.model_executor.models import qwen3_moe
 
 import vllm_dymoe
-from tests.e2e.engines import MODEL, answer, engine, prompts, recorded_layers, runtime_of, same_bits
+from tests.e2e.engines import answer, engine, prompts, recorded_layers, runtime_of, same_bits
 from vllm_dymoe.cli import app
-from vllm_dymoe.observe import statistics
 from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.predict.checkpoint import load_predictor
 from vllm_dymoe.predict.next_gate import NextGate
@@ -135,45 +134,29 @@ def test_a_router_that_is_more_than_its_gate_is_served_without_the_gate(odd_rout
     assert trace.num_tokens == report["tokens"] == trace.in_order().numel()
     assert trace.num_requests == 6
     assert trace.next_gate is None
-    assert statistics.activation_similarity(trace) is not None
+    assert trace.router_inputs is not None
 
 
-def test_a_server_records_and_takes_over_what_was_trained_on_it(tmp_path):
+def test_what_is_trained_on_a_trace_foresees_more_than_popularity(tmp_path):
     traces, file = tmp_path / "traces", tmp_path / "predictor.safetensors"
     with engine(dymoe=OPTIONS | {"system": "duoserve", "trace": str(traces)}) as llm:
         assert isinstance(runtime_of(llm).predictor.predictor, Popularity), "until there is a predictor"
-        (before,) = llm.collective_rpc("dymoe_predictor")
-        assert before == {"file": None, "card": None}
         answer(llm, prompts()[2:], max_tokens=32)
         tokens, layers, popular = answered(llm)
         llm.collective_rpc("dymoe_trace")
-
-        result = CliRunner().invoke(app, ["train", str(traces), "--out", str(file), "--epochs", "6"])
-        assert result.exit_code == 0, result.output
-
-        (damaged := tmp_path / "damaged").write_bytes(file.read_bytes()[:-100])
-        with pytest.raises(Exception, match=r"vllm-dymoe: .*damaged cannot be read as a predictor"):
-            llm.collective_rpc("dymoe_predictor", kwargs={"file": str(damaged)})
-        assert isinstance(runtime_of(llm).predictor.predictor, Popularity), "the old one goes on"
-
-        (taken,) = llm.collective_rpc("dymoe_predictor", kwargs={"file": str(file)})
-        assert taken["file"] == str(file)
-        assert taken["card"]["header"]["num_layers"] == 8
+    result = CliRunner().invoke(app, ["train", str(traces), "--out", str(file), "--epochs", "6"])
+    assert result.exit_code == 0, result.output
+    with engine(dymoe=OPTIONS | {"system": "duoserve", "predictor": str(file)}) as llm:
         begin = time.perf_counter()
         new_tokens, new_layers, trained = answered(llm)
         seconds = time.perf_counter() - begin
-        assert new_tokens == tokens
-        assert same_bits(new_layers, layers)
+    assert new_tokens == tokens
+    assert same_bits(new_layers, layers)
 
-        def accuracy(stats):
-            return stats.predictions["right"] / stats.predictions["wanted"]
+    def accuracy(stats):
+        return stats.predictions["right"] / stats.predictions["wanted"]
 
-        assert accuracy(trained) > accuracy(popular)
-        assert trained.predictor_bytes == load_predictor(file)[1].nbytes * 2  # float32 on a CPU, float16 in the file
-        assert trained.predictor_bytes < trained.peak_expert_bytes <= trained.budget_bytes
-        assert 0 < trained.prediction_seconds < seconds
-
-        model = llm.llm_engine.vllm_config.quant_config.loading._model
-        fingerprint, model.__dict__["model_fingerprint"] = model.model_fingerprint, "f" * 16
-        with pytest.raises(Exception, match=f"was trained for {MODEL} with the weights {fingerprint}"):
-            llm.collective_rpc("dymoe_predictor", kwargs={"file": str(file)})
+    assert accuracy(trained) > accuracy(popular)
+    assert trained.predictor_bytes == load_predictor(file)[1].nbytes * 2  # float32 on a CPU, float16 in the file
+    assert trained.predictor_bytes < trained.peak_expert_bytes <= trained.budget_bytes
+    assert 0 < trained.prediction_seconds < seconds

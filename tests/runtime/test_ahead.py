@@ -99,17 +99,16 @@ def test_prompts_and_budgets_between_steps_take_the_slots_back(want):
             assert (table.staged_for == -1).all()
 
 
-def test_another_predictor_ends_it_because_graphs_hold_the_first_one():
+def test_without_its_predictor_nothing_is_fetched_ahead():
     runtime = decided_runtime(STORE, "50%", Exact(ahead_in_graph=6), predictor=NextGate(gates(), TOP_K))
-    for end in (lambda: runtime.set_predictor(NextGate(gates(), TOP_K)), lambda: runtime.set_predictor(None)):
-        runtime.memory.device_side.fetch_ahead(6)
-        whole_step(lambda *layer: decode(runtime, *layer), 0, 2)
-        moved = runtime.stats().bytes_moved["prefetch"]
-        assert moved > 0
-        end()
-        assert not runtime.memory.device_side.most_ahead
-        whole_step(lambda *layer: decode(runtime, *layer), 0, 2)
-        assert runtime.stats().bytes_moved["prefetch"] == moved
+    runtime.memory.device_side.fetch_ahead(6)
+    whole_step(lambda *layer: decode(runtime, *layer), 0, 2)
+    moved = runtime.stats().bytes_moved["prefetch"]
+    assert moved > 0
+    runtime.drop_predictor()
+    assert not runtime.memory.device_side.most_ahead
+    whole_step(lambda *layer: decode(runtime, *layer), 0, 2)
+    assert runtime.stats().bytes_moved["prefetch"] == moved
 
 
 def test_without_a_predictor_or_the_option_there_is_no_branch():

@@ -1,4 +1,4 @@
-"""A predictor in the runtime: counted, replaced while it serves, asked at the right moment, harmless when wrong."""
+"""A predictor in the runtime: counted, asked at the right moment, harmless when wrong."""
 
 import random
 import time
@@ -124,45 +124,6 @@ def test_its_memory_is_part_of_the_budget():
         slots(10**9, of_bytes)
 
 
-def test_another_takes_over_while_it_serves():
-    runtime = with_budget(STORE, "50%", predictor=Names(), link_gbps=LINK)
-    run(runtime, STEPS[:8])
-    kept = kept_by(runtime)
-    named = runtime.stats().predictions["named"]
-    assert named > 0
-    log = []
-    runtime.set_predictor(Names(log=log))  # of the same size: nothing else changes
-    assert kept_by(runtime) == kept
-    run(runtime, STEPS[8:16])
-    assert log
-    assert runtime.stats().predictions["named"] > named, "the counts go on"
-
-    limit = runtime.budget.limit
-    runtime.set_predictor(Names(FORMAT.nbytes))
-    assert runtime.budget.limit == limit + FORMAT.nbytes
-    run(runtime, STEPS[:8])
-    runtime.resize(limit)
-    before, named = runtime.predictor, runtime.stats().predictions["named"]
-    with pytest.raises(ConfigError, match="need"):
-        runtime.set_predictor(Names(10**9))
-    run(runtime, STEPS[:8])
-    assert runtime.predictor is before
-    assert runtime.stats().predictions["named"] > named
-    runtime.engine.close()
-
-
-def test_a_runtime_that_foresaw_nothing_begins_to():
-    runtime = with_budget(STORE, "50%", link_gbps=LINK)
-    run(runtime, STEPS[:8])
-    assert sum(runtime.stats().prefetches.values()) == 0
-    log = []
-    runtime.set_predictor(Names(log=log))
-    run(runtime, STEPS[:32])
-    assert log.count("predict 0") == 8
-    assert sum(runtime.stats().prefetches.values()) > 0
-    runtime.engine.close()
-
-
 def test_what_was_computed_to_warm_up_is_not_counted():
     x, weights = torch.randn(512, STORE.experts.formats[4].hidden).bfloat16(), torch.full((512, 2), 0.5)
 
@@ -184,20 +145,6 @@ def test_what_was_computed_to_warm_up_is_not_counted():
         return predictor.predict(0)
 
     assert favourites([4, 5], warm=True) == favourites([4, 5], warm=False) != []
-
-
-def test_the_rest_of_a_budget_is_remembered_when_a_predictor_comes():
-    """After a resize the share that counts is the new one."""
-    runtime = with_budget(STORE, "25%")
-    quarter = runtime.plan.slots
-    runtime.resize("50%")
-    runtime.set_predictor(Names(100))
-    assert runtime.plan.slots != quarter
-    assert runtime.budget.limit == runtime.kernel.workspace_bytes + 100 + int(0.5 * STORE.experts.nbytes(4))
-    with pytest.raises(ConfigError, match="many is no budget"):
-        runtime.resize("many")
-    runtime.set_predictor(Names(200))
-    assert runtime.budget.limit == runtime.kernel.workspace_bytes + 200 + int(0.5 * STORE.experts.nbytes(4))
 
 
 @pytest.mark.parametrize("budget", ["100%", "50%"])

@@ -101,9 +101,9 @@ class PredictionStats:
 class Measured:
     """A predictor that is watched; ``seconds`` of host time its predictions took."""
 
-    def __init__(self, predictor: Predictor, stats: PredictionStats | None = None) -> None:
+    def __init__(self, predictor: Predictor) -> None:
         self.predictor = predictor
-        self.stats = stats or PredictionStats()
+        self.stats = PredictionStats()
         self.seconds = 0.0
         self._named: dict[int, set[int]] = {}
 

@@ -160,7 +160,7 @@ class MoERuntime:
         files = self.level.files if self.level else store
         if isinstance(files, FileStore):
             self.serving.disk = files.counts
-        self._expert_budget, self._agree = options.expert_budget, agree
+        self._agree = agree
         self._counts: DecodeCounts | None = None
         self.asleep = 0  # at which level
         popularity = read_popularity(self.experts, system, hotness, agree)
@@ -174,10 +174,8 @@ class MoERuntime:
         """Change the expert budget, as the option has it; the cache starts empty, and what a smaller one leaves goes
         back to the device. The old one stays with a ValueError: it is not a budget, or cannot hold one expert of each
         tier, or the device has not so much, or a read that was given up still has not ended."""
-        parsed = ExpertBudget.parse(budget)
-        plan = self._spending.plan(parsed, self.options, self.system, self.beside)
+        plan = self._spending.plan(ExpertBudget.parse(budget), self.options, self.system, self.beside)
         self._replace("expert_budget", self.options, self.system, plan)
-        self._expert_budget = parsed
 
     def set_precision(self, **changes: Any) -> None:
         """Change retention, tiers or another parameter of the system, as
@@ -198,23 +196,9 @@ class MoERuntime:
         else:
             self._replace("precision", options, system, plan)
 
-    def set_predictor(self, predictor: Predictor | None) -> None:
-        """Foresee with another predictor, or with none; with a ConfigError the old one goes on: the budget has no room
-        for it, or a read that was given up still has not ended.
-
-        Where it takes other memory than the one before, the slots are shared out again and the cache starts empty.
-        Captured decode steps go on asking the predictor of their capture, and fetch nothing ahead any more.
-        """
-        serving, before = self.serving, self.predictor
-        named = None if predictor is None else Measured(predictor, before.stats if before else None)
-        serving.predictor = named
-        try:
-            if named is not None and (before is None or before.nbytes != named.nbytes):
-                plan = self._spending.plan(self._expert_budget, self.options, self.system, self.beside)
-                self._replace("the predictor", self.options, self.system, plan)
-        except ConfigError:
-            serving.predictor = before
-            raise
+    def drop_predictor(self) -> None:
+        """Foresee nothing from now on; captured decode steps fetch nothing ahead any more."""
+        self.serving.predictor = None
         if self.memory.device_side is not None:
             self.memory.device_side.fetch_ahead(0)
 

@@ -8,15 +8,12 @@ number of experts. When the layer runs for the first request, the gate has to ch
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.predict import Gate, Predictor, PredictorError, RoutedModel
-from vllm_dymoe.predict.checkpoint import PredictorCard, read_card
-from vllm_dymoe.predict.trained import TrainedPredictor
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.systems import make_system
 from vllm_dymoe.vllm_adapter.announcements import logger
@@ -109,7 +106,6 @@ class Foresight(Observer):
         self._unchecked: set[int] = set()
         self._turn_off: Callable[[], None] = lambda: None
         self.gates: list[Gate] = []  # by layer; empty where not needed, and once one chose otherwise than vLLM
-        self.trained: tuple[Path | None, PredictorCard | None] = (None, None)  # file and card of what is in force
 
     def model_made(self, model: torch.nn.Module) -> None:
         if self._wanted and not self._found:  # the first, and not its draft
@@ -137,11 +133,9 @@ class Foresight(Observer):
         elif self._needs_gates:
             return None
         try:
-            predictor = self._system.foresight.make(model) if self._system.foresight else None
-            self.trained = model.predictor, None if model.predictor is None else read_card(model.predictor)
+            return self._system.foresight.make(model) if self._system.foresight else None
         except PredictorError as error:
             raise ConfigError(f"vllm-dymoe: {error}") from error
-        return predictor
 
     def listen(self, observation: Observation, turn_off: Callable[[], None]) -> None:
         """Observe until every gate is checked; ``turn_off`` is called if the predictor cannot go on."""
@@ -159,19 +153,6 @@ class Foresight(Observer):
                 self._give_up(str(error))
         if not self._unchecked:
             self._observation.leave(self)
-
-    def take_over(self, model: RoutedModel, put: Callable[[Predictor], None]) -> None:
-        """Foresee with a trained predictor, which ``put`` hands to the runtime; gates are still checked for the trace.
-
-        ConfigError if it is damaged, another model's, or has no room; the old one goes on.
-        """
-        assert model.predictor is not None
-        try:
-            predictor, card = TrainedPredictor.load(model), read_card(model.predictor)
-        except PredictorError as error:
-            raise ConfigError(f"vllm-dymoe: {error}") from error
-        put(predictor)
-        self._needs_gates, self.trained = False, (model.predictor, card)
 
     def _give_up(self, reason: str) -> None:
         if self._needs_gates:

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping, Sequence, Set
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -121,7 +120,7 @@ class Loading:
         options, config, spec, store = self.options, self.config, self._model.layers[0], self._model.store
         assert store is not None
         device = torch.device(config.device_config.device)
-        predictor = self._foresight.predictor(self._routed_model(options.predictor))
+        predictor = self._foresight.predictor(self._routed_model())
         if options.trace is not None and config.parallel_config.enable_expert_parallel:
             options = without_device(options)
         runtime = self._runtime(store, options, device, predictor, self._obstacle)
@@ -143,7 +142,7 @@ class Loading:
         speculative, step = config.speculative_config, RunningStep()
         drafted = speculative.num_speculative_tokens if speculative else 0
         failures = make_step_failures(step, shared=meets(config.parallel_config))
-        self.running = Running(runtime, step, failures, self._foresight, observation, self._routed_model, drafted)
+        self.running = Running(runtime, step, failures, self._foresight, observation, drafted)
 
     def _extend(self, running: Running, draft: ModelStore) -> None:
         """Add a draft's layers behind the model's; the slots are shared out again among all of them."""
@@ -200,8 +199,8 @@ class Loading:
         given["rates"] = self._model.rates
         return MoERuntime(store, options, device, budget, **given)
 
-    def _routed_model(self, predictor: Path | None) -> RoutedModel:
-        experts = self.experts
+    def _routed_model(self) -> RoutedModel:
+        experts, predictor = self.experts, self.options.predictor
 
         def held(layer: int) -> Set[int]:
             assert self.running is not None

@@ -1,13 +1,11 @@
 """One rank that serves: the forward of its MoE layers, in the steps of requests and while vLLM warms up."""
 
 import contextlib
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from vllm_dymoe.predict import RoutedModel
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.transfer import TransferError
@@ -31,7 +29,6 @@ class Running:
         failures: StepFailures,
         foresight: Foresight,
         observation: Observation,
-        model: Callable[[Path | None], RoutedModel],  # what predictors may know, given the file of a trained one
         drafted: int = 0,  # tokens that speculative decoding adds to a request's one
     ) -> None:
         self.runtime, self.step, self.failures = runtime, step, failures
@@ -40,7 +37,6 @@ class Running:
         takes = runtime.system.foresight is not None and runtime.system.foresight.takes_predictor
         if takes or runtime.system.precision.by_phase:
             self.prompts = PromptTap(lambda: self.runtime.system, step, drafted, self._predictor_asks)
-        self._model = model
         self._decode: DecodeSteps | None = None
         if runtime.decode is not None:
             self._decode = DecodeSteps(runtime, runtime.decode, step, observation, 1 + drafted, self.prompts)
@@ -48,7 +44,7 @@ class Running:
         failures.on_failure = observation.forget
         if (doorbell := runtime.host_side.doorbell) is not None:
             failures.late, doorbell.on_failure = True, failures.record_late
-        foresight.listen(observation, lambda: self.runtime.set_predictor(None))
+        foresight.listen(observation, lambda: self.runtime.drop_predictor())
 
     def _predictor_asks(self) -> bool:
         predictor = self.runtime.predictor
@@ -146,17 +142,6 @@ class Running:
         """Go on with a draft's layers behind the model's; the host decides in all of them."""
         assert runtime.decode is None
         self.runtime, self._decode = runtime, None
-
-    def take_predictor(self, path: Path) -> None:
-        """Foresee with a trained predictor from the next step on; if it is refused (ConfigError), with the old one."""
-        side = self.runtime.memory.device_side
-        before = side is not None and side.most_ahead > 0
-        self.foresight.take_over(self._model(path), self.runtime.set_predictor)
-        if before:
-            logger.warning(
-                "vllm-dymoe: decode steps that the device decides fetch nothing ahead any more (ahead_in_graph), "
-                "because they hold the predictor that they began with; start again with the new one as its option."
-            )
 
     def _failed(self, error: TransferError) -> None:
         if not self.step.warming_up:

@@ -1,23 +1,20 @@
-"""Methods that every vLLM worker gets, for ``LLM.collective_rpc`` and ``/collective_rpc``, and HTTP routes to them.
+"""Methods that every vLLM worker gets, for ``LLM.collective_rpc`` and ``/collective_rpc``, and an HTTP route to one.
 
-vLLM loads routes only if ``VLLM_PLUGINS`` names them. Paths begin with ``/v1``, which is what ``--api-key`` guards.
+vLLM loads routes only if ``VLLM_PLUGINS`` names them. The path begins with ``/v1``, which is what ``--api-key`` guards.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
 
-from vllm_dymoe.config import ConfigError
 from vllm_dymoe.quantize.recording import CalibrationError
 from vllm_dymoe.runtime import MoERuntime, precision_of, start_timeline, stop_timeline
 from vllm_dymoe.runtime.moe import resize_host_memory
 from vllm_dymoe.vllm_adapter.running import Running
 
-ROUTES = {"/v1/dymoe/precision": "dymoe_precision", "/v1/dymoe/predictor": "dymoe_predictor"}
-"""The worker method behind each path."""
+PATH = "/v1/dymoe/precision"
 
 
 class DymoeWorkerExtension:
@@ -53,20 +50,6 @@ class DymoeWorkerExtension:
         if changes:
             runtime.set_precision(**changes)
         return dict(precision_of(runtime))
-
-    def dymoe_predictor(self, file: str | None = None, **unknown: Any) -> dict[str, Any]:
-        """Foresee with another file of ``vllm-dymoe train``, from the next step on; without one only ask.
-
-        Returns file and model card of the predictor in force, None where none was trained. ValueError if the file is
-        damaged, another model's, or has no room; the old one goes on.
-        """
-        rank = _rank(self)
-        if unknown:
-            raise ConfigError(f"vllm-dymoe: {', '.join(unknown)} cannot be set here; only file can.")
-        if file is not None:
-            rank.take_predictor(Path(file))
-        path, card = rank.foresight.trained
-        return {"file": None if path is None else str(path), "card": None if card is None else asdict(card)}
 
     def dymoe_start_timeline(self) -> None:
         start_timeline(_runtime(self))
@@ -122,33 +105,28 @@ def _problem(action: Callable[[], None]) -> str | None:
 
 
 class PrecisionEndpoint:
-    """``GET`` asks what is in force, ``POST`` with an object of changes makes them; see the worker methods."""
+    """``GET`` asks what is in force, ``POST`` with an object of changes makes them; see ``dymoe_precision``."""
 
     name = "dymoe"
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        for path, method in ROUTES.items():
-            _add(app, path, method)
+        @app.get(PATH)
+        async def ask(request: Request) -> dict[str, Any]:
+            return await _call(request.app.state, {})
+
+        @app.post(PATH)
+        async def change(request: Request, changes: dict[str, Any]) -> dict[str, Any]:
+            return await _call(request.app.state, changes)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         state.dymoe_engine = engine_client
 
 
-def _add(app: FastAPI, path: str, method: str) -> None:
-    @app.get(path)
-    async def ask(request: Request) -> dict[str, Any]:
-        return await _call(request.app.state, method, {})
-
-    @app.post(path)
-    async def change(request: Request, changes: dict[str, Any]) -> dict[str, Any]:
-        return await _call(request.app.state, method, changes)
-
-
-async def _call(state: Any, method: str, changes: dict[str, Any]) -> dict[str, Any]:
+async def _call(state: Any, changes: dict[str, Any]) -> dict[str, Any]:
     """The answers of all ranks; a sentence of ours is the client's mistake."""
     try:
-        return {"ranks": await state.dymoe_engine.collective_rpc(method, kwargs=changes)}
+        return {"ranks": await state.dymoe_engine.collective_rpc("dymoe_precision", kwargs=changes)}
     except Exception as error:
         _, ours, sentence = str(error).partition("vllm-dymoe: ")
         if not ours:

@@ -44,4 +44,4 @@ def scheduled(*tokens, drafted=None, new=(), reading=(), finished=(), computed=N
 def rank_of(runtime, drafted=0, observation=None):
     step, foresight = RunningStep(), Foresight(Options(system="on-demand"))
     observation = observation or Observation()
-    return Running(runtime, step, StepFailures(step), foresight, observation, lambda path: None, drafted)
+    return Running(runtime, step, StepFailures(step), foresight, observation, drafted)

@@ -148,7 +148,7 @@ def test_two_ranks_publish_in_the_same_step_and_answer_like_one_with_their_map(t
     assert [rank["misses"] for rank in stats] == [0, 0]
     with engine(dymoe=TWO | {"expert_budget": "100%"}) as llm:
         runtime, high = runtime_of(llm), held == HIGH
-        runtime._spending = replace(runtime._spending, popularity=high.astype(float))
+        runtime._spending = replace(runtime._spending, hotness=high.astype(float))
         least, fine = runtime.minimum_budget, runtime.experts.formats[4].nbytes
         runtime.resize(least + (int(high.sum()) - 1) * fine)
         runtime.serving.migration = None

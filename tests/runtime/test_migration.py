@@ -36,17 +36,15 @@ from tests.support.instead import Instead
 from tests.support.patience import becomes
 from tests.support.recorded_device import record_reads
 from vllm_dymoe.config import ConfigError, Options
-from vllm_dymoe.observe.synthetic import synthetic_trace
 from vllm_dymoe.residency.format import BlobKey
 from vllm_dymoe.residency.hotness import Swap
-from vllm_dymoe.residency.identity import ModelIdentity
 from vllm_dymoe.residency.routing import Phase
 from vllm_dymoe.residency.rule import HIGH, LOW
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.fetcher import Fetcher
+from vllm_dymoe.runtime.kept_hotness import keep_hotness
 from vllm_dymoe.runtime.migration import ARRIVED, FAILED, UNDER_WAY, Migration
-from vllm_dymoe.runtime.popularity import keep_hotness
 from vllm_dymoe.runtime.sizing import expert_worth, minimum_budget, plan_slots, workspace_bytes
 from vllm_dymoe.systems.dynaexq import DynaExq
 from vllm_dymoe.transfer import Reason
@@ -384,7 +382,7 @@ def test_every_plan_holds_everybody_and_as_many_high_as_it_can(kind, nbytes):
     options, system = Options(hi=bits[0], lo=bits[1], group_size=32), DynaExq()
     least = minimum_budget(experts, options, system, 1000)
     if nbytes < least:
-        with pytest.raises(ConfigError, match=f"at least {least} bytes, or stream_cold"):
+        with pytest.raises(ConfigError, match=f"at least {least} bytes, or serve"):
             plan_slots(experts, options, system, nbytes, 1000)
         return
     plan = plan_slots(experts, options, system, nbytes, 1000)
@@ -401,22 +399,16 @@ def test_every_plan_holds_everybody_and_as_many_high_as_it_can(kind, nbytes):
     assert high >= 23 or nbytes - spent < one_more
 
 
-def test_layers_have_places_by_what_high_versions_are_worth_there():
+def test_layers_have_places_by_their_traffic():
     experts, options = make_experts(layers=3, num_experts=8, nested=True), Options(hi=4, lo=2, group_size=32)
-    system = DynaExq(layer_worth=(3, 1, 2))
-    limit = minimum_budget(experts, options, system, 0) + 5 * experts.formats[4].nbytes
+    limit = minimum_budget(experts, options, DynaExq(), 0) + 5 * experts.formats[4].nbytes
 
-    def places(system, **popularity):
-        return plan_slots(experts, options, system, limit, 0, **popularity).quotas[Tier.HI]
+    def places(hotness=None):
+        return plan_slots(experts, options, DynaExq(), limit, 0, hotness=hotness).quotas[Tier.HI]
 
-    assert places(DynaExq()) == [2, 2, 2]
-    assert places(system) == [3, 1, 2]
-    traffic = np.array([[3.1, 2.4, 1.2, 0.7], [5.0, 2.9, 0.1, 0], [2.3, 2.2, 2.1, 1.4]])
-    traffic = np.pad(traffic, ((0, 0), (0, 4)))
-    assert places(DynaExq(), popularity=traffic) == [2, 2, 2]
-    assert places(system, popularity=traffic) == [2, 1, 3]
-    with pytest.raises(ConfigError, match="layer_worth has 2 numbers, but this rank has 3 layers"):
-        places(DynaExq(layer_worth=(1, 1)))
+    assert places() == [2, 2, 2]
+    traffic = np.array([[3.1, 2.4, 1.2, 0.7], [5.0, 2.9, 0.1, 0], [2.5, 2.45, 2.42, 1.4]])
+    assert places(np.pad(traffic, ((0, 0), (0, 4)))) == [1, 2, 3]
 
 
 def test_places_are_for_experts_whose_low_versions_lose_most():
@@ -432,7 +424,7 @@ def test_places_are_for_experts_whose_low_versions_lose_most():
     assert worth[1, 7] / worth[1, 0] == pytest.approx(32**0.5)
     assert worth[1, 7] == pytest.approx(3 * (32 / 8.75) ** 0.5), "beside its own layer's"
     limit = minimum_budget(experts, options, DynaExq(), 0) + 3 * experts.formats[4].nbytes
-    plan = plan_slots(store.experts, options, DynaExq(), limit, 0, popularity=np.ones((2, 8)))
+    plan = plan_slots(store.experts, options, DynaExq(), limit, 0, hotness=np.ones((2, 8)))
     assert plan.quotas[Tier.HI] == [2, 2]
 
 
@@ -441,63 +433,12 @@ def test_the_least_budget_serves(nested):
     runtime = dynaexq(STORES[nested], high=1)
     assert runtime.plan.limit == runtime.minimum_budget
     list(serve(runtime, random_steps(0)))
-    with pytest.raises(ConfigError, match="stream_cold"):
+    with pytest.raises(ConfigError, match='system "dymoe", which fetches'):
         runtime.resize(runtime.minimum_budget - 1)
     runtime.resize(runtime.minimum_budget + 100_000)
     assert (runtime.memory.table.tier == HIGH).all()
     list(serve(runtime, random_steps(0)))
     assert runtime.stats().misses == 0
-
-
-@pytest.mark.parametrize("misses", ["fetch", "compute"])
-@pytest.mark.parametrize("nested", [True, False])
-def test_with_stream_cold_a_smaller_budget_fetches_cold_experts_low_and_hot_ones_stay_high(nested, misses):
-    """Experts 0 and 1 have nine tenths of every token's weight, and later 4 and 5. Cold ones that are not fetched but
-    computed where they lie are high, too."""
-    store = STORES[nested]
-    less = dynaexq(store, high=1).minimum_budget - 5000
-    options = Options(hi=4, lo=2, group_size=32, expert_budget=less, misses=misses)
-    runtime = MoERuntime(store, options, CPU, system=DynaExq(**AT_ONCE | {"window_uses": 2}, stream_cold=True))
-    assert not runtime.plan.holds_all
-    for hot in ((0, 1), (4, 5)):
-        for step in range(24):
-            runtime.serving.begin_step(Phase.DECODE)
-            for layer in range(LAYERS):
-                x, _, ids = random_step(step, 6, store.experts)
-                cold = torch.tensor([expert for expert in range(EXPERTS) if expert not in hot])[ids[:, 1] % 4]
-                ids = torch.stack([torch.tensor(hot * 3), cold], 1).int()
-                step_of_layer = layer, x, torch.tensor([[0.9, 0.1]] * 6), ids
-                out, tier = forward(runtime, *step_of_layer), runtime.memory.table.tier[layer]
-                if step > 20 and misses == "compute":
-                    plan = ByNumber(low=frozenset((tier == LOW).nonzero()[0].tolist()))
-                    assert torch.equal(out, forward(make_runtime(store, system=plan), *step_of_layer))
-            if step == 20:
-                runtime.reset_stats()
-            runtime.check_integrity()
-        stats = runtime.stats()
-        assert stats.misses > 0, "cold experts pass"
-        assert (stats.there, stats.transfers["demand"])[misses == "fetch"] > 0
-        assert (stats.transfers["demand"], stats.there)[misses == "fetch"] == 0
-        assert 0 < stats.planned["hi"] < stats.planned["lo"]
-        high = {expert for _, expert in zip(*(runtime.memory.table.tier == HIGH).nonzero(), strict=True)}
-        assert set() < high <= set(hot)
-
-
-def test_a_trace_says_which_experts_are_high_at_first_and_where(tmp_path):
-    trace = synthetic_trace(ModelIdentity("model", "", LAYERS, EXPERTS, 2, 64), requests=3, prompt=8, decode=8)
-    trace.experts[:, 0] = torch.tensor([0, 1])  # a layer in which two places get everything
-    trace.save(tmp_path / "trace.safetensors")
-    runtime = dynaexq(STORES[True], 3, popularity=tmp_path / "trace.safetensors")
-    load = np.zeros((LAYERS, EXPERTS))
-    shares = trace.weights.float() / trace.weights.float().sum(-1, keepdim=True)
-    for layer in range(LAYERS):
-        experts, squares = trace.experts[:, layer].flatten().long(), shares[:, layer].flatten() ** 2
-        load[layer] = np.bincount(experts, squares, minlength=EXPERTS)
-    high = runtime.memory.table.tier == HIGH
-    assert high.sum() == 3
-    assert load[high].sum() == pytest.approx(np.sort(load, axis=None)[-3:].sum())
-    with pytest.raises(ConfigError, match="trace of 3 layers with 6 experts, but this rank has 2 with 6"):
-        dynaexq(make_store(make_experts(nested=True)), 5, popularity=tmp_path / "trace.safetensors")
 
 
 def test_an_expert_that_cannot_be_read_at_start_is_named():

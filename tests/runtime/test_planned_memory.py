@@ -14,7 +14,7 @@ from tests.runtime.steps import CPU, random_step
 from tests.runtime.test_migration import AT_ONCE, frozen_output
 from tests.runtime.two_ranks import on_two_ranks
 from tests.small_model import make_experts, make_store
-from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.config import Options
 from vllm_dymoe.residency.hotness import GATE_UNIT, squared_gates
 from vllm_dymoe.residency.routing import Phase
 from vllm_dymoe.residency.rule import HIGH, LOW
@@ -132,8 +132,3 @@ def test_experts_of_other_ranks_and_rows_of_padding_are_not_counted():
     squares = [0.25**2 + 0.75**2, 0, 0, 0, 0, 0.25**2]  # weights count as shares of their token's
     assert gates.tolist() == [[square * GATE_UNIT for square in squares]] * LAYERS
     runtime.engine.close()
-
-
-def test_a_budget_that_streams_is_the_hosts():
-    with pytest.raises(ConfigError, match='"dynaexq" chooses with its options needs the host'):
-        planned_runtime(True, stream_cold=True)

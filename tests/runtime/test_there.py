@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.runtime.decided import check_decided, decided_runtime, decode, decode_wide, rates_of, run_decided
+from tests.runtime.replayed import replay
 from tests.runtime.steps import BUDGETS, STEPS, ByNumber, forward, random_step, run, with_budget
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.kernels import CpuKernel, native
@@ -21,7 +22,6 @@ from vllm_dymoe.residency.wide_rule import narrow_parts
 from vllm_dymoe.runtime import host_side, moe
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS
 from vllm_dymoe.runtime.moe import start_timeline, stop_timeline
-from vllm_dymoe.runtime.replayed import Replayed
 from vllm_dymoe.systems.dymoe import Dymoe
 from vllm_dymoe.transfer import TransferError
 
@@ -221,7 +221,7 @@ def answers(store, budget, system, ratio, fates=None, **options):
         runtime = with_budget(store, budget, system, misses="share", link_gbps=FAST, **options)
     runtime.serving.records_fates = True
     if fates is not None:
-        runtime.serving.replayed = Replayed(fates, runtime.memory.table)
+        replay(runtime, fates)
     outs, found = [], []
     for step in steps_of_both_layers(store.experts):
         routings = [Routing(layer, 2, x, ids, weights) for layer, (x, weights, ids) in enumerate(step)]

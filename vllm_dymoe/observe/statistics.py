@@ -3,30 +3,14 @@
 import torch
 
 from vllm_dymoe.observe.trace import Trace
-from vllm_dymoe.residency.hotness import squared_gates
-
-
-def load(trace: Trace) -> torch.Tensor:
-    """How often each expert was chosen: float64 [layers, experts]."""
-    return _summed(trace, torch.ones_like(trace.experts, dtype=torch.int64))
-
-
-def gate_load(trace: Trace) -> torch.Tensor:
-    """The sum of each expert's squared gates: float64 [layers, experts]; see :func:`~.hotness.squared_gates`."""
-    return _summed(trace, squared_gates(trace.weights))
-
-
-def _summed(trace: Trace, values: torch.Tensor) -> torch.Tensor:
-    """Of int64 values [tokens, layers, top_k] for each expert: float64 [layers, experts]."""
-    layers, experts = trace.header.num_layers, trace.header.num_experts
-    index = trace.experts.long() + experts * torch.arange(layers)[:, None]
-    sums = torch.zeros(layers * experts, dtype=torch.int64).index_add_(0, index.flatten(), values.flatten())
-    return sums.view(layers, experts).double()
 
 
 def popularity(trace: Trace) -> torch.Tensor:
-    """The share of a layer's choices that each expert has (DuoServe-MoE Eq. 2): [layers, experts], rows sum to 1."""
-    counts = load(trace)
+    """The share of a layer's choices that each expert has (DuoServe-MoE Eq. 2): float64 [layers, experts], rows sum to
+    1; 0 in a layer that chose nothing."""
+    layers, experts = trace.header.num_layers, trace.header.num_experts
+    index = (trace.experts.long() + experts * torch.arange(layers)[:, None]).flatten()
+    counts = torch.bincount(index, minlength=layers * experts).view(layers, experts).double()
     return counts / counts.sum(-1, keepdim=True).clamp(min=1)
 
 

@@ -78,10 +78,7 @@ class HostSide:
         by_tier = {HIGH: serving.bits[Tier.HI], LOW: serving.bits[Tier.LO]}
         formats = {code: self._experts.formats.get(bits) for code, bits in by_tier.items()}
         most = _ANY_ROWS if self.worker is None else self._options.misses_rows
-        table = costs(formats, self.rates, most)
-        if serving.system.residency.migrating is not None:  # what is not there is computed at the high version
-            table[LOW, Cost.FIRST_ROW :] = table[HIGH, Cost.FIRST_ROW :]
-        return table
+        return costs(formats, self.rates, most)
 
     def describe(self) -> str:
         """What becomes of misses, in words; empty if all are fetched."""

@@ -225,18 +225,18 @@ def views(store: HostStore) -> Callable[[int, int, tuple[int, ...]], Expert]:
     return view
 
 
-def check_memory(memory: ExpertMemory, in_flight: Iterable[tuple[Tier, Slot, bool]]) -> None:
-    """AssertionError unless every slot is free, in a row, or in flight, and the budget is kept; waits for the
-    device."""
+def check_memory(memory: ExpertMemory, in_flight: Iterable[tuple[Tier, Slot, bool]], *, moving: bool = False) -> None:
+    """AssertionError unless every slot is free, in a row, or in flight, and the budget is kept, by each layer unless
+    shares are moving; waits for the device."""
     there, decides = list(in_flight), memory.writer is Writer.DEVICE
     if memory.device_side is not None:
         on_device = memory.device_side.table.on_host()
-        check_integrity(on_device, ranges=decides, moving=memory.plan.holds_all)
+        check_integrity(on_device, ranges=decides, moving=moving)
         memory.read_device()
         for name in ("tier", "slot"):
             ours, theirs = getattr(memory.table, name), getattr(on_device, name)
             assert np.array_equal(ours, theirs[: len(ours)]), "the device reads other rows than the host"
-    check_integrity(memory.table, ranges=decides, moving=memory.plan.holds_all)
+    check_integrity(memory.table, ranges=decides, moving=moving)
     for tier, pool in memory.pools.items():
         filling = [(slot.index, kept) for other, slot, kept in there if other is tier]
         if decides:

@@ -25,7 +25,7 @@ from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.device_side import DecodeCounts
 from vllm_dymoe.runtime.fetcher import Fetch, Fetcher
 from vllm_dymoe.runtime.layer_changes import LayerChanges
-from vllm_dymoe.runtime.sizing import expert_worth, layer_worth
+from vllm_dymoe.runtime.sizing import expert_worth
 from vllm_dymoe.systems.base import Migrating
 from vllm_dymoe.transfer import Reason, TransferError, TransferStats
 from vllm_dymoe.transfer.ticket import State
@@ -66,7 +66,7 @@ class Migration:
 
     Args:
         fetcher: of a memory whose slots are all free.
-        popularity: float64 [layers, experts], which are high at first; the first of each layer if None.
+        hotness: float64 [layers, experts] to begin with; nothing is known if None.
         agree: with other ranks.
         decoded: counts what routers choose in steps without the host; None where there are no such steps.
         keep: is given the hotness now and then, for the next start.
@@ -76,7 +76,7 @@ class Migration:
         self,
         fetcher: Fetcher,
         migrating: Migrating,
-        popularity: NDArray[np.float64] | None = None,
+        hotness: NDArray[np.float64] | None = None,
         agree: Agree = list,
         decoded: DecodeCounts | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -90,12 +90,11 @@ class Migration:
         shape = memory.table.tier.shape
         places = memory.table.shares[:, HIGH]
         self._places = int(places.sum())
-        self._worth = expert_worth(memory.experts, migrating, layer_worth(memory.experts, migrating.layer_worth))
-        own = shape[0] - memory.experts.draft_layers
-        self._changes = None if migrating.layer_worth else LayerChanges(own)
+        self._worth = expert_worth(memory.experts, migrating, [1.0] * shape[0])
+        self._changes: LayerChanges | None = LayerChanges(shape[0] - memory.experts.draft_layers)
         self._counts = np.zeros((2, *shape), np.int64)  # uses, and squared gates
         self._seen, self._least = 0, migrating.window_uses * self._counts[0].size
-        self.hotness = np.zeros(shape) if popularity is None else popularity  # in even shares, of the last window
+        self.hotness = np.zeros(shape) if hotness is None else hotness  # in even shares, of the last window
         self._planned: deque[Swap] = deque()
         self._flying: list[_Move] = []
         self._began, self._busy = clock(), 0.0
@@ -103,7 +102,7 @@ class Migration:
         self._turns, self._look = 0, 1 if agree is list else _LOOK
         self._closing = False
         # Where nothing is known of traffic, those that lose most.
-        _bring_all(fetcher, hottest(self._worth * (1.0 if popularity is None else popularity), places))
+        _bring_all(fetcher, hottest(self._worth * (1.0 if hotness is None else hotness), places))
         for layer in range(shape[0]):
             memory.rows_changed(layer)
 

@@ -24,10 +24,9 @@ from vllm_dymoe.runtime.decode_plain import PlainDecode
 from vllm_dymoe.runtime.device_memory import make_device_memory
 from vllm_dymoe.runtime.device_side import DecodeCounts
 from vllm_dymoe.runtime.host_side import HostSide
-from vllm_dymoe.runtime.hot_set import HotSet
+from vllm_dymoe.runtime.kept_hotness import keep_hotness, read_hotness
 from vllm_dymoe.runtime.memory import Budget, ExpertMemory, Writer, check_memory
 from vllm_dymoe.runtime.migration import Agree, Migration
-from vllm_dymoe.runtime.popularity import keep_hotness, read_popularity
 from vllm_dymoe.runtime.precision import changed_precision
 from vllm_dymoe.runtime.serving import Serving
 from vllm_dymoe.runtime.sizing import (
@@ -84,7 +83,7 @@ class _Spending:
 
     experts: ModelExperts  # of the rank
     filled: bool  # slots for every expert are filled at start
-    popularity: NDArray[np.float64] | None  # float64 [layers, experts], of a system that asks for it
+    hotness: NDArray[np.float64] | None  # float64 [layers, experts], where the last start left one
     automatic: int  # bytes to use if the budget is automatic
 
     def plan(self, budget: ExpertBudget | int, options: Options, system: System, beside: int) -> SlotPlan:
@@ -92,7 +91,7 @@ class _Spending:
         if isinstance(budget, ExpertBudget):
             budget = limit_in_bytes(budget, self.experts, options, beside, self.automatic)
         spent = self.experts, options, system, budget, beside
-        return plan_slots(*spent, filled=self.filled, popularity=self.popularity)
+        return plan_slots(*spent, filled=self.filled, hotness=self.hotness)
 
 
 class MoERuntime:
@@ -163,9 +162,10 @@ class MoERuntime:
         self._agree = agree
         self._counts: DecodeCounts | None = None
         self.asleep = 0  # at which level
-        popularity = read_popularity(self.experts, system, hotness, agree)
+        hotness = hotness if system.residency.migrating is not None else None
+        known = None if hotness is None else read_hotness(hotness, self.experts, agree)
         self._keep = None if hotness is None else partial(keep_hotness, hotness)
-        self._spending = _Spending(self.experts, decoding is not None, popularity, automatic_budget)
+        self._spending = _Spending(self.experts, decoding is not None, known, automatic_budget)
         self._allocate(options, system, self._spending.plan(options.expert_budget, options, system, self.beside))
 
     # -- what can change between two steps --------------------------------------------------------
@@ -230,18 +230,16 @@ class MoERuntime:
             self.decode.wide.set_slots(side.staging if passes else dict.fromkeys(side.staging, 0), side.shares)
         self._serve_with(options, system)
         serving.begin()
-        if migrating is not None and plan.holds_all:
+        if migrating is not None:
             if self.decode is not None and self._counts is None:  # once: captured steps add to them
                 self._counts = DecodeCounts(self.decode.table)
                 self.decode.wide.count = self._counts.add_layer
             decoded = self._counts
             if decoded is not None:
                 decoded.clear()
-            start = before.hotness if before and before.hotness.any() else self._spending.popularity
+            start = before.hotness if before and before.hotness.any() else self._spending.hotness
             args = serving.fetcher, migrating, start, self._agree, decoded
             serving.migration = Migration(*args, keep=self._keep)
-        elif migrating is not None:
-            serving.hot_set = HotSet(memory, migrating)
 
     def _serve_with(self, options: Options, system: System) -> None:
         self.options = options
@@ -302,7 +300,7 @@ class MoERuntime:
         """AssertionError unless, between steps, nothing is pinned, no slot is lost, and the budget is kept."""
         self.serving.fetcher.collect()
         flying = ((fetch.tier, fetch.slot, fetch.kept) for fetch in self.serving.on_their_way())
-        check_memory(self.memory, flying)
+        check_memory(self.memory, flying, moving=self.serving.migration is not None)
         if self.level is not None:
             self.level.check_integrity()
 

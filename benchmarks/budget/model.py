@@ -81,32 +81,31 @@ def write(folder: Path, layers: int) -> None:
         weight_map.update(dict.fromkeys(tensors, name))
         size += sum(tensor.nbytes for tensor in tensors.values())
 
-    save(
-        "dense.safetensors",
-        {
-            "model.embed_tokens.weight": weight(vocabulary(layers), HIDDEN, gain=HIDDEN**0.5),  # a token has rms 1
-            "lm_head.weight": weight(vocabulary(layers), HIDDEN),
-            "model.norm.weight": torch.ones(HIDDEN, dtype=torch.bfloat16),
-        },
-    )
+    ones = torch.ones(HIDDEN, dtype=torch.bfloat16)
+    save("dense.safetensors", {
+        "model.embed_tokens.weight": weight(vocabulary(layers), HIDDEN, gain=HIDDEN**0.5),  # a token has rms 1
+        "lm_head.weight": weight(vocabulary(layers), HIDDEN),
+        "model.norm.weight": ones,
+    })  # fmt: skip
+    keys = KV_HEADS * HEAD_DIM
     for layer in range(layers):
-        prefix = f"model.layers.{layer}"
         tensors = {
-            f"{prefix}.input_layernorm.weight": torch.ones(HIDDEN, dtype=torch.bfloat16),
-            f"{prefix}.post_attention_layernorm.weight": torch.ones(HIDDEN, dtype=torch.bfloat16),
-            f"{prefix}.self_attn.q_proj.weight": weight(HEADS * HEAD_DIM, HIDDEN),
-            f"{prefix}.self_attn.k_proj.weight": weight(KV_HEADS * HEAD_DIM, HIDDEN),
-            f"{prefix}.self_attn.v_proj.weight": weight(KV_HEADS * HEAD_DIM, HIDDEN),
-            f"{prefix}.self_attn.o_proj.weight": weight(HIDDEN, HEADS * HEAD_DIM, ADDED),
-            f"{prefix}.self_attn.q_norm.weight": torch.ones(HEAD_DIM, dtype=torch.bfloat16),
-            f"{prefix}.self_attn.k_norm.weight": torch.ones(HEAD_DIM, dtype=torch.bfloat16),
-            f"{prefix}.mlp.gate.weight": weight(EXPERTS, HIDDEN),
+            "input_layernorm": ones,
+            "post_attention_layernorm": ones.clone(),
+            "self_attn.q_proj": weight(HEADS * HEAD_DIM, HIDDEN),
+            "self_attn.k_proj": weight(keys, HIDDEN),
+            "self_attn.v_proj": weight(keys, HIDDEN),
+            "self_attn.o_proj": weight(HIDDEN, HEADS * HEAD_DIM, ADDED),
+            "self_attn.q_norm": torch.ones(HEAD_DIM, dtype=torch.bfloat16),
+            "self_attn.k_norm": torch.ones(HEAD_DIM, dtype=torch.bfloat16),
+            "mlp.gate": weight(EXPERTS, HIDDEN),
         }
         for expert in range(EXPERTS):
-            tensors[f"{prefix}.mlp.experts.{expert}.gate_proj.weight"] = weight(INTERMEDIATE, HIDDEN)
-            tensors[f"{prefix}.mlp.experts.{expert}.up_proj.weight"] = weight(INTERMEDIATE, HIDDEN)
-            tensors[f"{prefix}.mlp.experts.{expert}.down_proj.weight"] = weight(HIDDEN, INTERMEDIATE, ADDED)
-        save(f"layer-{layer:02d}.safetensors", tensors)
+            tensors[f"mlp.experts.{expert}.gate_proj"] = weight(INTERMEDIATE, HIDDEN)
+            tensors[f"mlp.experts.{expert}.up_proj"] = weight(INTERMEDIATE, HIDDEN)
+            tensors[f"mlp.experts.{expert}.down_proj"] = weight(HIDDEN, INTERMEDIATE, ADDED)
+        named = {f"model.layers.{layer}.{name}.weight": tensor for name, tensor in tensors.items()}
+        save(f"layer-{layer:02d}.safetensors", named)
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "generation_config.json").write_text("{}")

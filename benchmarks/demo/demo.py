@@ -38,18 +38,11 @@ def serve(options: dict[str, Any] | None, result: Path) -> None:
     """Child: answer all prompts with one engine and write what happened as JSON."""
     from vllm import LLM, SamplingParams
 
-    begin = time.perf_counter()
     settings = {} if options is None else {"quantization": "dymoe", "additional_config": {"dymoe": options}}
     llm = LLM(
-        model=str(MODEL),
-        enforce_eager=True,
-        max_model_len=512,
-        max_num_seqs=32,
-        enable_prefix_caching=False,
-        disable_log_stats=False,
-        **settings,
-    )
-    ready = time.perf_counter() - begin
+        model=str(MODEL), enforce_eager=True, max_model_len=512, max_num_seqs=32, enable_prefix_caching=False,
+        disable_log_stats=False, **settings,
+    )  # fmt: skip
     prompts = [prompt["prompt"] for prompt in json.loads((MODEL / "prompts.json").read_text())]
     sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     llm.generate(prompts[:1], sampling, use_tqdm=False)  # the first call compiles
@@ -61,7 +54,6 @@ def serve(options: dict[str, Any] | None, result: Path) -> None:
     outputs = llm.generate(prompts, sampling, use_tqdm=False)
     seconds = time.perf_counter() - begin
     data = {
-        "ready_seconds": ready,
         "ttft_ms": [1e3 * m.first_token_latency for m in singles],
         "tpot_ms": [1e3 * (m.last_token_ts - m.first_token_ts) / (m.num_generation_tokens - 1) for m in singles],
         "batch_tokens_per_second": sum(len(o.outputs[0].token_ids) for o in outputs) / seconds,
@@ -79,7 +71,7 @@ def run_engine(name: str, log: Path) -> dict[str, Any]:
         result = Path(folder) / "result.json"
         environment = os.environ | {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_LOGGING_COLOR": "0",
         }
         command = [sys.executable, __file__, "--engine", name, "--result", str(result)]
@@ -91,12 +83,11 @@ def run_engine(name: str, log: Path) -> dict[str, Any]:
 
 def equal_shares(tokens: list[list[int]], reference: list[list[int]]) -> tuple[float, float]:
     """Shares of equal tokens: of all, and up to each answer's first difference, behind which texts part."""
-    equal = compared = comparable = 0
+    equal = compared = comparable = parted = 0
     for ours, theirs in zip(tokens, reference, strict=True):
         same = [a == b for a, b in zip(ours, theirs, strict=True)]
-        equal, compared = equal + sum(same), compared + len(same)
+        equal, compared, parted = equal + sum(same), compared + len(same), parted + (False in same)
         comparable += same.index(False) + 1 if False in same else len(same)
-    parted = sum(ours != theirs for ours, theirs in zip(tokens, reference, strict=True))
     return equal / compared, (comparable - parted) / comparable
 
 
@@ -125,22 +116,6 @@ def rows(results: dict[str, dict[str, Any]]) -> list[list[str]]:
     return table
 
 
-def show_table(console: Console, lines: list[list[str]]) -> None:
-    """One column per engine."""
-    table = Table(title="The same prompts, a quarter of the experts on the device", title_justify="left")
-    for name in (line[0] for line in lines):
-        table.add_column(name, justify="right" if name else "left")
-    for line in list(zip(*lines, strict=True))[1:]:
-        table.add_row(*line)
-    console.print(table)
-    console.print(
-        "Times of one request at a time; equal tokens against vLLM without the plugin, greedy, at the same position.\n"
-        "A budget of 25% holds a quarter of the experts; the kernel's workspace comes on top and is counted.",
-        style="dim",
-        highlight=False,
-    )
-
-
 def main() -> None:
     """Parse the command line; without arguments run the whole demonstration."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -152,21 +127,31 @@ def main() -> None:
         serve(ENGINES[arguments.engine], arguments.result)
         return
 
-    console = Console()
+    console = Console(highlight=False)
     logs = Path(tempfile.mkdtemp(prefix="dymoe-demo-"))
     results = {}
     for name in ENGINES:
         with console.status(f"{name}: starting the engine and answering ..."):
             log = logs / f"{name.replace(' ', '-')}.log"
             results[name] = run_engine(name, log)
-        active = [line for line in log.read_text().splitlines() if "is active" in line]
-        console.print(f"[bold]{name}[/bold] answered.", highlight=False)
-        if active:
-            console.print(active[-1][active[-1].index("vllm-dymoe") :], style="dim", highlight=False)
-    console.print()
+        console.print(f"[bold]{name}[/bold] answered.")
+        for line in log.read_text().splitlines():
+            if "is active" in line:
+                console.print(line[line.index("vllm-dymoe") :], style="dim")
     show_texts(console, results["dymoe 4-bit"])
-    show_table(console, lines := rows(results))
-    console.print(f"Logs of the engines: {logs}", style="dim", highlight=False)
+    table = Table(title="The same prompts, a quarter of the experts on the device", title_justify="left")
+    lines = rows(results)
+    for name in (line[0] for line in lines):
+        table.add_column(name, justify="right" if name else "left")
+    for line in list(zip(*lines, strict=True))[1:]:
+        table.add_row(*line)
+    console.print(table)
+    console.print(
+        "Times of one request at a time; equal tokens against vLLM without the plugin, greedy, at the same position.\n"
+        "A budget of 25% holds a quarter of the experts; the kernel's workspace comes on top and is counted.\n"
+        f"Logs of the engines: {logs}",
+        style="dim",
+    )
     if arguments.readme:
         machine = f"{platform.machine()} CPU, {os.cpu_count()} cores"
         note = f"Medians of one run on one {machine}; one request at a time but for the batch."

@@ -29,11 +29,7 @@ from readme import markdown, put  # noqa: E402
 TIMES = 2.5
 TOKENS, PROMPT, REQUESTS, TOGETHER = 32, 160, 8, 16  # of an answer; characters of a prompt
 PAUSE_SECONDS = 0.2
-SYSTEMS = {
-    "llama.cpp, mmap": "llama",
-    "dymoe, page cache": "cache",
-    "dymoe, host_memory": "level",
-}
+SYSTEMS = {"llama.cpp, mmap": "llama", "dymoe, page cache": "cache", "dymoe, host_memory": "level"}
 WARM, SLACK = 640, 64 << 20  # requests of a soak, and bytes
 SOAK = "soak"  # the last of them, with short answers for as long as is asked for
 Ask = Callable[[Sequence[str]], Sequence[list[int] | str]]
@@ -214,20 +210,15 @@ def main() -> None:
         f"past the page cache, {disk.depth} at once, {disk.cached / 1e9:.2f} through it"
     )
     found: dict[str, Any] = {}
+    alone = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    alone |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # as llama.cpp has
     for label, system in {SOAK: SOAK}.items() if arguments.soak else SYSTEMS.items():
-        out = arguments.work / f"{system}-{arguments.width}.json"
+        out, log = arguments.work / f"{system}-{arguments.width}.json", arguments.work / f"{system}.log"
         if arguments.soak or system in arguments.only:
-            log = arguments.work / f"{system}.log"
             command = [sys.executable, __file__, "--width", arguments.width, "--work", arguments.work]
             command += ["--soak", arguments.soak, "--child", system, memory, out]
-            environment = os.environ | {
-                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                "VLLM_CPU_KVCACHE_SPACE": "1",
-                "OMP_NUM_THREADS": "1",  # as llama.cpp has
-                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            }
             with log.open("w") as file:
-                done = subprocess.run([str(part) for part in command], stdout=file, stderr=file, env=environment)
+                done = subprocess.run([*map(str, command)], stdout=file, stderr=file, env=os.environ | alone)
             if done.returncode:
                 raise SystemExit(f"{label} failed; see {log}")
         if out.is_file():  # of this call, or of an earlier one
@@ -243,35 +234,27 @@ def report(found: dict[str, Any], experts: int, memory: int, past: float) -> Non
     answers = {json.dumps(run["one"].pop("answers")) for label, run in found.items() if label.startswith("dymoe")}
     if len(answers) > 1:
         raise SystemExit("two ways of ours have given other answers.")
-    columns = [
-        "one request, tokens/s",
-        "read MB/token",
-        "eight, tokens/s",
-        "read MB/token",
-        "experts in memory, MB",
-        "process, MB",
-    ]
-    lines = []
+    columns = ["one request, tokens/s", "read MB/token", "eight, tokens/s", "read MB/token"]
+    columns += ["experts in memory, MB", "process, MB"]
+    lines, more = [], []
     for label, run in found.items():
         cells = [label]
-        for part in (run["one"], run["eight"]):
+        for name, part in (("one", run["one"]), ("eight", run["eight"])):
             part.pop("answers", None)
             cells += [f"{part['tokens_per_second']:.1f}", f"{part['read_bytes_per_token'] / 1e6:.1f}"]
+            if "belady" in part:
+                rate, least = part["disk_bytes_per_second"], max(1, part["belady"])
+                more.append(
+                    f"{name}: {part['hits']:.1%} hits, {part['demanded'] / least:.2f} times Belady's misses and "
+                    f"{part['fetched'] / least:.2f} times its reads, {rate / 1e9:.2f} GB/s while reads are under way "
+                    f"({rate / past:.0%})"
+                )
         lines.append([*cells, f"{run['experts_bytes'] / 1e6:.0f}", f"{run['anonymous_bytes'] / 1e6:.0f}"])
     table = markdown(["", *columns], lines)
     said = (
         f"{experts / 1e6:.0f} MB of experts, {memory / 1e6:.0f} MB for them; {platform.machine()} CPU, "
         f"{os.cpu_count()} cores; the disk reads {past / 1e9:.2f} GB/s."
     )
-    more = []
-    for name, part in ((name, run[name]) for run in found.values() for name in ("one", "eight")):
-        if "belady" in part and "disk_bytes_per_second" in part:
-            rate, least = part["disk_bytes_per_second"], max(1, part["belady"])
-            more.append(
-                f"{name}: {part['hits']:.1%} hits, {part['demanded'] / least:.2f} times Belady's misses and "
-                f"{part['fetched'] / least:.2f} times its reads, {rate / 1e9:.2f} GB/s while reads are under way "
-                f"({rate / past:.0%})"
-            )
     text = f"{table}\n\n{said} Ours, in the order of the table: {'; '.join(more)}."
     print(text)
     if len(found) == len(SYSTEMS):

@@ -43,7 +43,7 @@ def test_counts_add_up_and_sizes_do_not():
 def test_every_share_is_of_what_it_says():
     measured = summarise([answers()]) | {"peak_device_bytes": 9e6}
     fast = {**measured, "decode_tokens_per_second": 2 * measured["decode_tokens_per_second"]}
-    bounds = Bounds(link=1e9, memory=1e9, token_bytes={(4, 2): 1e7}, expert_bytes={4: 2_000_000})
+    bounds = Bounds(link=1e9, memory=1e9, token_bytes={4: 1e7}, expert_bytes={4: 2_000_000})
     cells, _ = lines([row("exact", measured), row("full load, 4 bits", fast)], bounds)
     assert cells["of full load"] == "50%"
     assert cells["hits"] == "75.0%"
@@ -51,6 +51,8 @@ def test_every_share_is_of_what_it_says():
     assert cells["MB/token: demand"] == "1.5"
     assert cells["ahead"] == "0.5"
     assert cells["link used"] == "8%"  # 8 MB in 0.1 s of 1 GB/s
+    assert cells["memory used"] == "", "of a batch"
+    (cells,) = lines([row("exact", measured, batch=1)], bounds)
     assert cells["memory used"] == "50%"  # 10 MB in 20 ms
 
 

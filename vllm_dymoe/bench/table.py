@@ -15,8 +15,8 @@ class Bounds:
 
     link: float | None = None  # bytes per second that the link reaches, where it is not emulated
     memory: float | None = None  # bytes per second that device memory reaches
-    token_bytes: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    """Bytes that a token has to read at a bit-width and batch, if the model is known."""
+    token_bytes: Mapping[int, float] = field(default_factory=dict)
+    """Bytes that the step of one request has to read at a bit-width, if the model is known."""
     expert_bytes: Mapping[int, int] = field(default_factory=dict)  # of one expert at a bit-width
 
 
@@ -39,7 +39,7 @@ def _cells(row: Row, bounds: Bounds, full_load: Row) -> dict[str, str]:
     emulated, moved, seconds = options.get("link_gbps"), decode.get("bytes_moved"), measured.get("decode_seconds")
     link = emulated * 1e9 if emulated else bounds.link
     tokens = 1e6 * max(1, measured.get("decode_tokens", 1))
-    token_bytes = bounds.token_bytes.get((bits, row["batch"]))
+    token_bytes = bounds.token_bytes.get(bits) if row["batch"] == 1 else None  # of more, experts coincide
     held, widths = decode.get("resident_experts", {}), {"hi": bits, "lo": options.get("lo", 0)}
     resident = sum(count * bounds.expert_bytes.get(widths[tier], 0) for tier, count in held.items())
     said = {

@@ -108,9 +108,7 @@ class Bench:
         (found,) = [row for row in read_rows(self.out / ROWS) if row["kind"] == "machine"]
         bits = {width for row in rows for width in (bits_of(row), (row["options"] or {}).get("lo", 0)) if width}
         blobs = {width: fmt.whole_nbytes for width, fmt in self.shape.packed(tuple(sorted(bits))).formats.items()}
-        tokens = {
-            (width, row["batch"]): self.shape.step_bytes(blobs[width], row["batch"]) for row in rows for width in blobs
-        }
+        tokens = {width: self.shape.token_bytes(nbytes) for width, nbytes in blobs.items()}
         return Bounds(found["link_bytes_per_second"], found["memory_bytes_per_second"], tokens, blobs)
 
 

@@ -38,10 +38,9 @@ class ModelShape:
     def dense_bytes(self) -> int:
         return self.dense_weights * ITEM
 
-    def step_bytes(self, expert_bytes: float, batch: int) -> float:
-        """Bytes of device memory that a decode step reads if tokens choose independently of each other."""
-        active = self.experts * (1 - (1 - self.top_k / self.experts) ** batch)
-        return self.token_weights * ITEM + self.moe_layers * active * expert_bytes
+    def token_bytes(self, expert_bytes: float) -> float:
+        """Bytes of device memory that a decode step of one request reads."""
+        return self.token_weights * ITEM + self.moe_layers * self.top_k * expert_bytes
 
     def packed(self, bits: tuple[int, ...], group_size: int = 64) -> ModelExperts:
         formats = stored_formats(

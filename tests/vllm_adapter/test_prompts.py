@@ -78,5 +78,9 @@ def test_marks_say_the_same_without_a_look(begin):
     marks = tap.marks(62, CPU)
     assert torch.equal(marks[:59], tap.tokens(59, CPU).rows)
     assert not marks[59:].any()
+    begin([1, 7])
+    assert tap.marks(12, CPU).nonzero().flatten().tolist() == [*range(1, 8)], (
+        "rows behind the last prompt are not its own"
+    )
     begin([1, 1])
     assert tap.marks(2, CPU) is None

@@ -68,6 +68,7 @@ class TritonKernel:
         self.device = torch.device(device)
         self._semaphores = torch.zeros(_SEMAPHORES, dtype=torch.int32, device=device)
         self._memory = torch.empty(workspace_bytes - 4 * _SEMAPHORES, dtype=torch.uint8, device=device)
+        self._floats = self._memory[: len(self._memory) // 4 * 4].view(torch.float32)
         self._larger: Tensor | None = None
         self.step: TritonStep
         self._compiled: set[tuple[ExpertShape, frozenset[int], Activation]] = set()
@@ -101,7 +102,7 @@ class TritonKernel:
         if kind in self._compiled:
             return
         shape, dtype, device = table.shape, table.shape.dtype, self.device
-        tiles = choose_tiles(self._architecture, shape.hidden, shape.intermediate)
+        tiles = self._tiles_of(shape)
         row = torch.zeros(1, dtype=torch.int64, device=device)
         work = WorkList(torch.zeros(1, 3, dtype=torch.int32, device=device), row, row)
         x = torch.empty(1, shape.hidden, dtype=dtype, device=device)
@@ -127,12 +128,12 @@ class TritonKernel:
     ) -> None:
         """Gate and up, and then down, of what one work list names."""
         inner = table.shape.intermediate
-        used = _round_up(2 * inner * work.positions)
-        hidden = self._memory[: 2 * inner * work.positions].view(x.dtype).view(work.positions, inner)
+        used = 2 * inner * work.positions
+        hidden = self._memory[:used].view(x.dtype).view(work.positions, inner)
         if receive is not None:
             receive(2)  # gate and up are one launch
         if grouped == DECODE:
-            scratch = Scratch(self._memory[used : len(self._memory) // 4 * 4].view(torch.float32), self._semaphores)
+            scratch = Scratch(self._floats[-(-used // 256) * 64 :], self._semaphores)
             decode_gate_up(x, hidden, table, work, activation, tiles.gate_up, scratch, start=start)
             if receive is not None:
                 receive(3)
@@ -144,30 +145,20 @@ class TritonKernel:
             grouped_down(hidden, out, table, work, tiles.grouped_down[grouped], start=start)
 
     def decode_step(self, formats: Sequence[Formats], activation: Activation) -> DecodeStep:
-        """A whole decode step of experts of some formats, in this kernel's scratch.
-
-        Raises:
-            ValueError: they cannot share a launch.
-        """
+        """A whole decode step of experts of some formats, in this kernel's scratch; errors as :meth:`shape_of`."""
         shape, tiers = self.shape_of(formats)
-        tiles = choose_tiles(self._architecture, shape.hidden, shape.intermediate)
-        return DecodeStep(shape, tiers, tiles, activation, self._memory, self._semaphores)
+        return DecodeStep(shape, tiers, self._tiles_of(shape), activation, self._memory, self._semaphores)
 
     def wide_step(
         self, table: Mapping[str, Tensor], shape: WideShape, formats: Sequence[Formats], activation: Activation
     ) -> TritonWide:
-        """A wide step of experts of some formats.
-
-        Raises:
-            ValueError: they cannot share a launch.
-        """
+        """A wide step of experts of some formats; errors as :meth:`shape_of`."""
         experts, tiers = self.shape_of(formats)
-        tiles = choose_tiles(self._architecture, experts.hidden, experts.intermediate)
-        return TritonWide(table, shape, experts, tiers, tiles, activation, self._scratch_of)
+        return TritonWide(table, shape, experts, tiers, self._tiles_of(experts), activation, self._scratch_of)
 
     def _scratch_of(self, partials: int, semaphores: int) -> Scratch:
         """This kernel's own, or, where that is too little, larger ones that are kept as long as steps use them."""
-        own = self._memory[: len(self._memory) // 4 * 4].view(torch.float32)
+        own = self._floats
         if partials > len(own):
             if self._larger is None or len(self._larger) < partials:
                 self._larger = torch.empty(partials, dtype=torch.float32, device=self.device)
@@ -177,17 +168,14 @@ class TritonKernel:
         return Scratch(own, self._semaphores)
 
     def shape_of(self, formats: Sequence[Formats]) -> tuple[ExpertShape, frozenset[int]]:
-        """What experts of some formats have in common, and the bit-widths that launches are compiled for.
-
-        Raises:
-            ValueError: they cannot share a launch.
-        """
+        """What experts of some formats have in common, and the bit-widths that launches are compiled for; ValueError
+        if they cannot share a launch."""
         tiers = frozenset(fmt.code.tag for three in formats for fmt in three)
         return ExpertShape.of(formats, self._kinds), tiers.union(kind.bits for kind in self._kinds)
 
     def plan(self, shape: ExpertShape, counts: Sequence[int]) -> tuple[Tiles, Plan]:
         """Sizes of programs, and what they are launched for if experts have so many tokens."""
-        tiles = choose_tiles(self._architecture, shape.hidden, shape.intermediate)
+        tiles = self._tiles_of(shape)
         return tiles, plan(counts, tiles, self._limits(shape, tiles))
 
     def _limits(self, shape: ExpertShape, tiles: Tiles) -> tuple[int, int]:
@@ -202,14 +190,8 @@ class TritonKernel:
             )
         return decode, room // hidden
 
-
-def _formats(packed: Expert) -> Formats:
-    gate, up, down = packed
-    return gate.format, up.format, down.format
-
-
-def _round_up(size: int) -> int:
-    return -(-size // 256) * 256
+    def _tiles_of(self, shape: ExpertShape) -> Tiles:
+        return choose_tiles(self._architecture, shape.hidden, shape.intermediate)
 
 
 class TritonStep:
@@ -236,11 +218,8 @@ class TritonStep:
         self._known: set[int] = set()  # items whose places the device knows
 
     def launches(self, items: Sequence[int]) -> list[tuple[int, WorkList]]:
-        """Index of grouped tiles, or DECODE, and work list of each launch that some items need.
-
-        Raises:
-            TypeError, ValueError: see ExpertKernel.compute.
-        """
+        """Index of grouped tiles, or DECODE, and work list of each launch that some items need; errors as
+        :meth:`ExpertKernel.compute`."""
         some = [item for item in items if self._sizes[item]]
         if not some:
             return []
@@ -299,11 +278,7 @@ class TritonStep:
         self._index = moved[len(moved) - 2 * len(index[0]) :].view(2, -1)
 
     def _places(self, fresh: Mapping[int, Expert]) -> list[Place]:
-        """Of some items, and behind all rows those of their second sections.
-
-        Raises:
-            ValueError: a misaligned address.
-        """
+        """Of some items, and behind all rows those of their second sections; ValueError at a misaligned address."""
         places = []
         for item, expert in fresh.items():
             gate, up, down = expert

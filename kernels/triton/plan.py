@@ -66,5 +66,8 @@ def plan(counts: Sequence[int], tiles: Tiles, limits: tuple[int, int]) -> Plan:
 
 
 def token_class(tiles: Tiles, tokens: int) -> int:
-    """DECODE, or the index of the grouped tiles."""
-    return DECODE if tokens <= tiles.decode_tokens else tiles.grouped_class(tokens)
+    """DECODE, or the index of the grouped tiles that an expert with so many tokens takes."""
+    if tokens <= tiles.decode_tokens:
+        return DECODE
+    holding = (number for number, tile in enumerate(tiles.grouped_down) if tokens <= tile.block_m)
+    return next(holding, len(tiles.grouped_down) - 1)

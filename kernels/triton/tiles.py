@@ -9,7 +9,6 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 TABLE = Path(__file__).with_name("tiles.json")
 
@@ -69,17 +68,6 @@ class Tiles:
     grouped_gate_up: tuple[GroupedTile, ...]  # by ascending block_m; the first that holds its tokens, or the last
     grouped_down: tuple[GroupedTile, ...]
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "Tiles":
-        """As it stands in the table."""
-        return cls(
-            data["decode_tokens"],
-            DecodeTile(**data["gate_up"]),
-            DecodeTile(**data["down"]),
-            tuple(GroupedTile(**tile) for tile in data["grouped_gate_up"]),
-            tuple(GroupedTile(**tile) for tile in data["grouped_down"]),
-        )
-
     def shared(self, hidden: int, intermediate: int, *, weighted: bool = False) -> tuple[int, int]:
         """Elements of partial sums, and semaphores, for a position that is decoded, where programs share its sums;
         those of `down` always are if they are weighted."""
@@ -87,13 +75,6 @@ class Tiles:
         up = 2 * self.gate_up.split * inner if self.gate_up.split > 1 else 0
         down = self.down.split * outer if self.down.split > 1 or weighted else 0
         return 64 * max(up, down), max(inner, outer) if up or down else 0
-
-    def grouped_class(self, tokens: int) -> int:
-        """Which of the grouped tiles an expert with so many tokens takes."""
-        for number, tile in enumerate(self.grouped_down):
-            if tokens <= tile.block_m:
-                return number
-        return len(self.grouped_down) - 1
 
 
 @cache
@@ -109,11 +90,13 @@ def choose_tiles(architecture: int, hidden: int, intermediate: int) -> Tiles:
     known = sorted(int(name) for name in table)
     entry = table[str(max((a for a in known if a <= architecture), default=known[0]))]
     default, record = entry["default"], entry["shapes"].get(f"{hidden}x{intermediate}", {})
+    decode = [
+        DecodeTile(**{"warps": 4, "split": _split(rows, columns), **default.get(name, {}), **record.get(name, {})})
+        for name, rows, columns in (("gate_up", intermediate, hidden), ("down", hidden, intermediate))
+    ]
     data = {**default, **record}
-    for name, rows, columns in (("gate_up", intermediate, hidden), ("down", hidden, intermediate)):
-        reasoned = {"warps": 4, "split": _split(rows, columns)}
-        data[name] = {**reasoned, **default.get(name, {}), **record.get(name, {})}
-    return Tiles.from_json(data)
+    grouped = (tuple(GroupedTile(**tile) for tile in data[f"grouped_{name}"]) for name in ("gate_up", "down"))
+    return Tiles(data["decode_tokens"], *decode, *grouped)
 
 
 def _check_warps(warps: int) -> None:

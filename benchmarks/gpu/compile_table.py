@@ -25,6 +25,7 @@ import triton  # noqa: E402
 from flow import digests  # noqa: E402
 from launched import wrong_numbers  # noqa: E402
 from machine_code import compile_variant, compiled_ptx  # noqa: E402
+from readme import markdown as table  # noqa: E402
 from readme import put  # noqa: E402
 from variants import ARCHITECTURES, MAIN, Variant, all_variants  # noqa: E402
 
@@ -84,37 +85,33 @@ def markdown(rows: list[dict]) -> str:
     """By kernel, shape, tiers and note, for each Triton: ranges over the architectures."""
     groups: dict[tuple, list[dict]] = {}
     for row in rows:
-        groups.setdefault(tuple(row[column] for column in COLUMNS[2:]), []).append(row)
-    lines = ["| kernel | shape | tiers | | sm | " + " | ".join(TRITONS) + " |"]
-    lines.append("| --- | --- | --- | --- | --- |" + " --- |" * len(TRITONS))
+        groups.setdefault(key(row)[2:], []).append(row)
     order = {variant.key[1:]: number for number, variant in enumerate(all_variants())}
-    for key, some in sorted(groups.items(), key=lambda group: order[group[0]]):
+    lines = []
+    for columns, some in sorted(groups.items(), key=lambda group: order[group[0]]):
         on = sorted({row["architecture"] for row in some})
-        cells = [*key, " ".join(map(str, on))]
-        lines.append("| " + " | ".join([*cells, *(_cell(some, version) for version in TRITONS)]) + " |")
+        of_each = ([row for row in some if row["triton"] == version] for version in TRITONS)
+        lines.append([*columns, " ".join(map(str, on)), *map(_cell, of_each)])
     each = ", ".join(f"{version} ({where})" for version, where in TRITONS.items())
-    note = (
-        f"Registers, and in decode barriers and instructions of the longest loop, elsewhere tensor cores. "
-        f"Tritons: {each}."
-    )
-    return "\n".join([*lines, "", note, ""])
+    note = "Registers, and in decode barriers and instructions of the longest loop, elsewhere tensor cores."
+    return f"{table(['kernel', 'shape', 'tiers', '', 'sm', *TRITONS], lines)}\n\n{note} Tritons: {each}.\n"
 
 
-def _cell(rows: list[dict], version: str) -> str:
-    some = [row for row in rows if row["triton"] == version]
-    if not some:
+def _cell(rows: list[dict]) -> str:
+    """What one Triton made of a kernel on some architectures."""
+    if not rows:
         return ""
 
     def span(name: str) -> str:
-        values = sorted({row[name] for row in some})
+        values = sorted({row[name] for row in rows})
         return str(values[0]) if len(values) == 1 else f"{values[0]} to {values[-1]}"
 
     text = span("registers")
-    if spilled := max(row["spill_bytes"] for row in some):
+    if spilled := max(row["spill_bytes"] for row in rows):
         text += f", {spilled} bytes spilled"
-    if some[0]["kernel"] in ("gate_up", "down"):
+    if rows[0]["kernel"] in ("gate_up", "down"):
         return f"{text}; {span('barriers_in_loops')}; {span('instructions')}"
-    return "; ".join([text, *sorted({row["tensor_cores"] for row in some} - {""})])
+    return "; ".join([text, *sorted({row["tensor_cores"] for row in rows} - {""})])
 
 
 def main() -> int:
@@ -127,11 +124,15 @@ def main() -> int:
     if arguments.triton != [triton.__version__]:
         for version in arguments.triton or TRITONS:
             _with(version)
-        return 1 if _report() else 0
+        wrong = [sentence for row in known_rows() for sentence in problems(row)]
+        for sentence in wrong:
+            print(f"compile_table: {sentence}", file=sys.stderr)
+        return 1 if wrong else 0
     rows = fresh(known_rows(), all_variants())
     save(rows)
-    done = {key(row) for row in rows}
-    wanted = [v for v in all_variants() if arguments.architecture in (None, v.architecture) and _key(v) not in done]
+    done = set(map(key, rows))
+    of_these = (v for v in all_variants() if arguments.architecture in (None, v.architecture))
+    wanted = [variant for variant in of_these if (triton.__version__, *variant.key) not in done]
     print(f"Triton {triton.__version__}: {len(wanted)} rows are to be compiled", flush=True)
     if wanted and (wrong := wrong_numbers()):
         print(f"compile_table: Triton {triton.__version__}: {'; '.join(wrong)}", file=sys.stderr)
@@ -155,20 +156,9 @@ def _with(version: str) -> None:
     subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": str(folder)})
 
 
-def _report() -> list[str]:
-    wrong = [sentence for row in known_rows() for sentence in problems(row)]
-    for sentence in wrong:
-        print(f"compile_table: {sentence}", file=sys.stderr)
-    return wrong
-
-
 def key(row: dict) -> tuple:
     """Of which Triton and variant it is."""
     return tuple(row[column] for column in COLUMNS)
-
-
-def _key(variant: Variant) -> tuple:
-    return (triton.__version__, *variant.key)
 
 
 def known_rows() -> list[dict]:

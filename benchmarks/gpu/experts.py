@@ -1,18 +1,19 @@
 """Experts by themselves, without a runtime: what a kernel computes of some, and where a launch finds them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vllm_dymoe.kernels import Activation, ExpertKernel
+from vllm_dymoe.kernels import Activation, ExpertKernel, pack, pack_floats, pack_nested
 from vllm_dymoe.kernels.base import Receive
 from vllm_dymoe.kernels.triton import ExpertShape, ExpertTable
+from vllm_dymoe.residency.code import MXFP4
 from vllm_dymoe.residency.decision import Decision, Grouped
 from vllm_dymoe.residency.format import Expert
-from vllm_dymoe.residency.matrix import PackedMatrix
+from vllm_dymoe.residency.matrix import MatrixFormat, PackedMatrix
 
 
 class ExpertWork(NamedTuple):
@@ -58,6 +59,59 @@ def begin_experts(
         decision.place(item, Expert(*expert[:3]))
     kernel.begin(x, decision, out, activation)
     return items
+
+
+def random_packed(format: MatrixFormat, seed: int = 0) -> PackedMatrix:
+    """A random matrix of a format, with weights and biases of about the size that models have, over poisoned bytes."""
+    generator = torch.Generator().manual_seed(seed)
+    section = torch.full((format.nbytes,), 0xEE, dtype=torch.uint8)
+    base = torch.full((format.base.nbytes,), 0xEE, dtype=torch.uint8) if format.nested else None
+    if format.rows:
+        _fill(format, section, base, generator)
+    packed = format.view(section, None if base is None else format.base.view(base))
+    if packed.bias is not None and format.rows:
+        packed.bias.copy_(torch.randn(format.rows, generator=generator))
+    return packed
+
+
+def _fill(format: MatrixFormat, section: Tensor, base: Tensor | None, generator: torch.Generator) -> None:
+    size, code = format.columns**-0.5, format.code
+    if not format.quantized:
+        weights = torch.randn(format.rows, format.columns, generator=generator) * size
+        format.view(section).weight.copy_(weights)
+        return
+    shape = format.padded_rows if code.lattice else format.rows, format.columns
+    codes = torch.randint(0, 1 << format.bits, shape, generator=generator, dtype=torch.uint8)
+    if code.floats:
+        _pack_floats(format, codes, size, section, generator)
+        return
+    if code.lattice:
+        scales, zeros = ((torch.rand(2, format.rows, 1, generator=generator) + 0.5) * size).to(format.dtype)
+        zeros = zeros if format.nested else scales
+    else:
+        scales = (torch.rand(format.rows, format.groups, generator=generator) + 0.5) * size * 4 / (1 << format.bits)
+        zeros = torch.randn(scales.shape, generator=generator) * size / 4
+        if format.integer_zeros:
+            zeros = torch.randint(-code.midpoint, code.midpoint + 1, scales.shape, generator=generator)
+    order = torch.randperm(format.columns, generator=generator) if format.act_order else None
+    scales, zeros = scales.to(format.dtype), zeros.to(format.dtype)
+    if base is None:
+        pack(format, codes, scales, zeros, section, order)
+    else:
+        pack_nested(format, codes, scales, zeros, base, section, order)
+
+
+def _pack_floats(format: MatrixFormat, codes: Tensor, size: float, section: Tensor, generator: torch.Generator) -> None:
+    codes[~format.code.levels(codes).isfinite()] = 1
+    scales, factor = torch.rand(format.rows, format.groups, generator=generator) + 0.5, (1.0, 1.0)
+    if format.code is MXFP4:
+        exponents = 124 + scales.mul(4).to(torch.int32) - format.columns.bit_length() // 2
+        scales = exponents.to(torch.uint8).view(torch.float8_e8m0fnu)
+    elif format.code.has_factor:
+        scales, factor = (scales * 200).to(torch.float8_e4m3fn), (size, 800.0)
+    else:
+        scales = scales * size / 100
+    pack_floats(format, codes, scales, section, factor)
 
 
 def section_of(packed: PackedMatrix) -> Tensor:
@@ -112,3 +166,17 @@ def fine_offsets(shape: ExpertShape, bits: int) -> tuple[int, int, int]:
     """The same for lower halves; zeros where there are none."""
     gate, up, _ = shape.formats(bits)
     return (0, gate.nbytes, gate.nbytes + up.nbytes) if gate.nested else (0, 0, 0)
+
+
+def captured(function: Callable[[], Any]) -> Any:
+    """A graph of launches, captured as vLLM does: any thread that disturbs it fails it. They are launched once before,
+    on the stream of the capture, which compiles what is not compiled yet."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        function()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="global"):
+        function()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph

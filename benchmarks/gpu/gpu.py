@@ -43,8 +43,8 @@ PARTS = {
     MACHINE: Part("What is this machine?", 60),
     "kernels": Part("Do the kernels agree with float64?", 480),
     "runtime": Part("Does a budget, a store, prefetch or timing change a bit?", 180, _PACKAGE),
-    "graphs": Part("Do replayed graphs compute what eager launches compute?", 90, _PACKAGE),
-    "sanitizer": Part("Does compute-sanitizer find anything?", 240, _PACKAGE),
+    "graphs": Part("Do steps that the device decides compute what the host's do?", 90, _PACKAGE),
+    "sanitizer": Part("Does compute-sanitizer find anything?", 330, _PACKAGE),
     SHORT: Part("", 0, _PACKAGE, "parts.sanitizer.short"),  # what the sanitizer looks at
     "engine": Part("Does vLLM answer the same with graphs and without, at 100 and 25 %?", 420, _PACKAGE),
     "serving": Part("How long does a token take inside vLLM?", 300, _PACKAGE),
@@ -103,7 +103,7 @@ def _child(name: str, result: Path, deadline: float) -> int:
 
 
 def _run(names: list[str], output: Path, readme: Path | None) -> int:
-    from gpu_report import line, markdown, write
+    from gpu_report import line, markdown, put
 
     folder = Path(tempfile.mkdtemp(prefix="dymoe-gpu-"))
     found: dict[str, Found] = {}
@@ -141,10 +141,9 @@ def _run(names: list[str], output: Path, readme: Path | None) -> int:
     if "card" in results:
         path = output / f"gpu-{results['card'].replace(' ', '-')}-{results['date']}.json"
         path.write_text(json.dumps(results, indent=1) + "\n")
-        print(markdown(results))
-        print(f"written: {path}")
+        print(f"{markdown(results)}\nwritten: {path}")
         if readme is not None and not wrong and not results["not_run"] and set(names) == set(DEFAULT):
-            write(results, readme)
+            put(readme, "gpu", markdown(results))
             print(f"written: the table in {readme}")
     for sentence in wrong:
         print(f"gpu: {sentence}", file=sys.stderr)

@@ -10,9 +10,8 @@ from multiprocessing import get_context
 from typing import Any
 
 import torch
-from capture import captured
-from experts import compute_experts, table_of_blobs, work_of_ids
-from layers import DTYPE, GROUP, LAYERS, TIERS, TOKENS, Layer, Machine, format_of, route, work_of
+from experts import captured, compute_experts, table_of_blobs, work_of_ids
+from layers import DTYPE, LAYERS, TIERS, TOKENS, Machine, Model, route, work_of
 from record import Recorder
 
 from vllm_dymoe.kernels import Activation
@@ -38,7 +37,7 @@ def run(record: Recorder, tiers: Sequence[str] = tuple(TIERS)) -> None:
         measure(record, LAYERS, tiers, TOKENS)
 
 
-def measure(record: Recorder, layers: Sequence[Layer], tiers: Sequence[str], tokens: Sequence[int]) -> Machine:
+def measure(record: Recorder, layers: Sequence[Model], tiers: Sequence[str], tokens: Sequence[int]) -> Machine:
     """Measure the card, then one layer of each kind, then experts that are fetched through."""
     chosen = [(layer, name) for layer in layers for name in tiers]
     # Compiling takes longer than measuring; processes do it side by side, and Triton's cache on disk keeps it.
@@ -55,8 +54,8 @@ def measure(record: Recorder, layers: Sequence[Layer], tiers: Sequence[str], tok
             _measure_layer(record, machine, layer, name, count)
     # Missing experts computed and cached in one pass, beside a copy from pinned memory.
     layer = LAYERS[0]
-    bound, time = 2 * format_of(layer, 4).nbytes / machine.host_bytes_per_second, seconds(fetching_step(layer))
-    name = f"kernels, two experts of {layer.model} fetched through from the host"
+    bound, time = 2 * layer.format(4).nbytes / machine.host_bytes_per_second, seconds(fetching_step(layer))
+    name = f"kernels, two experts of {layer.name} fetched through from the host"
     record.speed(name, "us", time * 1e6, bound * 1e6, bound / time)
     return machine
 
@@ -91,9 +90,9 @@ def measure_machine() -> Machine:
     return Machine(torch.cuda.get_device_name(), copy, product, link)
 
 
-def random_expert(layer: Layer, bits: int) -> Expert:
+def random_expert(layer: Model, bits: int) -> Expert:
     """Random bytes with scales of about the size that models have."""
-    fmt = format_of(layer, bits)
+    fmt = layer.format(bits)
     expert = fmt.view(torch.randint(0, 256, (fmt.nbytes,), dtype=torch.uint8, device="cuda"))
     for packed in expert:
         size = packed.format.columns**-0.5
@@ -105,7 +104,7 @@ def random_expert(layer: Layer, bits: int) -> Expert:
     return expert
 
 
-def compile_layer(layer: Layer, tiers: str) -> None:
+def compile_layer(layer: Model, tiers: str) -> None:
     """Compile every kernel of a layer; the first launch does."""
     x, ids = torch.zeros(1, layer.hidden, device="cuda", dtype=DTYPE), torch.zeros(1, 1, dtype=torch.int64)
     work = work_of_ids({0: random_expert(layer, TIERS[tiers][0])}, ids.to("cuda"))
@@ -113,11 +112,11 @@ def compile_layer(layer: Layer, tiers: str) -> None:
     torch.cuda.synchronize()
 
 
-def _kernel(layer: Layer, tiers: str, workspace_bytes: int) -> TritonKernel:
-    return TritonKernel("cuda", workspace_bytes, [format_of(layer, bits).matrices[1] for bits in TIERS[tiers]])
+def _kernel(layer: Model, tiers: str, workspace_bytes: int) -> TritonKernel:
+    return TritonKernel("cuda", workspace_bytes, [layer.format(bits).matrices[1] for bits in TIERS[tiers]])
 
 
-def _measure_layer(record: Recorder, machine: Machine, layer: Layer, tiers: str, count: int) -> None:
+def _measure_layer(record: Recorder, machine: Machine, layer: Model, tiers: str, count: int) -> None:
     bits, routing = TIERS[tiers], route(layer, count)
     work = work_of(layer, routing, bits)
     # Hidden activations of all tokens at once, as far as memory goes: this times kernels, not workspaces.
@@ -144,13 +143,13 @@ def _measure_layer(record: Recorder, machine: Machine, layer: Layer, tiers: str,
     time, bound = seconds(captured(all_of_them).replay) / copies, work.seconds(machine)
     moved = work.weight_bytes + work.other_bytes
     remark = f"{moved / time / 1e9:.0f} GB/s, {work.flops / time / 1e12:.1f} TFLOP/s"
-    name = f"kernels, {layer.model}, {tiers} bits, {count} tokens"
+    name = f"kernels, {layer.name}, {tiers} bits, {count} tokens"
     record.speed(name, "us", time * 1e6, bound * 1e6, bound / time, remark)
 
 
-def fetching_step(layer: Layer) -> Callable[[], None]:
+def fetching_step(layer: Model) -> Callable[[], None]:
     """Compute one token with two experts of 4 bits that lie in pinned memory, and write them into slots."""
-    size, shape = format_of(layer, 4).nbytes, ExpertShape(layer.hidden, layer.intermediate, GROUP, DTYPE)
+    size, shape = layer.format(4).nbytes, ExpertShape(layer.hidden, layer.intermediate, layer.group, DTYPE)
     blobs = [torch.zeros(size, dtype=torch.uint8).pin_memory() for _ in range(2)]
     slots = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
     starts, targets = ([blob.data_ptr() for blob in some] for some in (blobs, slots))
@@ -172,7 +171,7 @@ def fetching_step(layer: Layer) -> Callable[[], None]:
     return step
 
 
-def scratch_for(layer: Layer, rows: int, gate_up: DecodeTile, down: DecodeTile) -> Scratch:
+def scratch_for(layer: Model, rows: int, gate_up: DecodeTile, down: DecodeTile) -> Scratch:
     """What programs need that share a sum of so many rows."""
     inner, hidden = (64 * -(-size // 64) for size in (layer.intermediate, layer.hidden))
     partials = rows * max(2 * gate_up.split * inner, down.split * hidden)

@@ -1,37 +1,49 @@
 """The layers that are measured, and what the hardware could do at best. No GPU is needed for this part."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from vllm_dymoe.residency.code import code_of
-from vllm_dymoe.residency.format import Format
+from vllm_dymoe.residency.format import Format, ModelExperts
 
 TOKENS = (1, 4, 16, 64, 512, 4096)
 TIERS: dict[str, tuple[int, ...]] = {"16": (16,), "8": (8,), "4": (4,), "2": (2,), "4/2": (4, 2)}
 """Bits of the experts, in turn."""
-DTYPE, GROUP = torch.bfloat16, 64
+DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True)
-class Layer:
-    """One MoE layer, from the model's config.json on Hugging Face."""
+class Model:
+    """Sizes of MoE layers that are all alike."""
 
-    model: str
     hidden: int
     intermediate: int
     experts: int
     top_k: int
+    layers: int = 1
+    group: int = 64
+    name: str = ""
+
+    def format(self, bits: int) -> Format:
+        """Of a packed expert."""
+        return Format(self.hidden, self.intermediate, code_of(bits), self.group, DTYPE)
+
+    def at(self, bits: Sequence[int]) -> ModelExperts:
+        """Its experts, stored at these widths."""
+        return ModelExperts(tuple(range(self.layers)), self.experts, self.top_k, {b: self.format(b) for b in bits})
 
 
 LAYERS = (
-    Layer("Mixtral-8x7B", 4096, 14336, 8, 2),
-    Layer("Qwen3-30B-A3B", 2048, 768, 128, 8),
-    Layer("OLMoE-1B-7B", 2048, 1024, 64, 8),
-    Layer("DeepSeek-V2-Lite", 2048, 1408, 64, 6),
-    Layer("Qwen1.5-MoE", 2048, 1408, 60, 4),
+    Model(4096, 14336, 8, 2, name="Mixtral-8x7B"),
+    Model(2048, 768, 128, 8, name="Qwen3-30B-A3B"),
+    Model(2048, 1024, 64, 8, name="OLMoE-1B-7B"),
+    Model(2048, 1408, 64, 6, name="DeepSeek-V2-Lite"),
+    Model(2048, 1408, 60, 4, name="Qwen1.5-MoE"),
 )
+"""One layer of each, from the model's config.json on Hugging Face."""
 
 
 @dataclass(frozen=True)
@@ -58,21 +70,16 @@ class Work:
         return max(moving, self.flops / machine.flops_per_second)
 
 
-def route(layer: Layer, tokens: int, seed: int = 0) -> list[list[int]]:
+def route(layer: Model, tokens: int, seed: int = 0) -> list[list[int]]:
     """Experts of each token: uniformly random, which is the worst case for few tokens."""
     generator = random.Random(seed)
     return [sorted(generator.sample(range(layer.experts), layer.top_k)) for _ in range(tokens)]
 
 
-def format_of(layer: Layer, bits: int) -> Format:
-    """Of a packed expert."""
-    return Format(layer.hidden, layer.intermediate, code_of(bits), GROUP, DTYPE)
-
-
-def work_of(layer: Layer, routing: list[list[int]], bits: tuple[int, ...]) -> Work:
+def work_of(layer: Model, routing: list[list[int]], bits: tuple[int, ...]) -> Work:
     """The work of a step; expert e has bits[e % len(bits)]."""
     active = {expert for row in routing for expert in row}
     pairs = sum(len(row) for row in routing)
-    weights = sum(format_of(layer, bits[expert % len(bits)]).nbytes for expert in active)
+    weights = sum(layer.format(bits[expert % len(bits)]).nbytes for expert in active)
     others = 2 * len(routing) * layer.hidden + pairs * (4 * layer.intermediate + 2 * layer.hidden)
     return Work(weights, others, 6 * pairs * layer.hidden * layer.intermediate)

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,16 @@ from record import Found
 
 PROGRAM = [sys.executable, str(Path(__file__).with_name("gpu.py"))]
 """Runs a part when it is given --part, --result and --deadline (``time.time``)."""
-_LAST_LINES = 15
 
 
-def run_part(name: str, limit: float, folder: Path, tell: Callable[[dict[str, Any]], None]) -> Found:
+def run_part(
+    name: str,
+    limit: float,
+    folder: Path,
+    tell: Callable[[dict[str, Any]], object] = lambda entry: None,
+    under: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Found:
     """Run a part, and end it and all that it started when its time is over.
 
     Args:
@@ -25,37 +31,43 @@ def run_part(name: str, limit: float, folder: Path, tell: Callable[[dict[str, An
         limit: seconds that it may take.
         folder: for what it finds, ``NAME.jsonl``, and what it prints, ``NAME.log``.
         tell: called with each line that it finds, while it runs.
+        under: a program and its options that runs the part.
+        environment: more of it.
     """
     found, begin = Found(), time.monotonic()
     results, log = folder / f"{name}.jsonl", folder / f"{name}.log"
     results.write_text("")
-    command = [*PROGRAM, "--part", name, "--result", str(results), "--deadline", str(time.time() + limit)]
+    command = [*under, *PROGRAM, "--part", name, "--result", str(results), "--deadline", str(time.time() + limit)]
     with results.open() as lines, log.open("w") as printed:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True
-        )
+            command, stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True,
+            env=os.environ | (environment or {}),
+        )  # fmt: skip
         try:
             ended = False
             while not ended and time.monotonic() - begin < limit:
                 time.sleep(0.05)
                 ended = process.poll() is not None
                 _take(lines, found, tell)
-        finally:
-            _end(process.pid)
+        finally:  # what is left of a part: workers that compile, engines, what a sanitizer runs
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         _take(lines, found, tell)
     found.seconds = time.monotonic() - begin
     where = f'in the middle of "{found.under_way}"' if found.under_way else "between two checks"
     if not ended:
         found.failure = f"no end after {limit:.0f} seconds, {where}; the stacks at that moment are in {log}."
-    elif process.returncode != 0 or not found.complete:
-        wrong = any(check["wrong"] for check in found.checks)
-        if not wrong:  # else a check has said it already
-            found.failure = f"it ended with {_status(process.returncode)} {where}: {_last_words(log)} ({log} has all)."
+    elif (process.returncode != 0 or not found.complete) and not found.wrong:  # else a check has said it already
+        code = process.returncode
+        status = f"exit status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        last = said[-1].strip() if said else "it printed nothing"
+        found.failure = f"it ended with {status} {where}: {last} ({log} has all)."
     return found
 
 
-def _take(lines: Any, found: Found, tell: Callable[[dict[str, Any]], None]) -> None:
+def _take(lines: Any, found: Found, tell: Callable[[dict[str, Any]], object]) -> None:
     """Whole lines only: the last one may still be in the making."""
     while True:
         place = lines.tell()
@@ -64,18 +76,3 @@ def _take(lines: Any, found: Found, tell: Callable[[dict[str, Any]], None]) -> N
             lines.seek(place)
             return
         tell(found.add(line))
-
-
-def _end(group: int) -> None:
-    """Kill what is left of a part: workers that compile, engines, what a sanitizer runs."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
-
-
-def _status(code: int) -> str:
-    return f"exit status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-
-
-def _last_words(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if line.strip()]
-    return lines[-1] if lines else "it printed nothing"

@@ -81,21 +81,21 @@ class Found:
     def add(self, line: str) -> dict[str, Any]:
         """Take in one line of a part's file, and return it."""
         entry: dict[str, Any] = json.loads(line)
-        kind = entry.pop("kind")
-        if kind == "begin":
-            self.under_way = entry["name"]
-        elif kind == "check":
-            self.checks.append(entry)
-            self.under_way = None
-        elif kind == "speed":
-            self.speeds.append(entry)
-        elif kind == "sentence":
-            self.sentences.append(entry["sentence"])
-        elif kind == "facts":
-            self.facts |= entry["facts"]
-        elif kind == "end":
-            self.complete = True
-        return entry | {"kind": kind}
+        match entry:
+            case {"kind": "begin", "name": name}:
+                self.under_way = name
+            case {"kind": "check", **check}:
+                self.checks.append(check)
+                self.under_way = None
+            case {"kind": "speed", **speed}:
+                self.speeds.append(speed)
+            case {"kind": "sentence", "sentence": sentence}:
+                self.sentences.append(sentence)
+            case {"kind": "facts", "facts": facts}:
+                self.facts |= facts
+            case {"kind": "end"}:
+                self.complete = True
+        return entry
 
     @property
     def wrong(self) -> list[str]:

@@ -64,21 +64,16 @@ _TYPES = {
     torch.int8: "*i8",
 }
 _WIDE = ("count", "list", "place_pairs")  # around the products of a wide step
-_MODULES = {
-    "gate_up": ("activation", "combine", "decode", "fetch", "float_rows", "rotate", "rows", "section"),
-    "down": ("activation", "combine", "decode", "fetch", "float_rows", "rotate", "rows", "section"),
-    "grouped_gate_up": ("activation", "float_rows", "float_tiles", "grouped", "rotate", "section"),
-    "grouped_down": ("activation", "float_rows", "float_tiles", "grouped", "rotate", "section"),
-    "rotate": ("rotate",),
-    "combine": ("combine",),
-    "place": ("place",),
-    "decide": ("decide",),
+_DECODE = "activation", "combine", "decode", "fetch", "float_rows", "rotate", "rows", "section"
+_GROUPED_CODE = "activation", "float_rows", "float_tiles", "grouped", "rotate", "section"
+_MODULES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("gate_up", "down"), _DECODE),
+    **dict.fromkeys(("grouped_gate_up", "grouped_down"), _GROUPED_CODE),
+    **{name: (name,) for name in ("rotate", "combine", "place", "decide")},
     "name_ahead": ("ahead", "decide"),
     "fetch_ahead": ("ahead",),
     **dict.fromkeys(_WIDE, ("decide", "wide")),
-    "post": ("doorbell",),
-    "wait": ("doorbell",),
-    "collect": ("doorbell",),
+    **dict.fromkeys(("post", "wait", "collect"), ("doorbell",)),
 }
 """Where a kernel's code comes from."""
 
@@ -99,18 +94,8 @@ class Variant:
     @property
     def code(self) -> Any:
         """The kernel itself; by name, because Triton's functions cannot travel to another process."""
-        others = {
-            "combine": combine,
-            "place": place,
-            "decide": decide,
-            "rotate": rotate,
-            "name_ahead": ahead,
-            "fetch_ahead": ahead,
-        }
-        others |= dict.fromkeys(_WIDE, wide)
-        others |= dict.fromkeys(("post", "wait", "collect"), doorbell)
-        module = others.get(self.kernel, launch)
-        return getattr(module, f"{self.kernel}_kernel")
+        name, modules = f"{self.kernel}_kernel", (launch, combine, place, decide, rotate, ahead, wide, doorbell)
+        return next(vars(module)[name] for module in modules if name in vars(module))
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -147,7 +132,6 @@ _DEVICE = tuple(replace(case, device=True) for case in (
 _SUMS = ((7168, 8, torch.bfloat16, False), (2880, 4, torch.float16, True), (1001, 22, torch.bfloat16, True))
 # Experts and top_k: gpt-oss-20b's, Qwen3-30B-A3B's, and the most there are.
 _ROUTERS = ((32, 4), (128, 8), (512, 22))
-_GROUPED = "grouped_gate_up", "grouped_down"
 _LAUNCHES = {
     "gate_up": decode_gate_up,
     "down": decode_down,
@@ -164,17 +148,16 @@ def all_variants() -> Iterator[Variant]:
 
 def variants(architecture: int) -> Iterator[Variant]:
     """Those of one architecture."""
-    mixes = [Case(bits) for bits in MIXES]
-    for case in (*mixes, *_OTHERS, *_DEVICE):
-        yield from (_experts(architecture, kernel, case) for kernel in ("gate_up", "down"))
-    for case in (*mixes, *_OTHERS):
-        yield from (_experts(architecture, kernel, case) for kernel in _GROUPED)
+    everywhere = (*map(Case, MIXES), *_OTHERS)
+    kernels = tuple(_LAUNCHES)
+    for cases, pair in (((*everywhere, *_DEVICE), kernels[:2]), (everywhere, kernels[2:])):
+        yield from (_experts(architecture, kernel, case) for case in cases for kernel in pair)
     yield from _others(architecture)
 
 
 def _experts(architecture: int, kernel: str, case: Case) -> Variant:
     """One token of one expert, at no address, with indices as the runtime has them."""
-    grouped, tile = kernel in _GROUPED, getattr(choose_tiles(architecture, *SIZES), kernel)
+    grouped, tile = kernel.startswith("grouped"), getattr(choose_tiles(architecture, *SIZES), kernel)
     tile = tile[-1] if grouped else tile
     addresses, bits = torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int32)
     fetched = addresses if case.device else None

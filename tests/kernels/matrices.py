@@ -6,11 +6,11 @@ import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from benchmarks.gpu.experts import ExpertWork
-from vllm_dymoe.kernels import Activation, Curve, expert_reference, pack, pack_floats, pack_nested, unpack
-from vllm_dymoe.residency.code import CODEBOOKS, MXFP4, NESTED, PLAIN, STEPS, UPPER_HALVES, Code, code_of
+from benchmarks.gpu.experts import ExpertWork, random_packed
+from vllm_dymoe.kernels import Activation, Curve, expert_reference, pack, unpack
+from vllm_dymoe.residency.code import CODEBOOKS, NESTED, PLAIN, STEPS, UPPER_HALVES, Code, code_of
 from vllm_dymoe.residency.format import Format
-from vllm_dymoe.residency.matrix import MatrixFormat, PackedMatrix
+from vllm_dymoe.residency.matrix import PackedMatrix
 
 ACTIVATIONS = (
     Activation.SILU,
@@ -28,66 +28,6 @@ ACTIVATIONS = (
     Activation(Curve.RELU2, has_gate=False),
 )
 """Every curve, with limits that the products of random weights exceed."""
-
-
-def random_packed(format: MatrixFormat, seed: int = 0) -> PackedMatrix:
-    """A random matrix of a format, with weights and biases of about the size that models have, over poisoned bytes."""
-    generator = torch.Generator().manual_seed(seed)
-    section = torch.full((format.nbytes,), 0xEE, dtype=torch.uint8)
-    size = format.columns**-0.5
-    if not format.rows:
-        return format.view(section, format.base.view(section.clone()) if format.nested else None)
-    if not format.quantized:
-        packed = format.view(section)
-        packed.weight.copy_(torch.randn(format.rows, format.columns, generator=generator) * size)
-        return _with_bias(packed, generator)
-    shape = (format.rows, format.columns)
-    if format.code.floats:
-        _pack_random_floats(format, size, section, generator)
-        return _with_bias(format.view(section), generator)
-    if format.code.lattice:
-        return _random_points(format, size, generator)
-    codes = torch.randint(0, 1 << format.bits, shape, generator=generator, dtype=torch.uint8)
-    scales = (torch.rand(format.rows, format.groups, generator=generator) + 0.5) * size * 4 / (1 << format.bits)
-    if format.integer_zeros:
-        zeros = torch.randint(-format.code.midpoint, format.code.midpoint + 1, scales.shape, generator=generator)
-    else:
-        zeros = torch.randn(scales.shape, generator=generator) * size / 4
-    order = torch.randperm(format.columns, generator=generator) if format.act_order else None
-    if format.nested:
-        base = torch.full((format.base.nbytes,), 0xEE, dtype=torch.uint8)
-        pack_nested(format, codes, scales.to(format.dtype), zeros.to(format.dtype), base, section, order)
-        return format.view(section, _with_bias(format.base.view(base), generator))
-    pack(format, codes, scales.to(format.dtype), zeros.to(format.dtype), section, order)
-    return _with_bias(format.view(section), generator)
-
-
-def _random_points(format: MatrixFormat, size: float, generator: torch.Generator) -> PackedMatrix:
-    shape = format.padded_rows, format.columns
-    codes = torch.randint(0, 1 << format.bits, shape, generator=generator, dtype=torch.uint8)
-    low, high = ((torch.rand(2, format.rows, 1, generator=generator) + 0.5) * size).to(format.dtype)
-    section = torch.full((format.nbytes,), 0xEE, dtype=torch.uint8)
-    if format.nested:
-        base = torch.full((format.base.nbytes,), 0xEE, dtype=torch.uint8)
-        pack_nested(format, codes, low, high, base, section)
-        return format.view(section, _with_bias(format.base.view(base), generator))
-    pack(format, codes, low, low, section)
-    return _with_bias(format.view(section), generator)
-
-
-def _pack_random_floats(format: MatrixFormat, size: float, section: torch.Tensor, generator: torch.Generator) -> None:
-    codes = torch.randint(0, 1 << format.bits, (format.rows, format.columns), generator=generator, dtype=torch.uint8)
-    codes[~format.code.levels(codes).isfinite()] = 1
-    scales = torch.rand(format.rows, format.groups, generator=generator) + 0.5
-    factor = (1.0, 1.0)
-    if format.code is MXFP4:
-        exponents = 124 + scales.mul(4).to(torch.int32) - format.columns.bit_length() // 2
-        scales = exponents.to(torch.uint8).view(torch.float8_e8m0fnu)
-    elif format.code.has_factor:
-        scales, factor = (scales * 200).to(torch.float8_e4m3fn), (size, 800.0)
-    else:
-        scales = scales * size / 100
-    pack_floats(format, codes, scales, section, factor)
 
 
 SIZES = {
@@ -132,12 +72,6 @@ def in_one_section(packed: PackedMatrix) -> PackedMatrix:
     if packed.bias is not None:
         whole.bias.copy_(packed.bias)
     return whole
-
-
-def _with_bias(packed: PackedMatrix, generator: torch.Generator) -> PackedMatrix:
-    if packed.bias is not None:
-        packed.bias.copy_(torch.randn(packed.format.rows, generator=generator))
-    return packed
 
 
 KINDS = {

@@ -46,9 +46,9 @@ def variants(gpu_folder):
 
 
 def test_work_and_bound(layers):
-    layer = layers.Layer("small", 64, 128, 4, 2)
+    layer = layers.Model(64, 128, 4, 2)
     work = layers.work_of(layer, [[0, 1], [1, 3]], (4, 2))
-    four, two = (layers.format_of(layer, bits).nbytes for bits in (4, 2))
+    four, two = (layer.format(bits).nbytes for bits in (4, 2))
     assert work.weight_bytes == four + 2 * two  # expert 0 has 4 bits, 1 and 3 have 2
     assert work.flops == 4 * 3 * 2 * 64 * 128
     # x twice; h written and read, and an output, for four pairs: two bytes each.

@@ -75,7 +75,7 @@ def test_it_runs_to_its_end(tmp_path):
     assert counts == {
         "kernels": 1,
         "runtime": 12,
-        "graphs": 11,
+        "graphs": 10,
         "sanitizer": 3,
         "engine": 0,
         "serving": 0,

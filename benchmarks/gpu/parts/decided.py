@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from capture import captured
+from experts import captured
 from torch import Tensor
 
 from parts.stack import Seen, Stack, normalized

@@ -7,10 +7,10 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import torch
-from experts import ExpertWork, compute_experts, table_of_blobs
+from experts import ExpertWork, compute_experts, random_packed, section_of, table_of_blobs
 from record import Recorder
 
-from vllm_dymoe.kernels import Activation, expert_reference, pack
+from vllm_dymoe.kernels import Activation, expert_reference
 from vllm_dymoe.kernels.triton import (
     DecodeTile,
     ExpertShape,
@@ -61,27 +61,8 @@ def run(record: Recorder) -> None:
 
 def make_expert(shape: ExpertShape, bits: int, seed: int) -> tuple[list[PackedMatrix], torch.Tensor]:
     """Random matrices on the CPU, and their blob."""
-    generator = torch.Generator().manual_seed(seed)
-    matrices, sections = [], []
-    for fmt in shape.formats(bits):
-        section = torch.zeros(fmt.nbytes, dtype=torch.uint8)
-        packed = fmt.view(section)
-        size = fmt.columns**-0.5
-        if fmt.quantized:
-            codes = torch.randint(0, 1 << bits, (fmt.rows, fmt.columns), generator=generator, dtype=torch.uint8)
-            scales = (torch.rand(fmt.rows, fmt.groups, generator=generator) + 0.5) * size * 4 / (1 << bits)
-            zeros = torch.randn(fmt.rows, fmt.groups, generator=generator) * size / 4
-            if fmt.integer_zeros:
-                zeros = torch.randint(-fmt.code.midpoint, fmt.code.midpoint + 1, zeros.shape, generator=generator)
-            order = torch.randperm(fmt.columns, generator=generator) if fmt.act_order else None
-            pack(fmt, codes, scales.to(fmt.dtype), zeros.to(fmt.dtype), section, order)
-        else:
-            packed.weight.copy_(torch.randn(fmt.rows, fmt.columns, generator=generator) * size)
-        if packed.bias is not None:
-            packed.bias.copy_(torch.randn(fmt.rows, generator=generator))
-        matrices.append(packed)
-        sections.append(section)
-    return matrices, torch.cat(sections)
+    matrices = [random_packed(fmt, 3 * seed + number) for number, fmt in enumerate(shape.formats(bits))]
+    return matrices, torch.cat([section_of(packed) for packed in matrices])
 
 
 def check_forward(shape: ExpertShape, activation: Activation, tiers: Sequence[int]) -> list[str]:

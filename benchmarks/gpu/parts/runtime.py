@@ -4,10 +4,11 @@ import tempfile
 from pathlib import Path
 
 import torch
+from layers import Model
 from record import Recorder
 from torch import Tensor
 
-from parts.stack import DEVICE, ByNumber, Model, Seen, Stack, file_store, pinned_store, relative_error, same_bits
+from parts.stack import DEVICE, ByNumber, Seen, Stack, file_store, pinned_store, relative_error, same_bits
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.store import HostStore
 

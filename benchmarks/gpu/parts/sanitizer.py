@@ -2,17 +2,15 @@
 
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 
-import processes
 import torch
-from record import Found, Recorder
+from layers import Model
+from processes import run_part
+from record import Recorder
 
-from parts.stack import Model, Stack, pinned_store
+from parts.stack import Stack, pinned_store
 
 TOOLS = {"memcheck": ("--report-api-errors", "no"), "racecheck": ()}
 """Tools and their options: torch asks the driver for functions that it may not have, which is no error of ours."""
@@ -20,7 +18,6 @@ LIMIT = 100.0
 """Seconds for each tool, which makes a program 10 to 100 times as slow."""
 NOTHING = "ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards"
 """The last line of a tool that found nothing."""
-_FOUND_SOMETHING = 86
 MODEL = Model(layers=2, experts=4, top_k=2, hidden=136, intermediate=72, group=32)
 TOKENS = (1, 40, 2)
 
@@ -60,35 +57,18 @@ def run(record: Recorder) -> None:
         return
     for tool, options in TOOLS.items():
         with record.check(f"{tool} finds nothing") as wrong:
-            wrong += _run([program, "--tool", tool, "--error-exitcode", str(_FOUND_SOMETHING), *options])
+            wrong += _run([program, "--tool", tool, "--error-exitcode", "86", *options])
 
 
-def _run(prefix: list[str]) -> list[str]:
+def _run(under: list[str]) -> list[str]:
     """What is wrong, as sentences."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "short.jsonl"
-        result.touch()
-        part = ["--part", "short", "--result", str(result), "--deadline", str(time.time() + LIMIT)]
-        command = [*prefix, *processes.PROGRAM, *part]
-        # Every tensor its own allocation: in a block of torch's cache a byte too far is another tensor's.
-        alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if prefix else {}
-        try:
-            done = subprocess.run(
-                command, env={**os.environ, **alone}, capture_output=True, text=True, check=False, timeout=LIMIT
-            )
-        except subprocess.TimeoutExpired:
-            return [f"no end after {LIMIT:.0f} seconds"]
-        found = Found()
-        for line in result.read_text().splitlines():
-            found.add(line)
-    sys.stdout.write(done.stdout + done.stderr)
-    wrong = found.wrong
-    quiet = not prefix or any(summary in done.stdout for summary in NOTHING)
-    if done.returncode == _FOUND_SOMETHING or (done.returncode == 0 and not quiet):
-        reports = [line.strip("= ") for line in done.stdout.splitlines() if line.startswith("=========")]
-        told = [line for line in reports if line and "COMPUTE-SANITIZER" not in line]
-        wrong = [*wrong, f"{'; '.join(told[:4]) or 'it reports nothing, not even that it found nothing'}"]
-    elif done.returncode != 0 or not found.complete:
-        last = (done.stdout + done.stderr).strip().splitlines()[-1:]
-        wrong = wrong or [f"it ended with exit status {done.returncode}: {last[0] if last else 'it printed nothing'}"]
-    return wrong
+    folder = Path(tempfile.mkdtemp(prefix="dymoe-sanitizer-"))
+    # Every tensor its own allocation: in a block of torch's cache a byte too far is another tensor's.
+    alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if under else {}
+    wrong = run_part("short", LIMIT, folder, under=under, environment=alone).wrong
+    printed = (folder / "short.log").read_text(errors="replace")
+    if not under or any(summary in printed for summary in NOTHING):
+        return wrong
+    reports = [line.strip("= ") for line in printed.splitlines() if line.startswith("=========")]
+    told = "; ".join([line for line in reports if line and "COMPUTE-SANITIZER" not in line][:4])
+    return [told, *wrong] if told else wrong or ["it reports nothing, not even that it found nothing"]

@@ -3,8 +3,8 @@
 Weights are random, and random gates route as if by dice, which is the worst that a cache can meet.
 """
 
-import importlib.util
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -15,31 +15,12 @@ from typing import Any
 
 from record import Recorder
 
-from parts.engine import OURS, started
+from parts.engine import OURS, is_left_out, started
 
-CONFIG = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "dtype": "bfloat16",
-    "hidden_size": 2048,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1000000.0,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-}
-"""The model's config.json on Hugging Face, with 12 of its 48 layers."""
+sys.path.append(str(Path(__file__).resolve().parents[2] / "budget"))
+import model
+
+CONFIG = model.config(12) | {"vocab_size": model.REAL_VOCABULARY}
 BUDGETS = ("100%", "50%", "25%")
 REQUESTS = (1, 16)
 TOKENS = (16, 144)
@@ -50,8 +31,7 @@ ENGINE: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": 16, "gpu_memory
 
 def run(record: Recorder) -> None:
     """vLLM's engine first, whose times ours stand beside as a bound."""
-    if importlib.util.find_spec("vllm") is None:
-        record.say("Left out: vLLM is not installed here; name a Python that has it, as in make gpu PYTHON=python3.12.")
+    if is_left_out(record):
         return
     with record.check("tokens that vLLM serves could be timed") as wrong:
         found = {}

@@ -4,13 +4,13 @@ import time
 from statistics import median
 
 import torch
-from capture import captured
+from experts import captured
 from kernel_speeds import measure
-from layers import LAYERS, Layer, Machine, work_of
+from layers import LAYERS, Machine, Model, work_of
 from record import Recorder
 
 from parts.decided import DecidedSteps, runtime_of
-from parts.stack import DEVICE, Model, Stack, pinned_store, same_bits
+from parts.stack import DEVICE, Stack, pinned_store, same_bits
 from vllm_dymoe.kernels import Activation, native
 from vllm_dymoe.kernels.triton.doorbell import Door, post, wait
 from vllm_dymoe.residency.constants import Fate
@@ -109,8 +109,8 @@ def _measure_decided(record: Recorder, machine: Machine, store: HostStore, stack
                 seen = replayed.step(x)
             torch.cuda.synchronize()
             measured = (time.perf_counter() - begin) / steps / MODEL.layers
-            stats, layer = runtime.stats(), Layer("", MODEL.hidden, MODEL.intermediate, MODEL.experts, MODEL.top_k)
-            on_card = work_of(layer, seen[0].ids.tolist(), (BITS,)).seconds(machine)
+            stats = runtime.stats()
+            on_card = work_of(MODEL, seen[0].ids.tolist(), (BITS,)).seconds(machine)
             missed = stats.misses * runtime.experts.formats[BITS].nbytes / steps / MODEL.layers
             bound = max(on_card, missed / machine.host_bytes_per_second)
             remark = f"{stats.hit_rate:.0%} hits, {stats.there} computed there, {stats.prefetches}"
@@ -172,8 +172,7 @@ def _measure(
         torch.cuda.synchronize()
         times.append((time.perf_counter() - begin) / MODEL.layers)
     stats = runtime.stats()
-    layer = Layer("", MODEL.hidden, MODEL.intermediate, MODEL.experts, MODEL.top_k)
-    works = [work_of(layer, one.ids.tolist(), (BITS,)) for one in seen]
+    works = [work_of(MODEL, one.ids.tolist(), (BITS,)) for one in seen]
     on_card = sum(work.seconds(machine) for work in works) / len(works)
     # Experts that were needed and not kept; prefetch makes hits of some, whose bytes came over the link as well.
     fetched = stats.misses + stats.prefetches["useful"]

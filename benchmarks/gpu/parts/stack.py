@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from layers import DTYPE, Model
 from torch import Tensor
 
 from vllm_dymoe.config import Options
 from vllm_dymoe.kernels import Activation, expert_reference
 from vllm_dymoe.predict import Gate, RoutedModel
 from vllm_dymoe.quantize.dummy import random_store
-from vllm_dymoe.residency.code import code_of
-from vllm_dymoe.residency.format import BlobKey, Format, ModelExperts
+from vllm_dymoe.residency.format import BlobKey
 from vllm_dymoe.residency.routing import Phase, Routing
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime import MoERuntime
@@ -28,27 +28,9 @@ from vllm_dymoe.systems.base import Precision
 from vllm_dymoe.systems.exact import Exact
 from vllm_dymoe.transfer import HostLevel, make_engine
 
-DTYPE = torch.bfloat16
 DEVICE = torch.device("cuda")
 FORESIGHT: Mapping[str, System] = {"none": Exact(look_ahead=0), "next-gate": Exact()}
 """Systems by what they foresee with."""
-
-
-@dataclass(frozen=True)
-class Model:
-    """Sizes of MoE layers that are all alike."""
-
-    layers: int
-    experts: int
-    top_k: int
-    hidden: int
-    intermediate: int
-    group: int = 64
-
-    def at(self, bits: Sequence[int]) -> ModelExperts:
-        """Its experts, stored at these widths."""
-        formats = {b: Format(self.hidden, self.intermediate, code_of(b), self.group, DTYPE) for b in bits}
-        return ModelExperts(tuple(range(self.layers)), self.experts, self.top_k, formats)
 
 
 @dataclass(frozen=True)

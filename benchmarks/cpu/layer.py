@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 
 import llama_cpp
-import numpy as np
 import torch
 from llama_cpp import LlamaCpp, find
 
@@ -85,22 +84,6 @@ class Layer:
         return clock() - begin
 
 
-class Peer:
-    """llama.cpp's layer, with tokens like those of :class:`Layer`."""
-
-    def __init__(self, threads: int) -> None:
-        library = find()
-        if library is None:
-            raise ImportError("llama.cpp is not measured: pip install xllamacpp")
-        self.layer = LlamaCpp(library, (EXPERTS, TOP_K, HIDDEN, INTERMEDIATE), threads)
-        self._random = np.random.default_rng(1)
-
-    def step(self, tokens: int) -> float:
-        x = self._random.standard_normal((tokens, HIDDEN), np.float32)
-        ids = np.argsort(self._random.random((tokens, EXPERTS)), axis=1)[:, :TOP_K].astype(np.int32)
-        return self.layer.step(x, np.ascontiguousarray(ids))
-
-
 def main() -> None:
     """Print a row for each code and number of tokens, and one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -119,11 +102,9 @@ def main() -> None:
         torch.set_num_threads(1)
     threads, rows, peer = torch.get_num_threads(), [], None
     if not options.alone and "4" in options.codes:
-        try:
-            peer = Peer(threads)
-            print(f"{peer.layer.name} beside it")
-        except ImportError as error:
-            print(error)
+        if library := find():
+            peer = LlamaCpp(library, (EXPERTS, TOP_K, HIDDEN, INTERMEDIATE), threads)
+        print(f"{peer.name} beside it" if peer else "llama.cpp is not measured: pip install xllamacpp")
     for code in options.codes:
         layer = Layer(code, options.group, options.isa, options.activations)
         if code == options.codes[0]:
@@ -142,17 +123,13 @@ def main() -> None:
             seconds, experts = statistics.median(t for t, _, _ in taken[2:]), statistics.mean(n for _, n, _ in taken)
             bound = statistics.median(r / min(EXPERTS, tokens * TOP_K) for _, _, r in taken) * experts
             rate = experts * nbytes / seconds / 1e9
-            row = {"code": code, "tokens": tokens, "bound_ms": 1e3 * bound, "layer_ms": 1e3 * seconds}
-            said = ""
+            row, said = {"code": code, "tokens": tokens, "bound_ms": 1e3 * bound, "layer_ms": 1e3 * seconds}, ""
             if others:
                 row["llama_cpp_ms"] = 1e3 * statistics.median(others[2:])
-                said = f"{row['llama_cpp_ms']:.3f} llama.cpp"
+                said = f"   {row['llama_cpp_ms']:.3f} llama.cpp"
             rows.append(row)
-            print(
-                f"{code:>6} {tokens:>6} {1e3 * bound:9.3f} {1e3 * seconds:9.3f} {bound / seconds:11.2f} {rate:6.1f}   "
-                f"{said}",
-                flush=True,
-            )
+            times = f"{1e3 * bound:9.3f} {1e3 * seconds:9.3f} {bound / seconds:11.2f} {rate:6.1f}"
+            print(f"{code:>6} {tokens:>6} {times}{said}", flush=True)
     print(json.dumps({"kernel": layer.kernel.name, "threads": threads, "rows": rows}))
 
 

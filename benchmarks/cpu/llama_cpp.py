@@ -3,11 +3,12 @@
 The wheel exports ggml's C interface, and one symbol of C++: the buffer whose tensors are repacked.
 """
 
+import contextlib
 import ctypes
 import importlib.util
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from ctypes import c_bool, c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ class LlamaCpp:
     width of an expert."""
 
     def __init__(self, library: Path, shape: tuple[int, int, int, int], threads: int) -> None:
-        self._library, self._shape = ctypes.CDLL(str(library)), shape
+        self._library, self._shape, self._random = ctypes.CDLL(str(library)), shape, np.random.default_rng(1)
         experts, _, hidden, inter = shape
         used = [name for name in SETS if getattr(self._library, f"ggml_cpu_has_{name}")()]
         self.name = f"llama.cpp, {used[0] if used else 'no vectors'}"
@@ -55,12 +56,13 @@ class LlamaCpp:
                 self._set(tensor, blocks)
         self._graphs: dict[int, tuple[int, int, int]] = {}
 
-    def step(self, x: np.ndarray, ids: np.ndarray) -> float:
-        """Seconds of a step: x float32 [tokens, hidden], ids int32 [tokens, top_k]."""
-        tokens = len(x)
+    def step(self, tokens: int) -> float:
+        """Seconds of a step of so many random tokens."""
+        experts, top_k, hidden, _ = self._shape
+        ids = np.argsort(self._random.random((tokens, experts)), axis=1)[:, :top_k].astype(np.int32)
         inputs, chosen, graph = self._graphs.get(tokens) or self._graphs.setdefault(tokens, self._graph(tokens))
-        self._set(inputs, x)
-        self._set(chosen, ids)
+        self._set(inputs, self._random.standard_normal((tokens, hidden), np.float32))
+        self._set(chosen, np.ascontiguousarray(ids))
         begin = clock()
         self._call("ggml_backend_graph_compute", c_int, c_void_p(self._backend), c_void_p(graph))
         return clock() - begin
@@ -101,15 +103,14 @@ class LlamaCpp:
         return function(*arguments)
 
 
-class _silent:  # noqa: N801
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
     """Repacking writes a line for each tensor to the process's standard error."""
-
-    def __enter__(self) -> None:
-        self._kept = os.dup(2)
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 2)
-        os.close(null)
-
-    def __exit__(self, *error: object) -> None:
-        os.dup2(self._kept, 2)
-        os.close(self._kept)
+    kept = os.dup(2)
+    with open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)

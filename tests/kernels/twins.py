@@ -36,8 +36,7 @@ class Twins:
         expected = Copies.allocate(tokens, guesses, self.plain.experts, "cpu")
         name_ahead_plain(self.plain, layer, ids, scores, count, expected)
         found = moved(Copies.allocate(tokens, guesses, self.plain.experts, "cpu"), self._soiled)
-        place = self.place
-        name_ahead(vars(self.table), layer, place(ids), place(scores), place(count), vars(found))
+        name_ahead(vars(self.table), layer, *map(self.place, (ids, scores, count)), vars(found))
         assert torch.equal(expected.spans, found.spans.cpu())
         self.compare()
         return expected
@@ -49,16 +48,8 @@ class Twins:
         expected = Decision.allocate(tokens, top_k, self.plain.experts, "cpu", slices=1 + self.plain.nested)
         found = moved(expected, self._soiled)
         decide_plain(self.plain, layer, ids, weights, count, expected)
-        place = self.place
-        decide(
-            vars(self.table),
-            layer,
-            place(ids),
-            place(weights),
-            place(count),
-            found.tensors,
-            there=bool(self.plain.there.any()),
-        )
+        placed, there = map(self.place, (ids, weights, count)), bool(self.plain.there.any())
+        decide(vars(self.table), layer, *placed, found.tensors, there=there)
         for name, values in expected.tensors.items():
             if name != "scratch":
                 assert torch.equal(values, getattr(found, name).cpu()), name

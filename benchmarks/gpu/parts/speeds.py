@@ -15,7 +15,6 @@ from vllm_dymoe.kernels import Activation, native
 from vllm_dymoe.kernels.triton.doorbell import Door, post, wait
 from vllm_dymoe.residency.constants import Fate
 from vllm_dymoe.residency.decision import Decision
-from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.store import HostStore
 from vllm_dymoe.systems.exact import Exact
 
@@ -74,15 +73,35 @@ def _same_at_every_budget(record: Recorder, store: HostStore, stack: Stack) -> b
 
 
 def _measure_runtime(record: Recorder, machine: Machine, store: HostStore, stack: Stack) -> None:
-    for phase in STEPS:
-        for budget in BUDGETS:
-            for prefetch in PREFETCH if budget != "100%" else PREFETCH[:1]:
-                with record.check(f"the runtime's {phase} at {budget}, prefetch {prefetch}, could be measured"):
-                    runtime = stack.runtime(store, BITS, budget=budget, prefetch=prefetch)
-                    name = f"{phase}, {budget}, prefetch {prefetch}"
-                    _measure(record, machine, stack, runtime, name, *STEPS[phase])
-                    runtime.engine.close()
-                    del runtime
+    """Steps that the host decides: the median of a layer's times; what has to be moved is counted in the same steps."""
+    cases = [(phase, budget, prefetch) for phase in STEPS for budget in BUDGETS for prefetch in PREFETCH]
+    for phase, budget, prefetch in cases:
+        if budget == "100%" and prefetch != PREFETCH[0]:  # nothing is missing
+            continue
+        tokens, steps = STEPS[phase]
+        with record.check(f"the runtime's {phase} at {budget}, prefetch {prefetch}, could be measured"):
+            runtime = stack.runtime(store, BITS, budget=budget, prefetch=prefetch)
+            inputs = [stack.inputs(tokens, seed) for seed in range(steps)]
+            stack.step(runtime, stack.inputs(STEPS["prefill"][0], steps))
+            for seed in range(WARM if tokens == 1 else 0):
+                stack.step(runtime, stack.inputs(tokens, steps + 1 + seed))
+            torch.cuda.synchronize()
+            runtime.reset_stats()
+            times, seen = [], []
+            for x in inputs:
+                begin = time.perf_counter()
+                seen += stack.step(runtime, x)
+                torch.cuda.synchronize()
+                times.append((time.perf_counter() - begin) / MODEL.layers)
+            stats, measured = runtime.stats(), median(times)
+            on_card = sum(work_of(MODEL, one.ids.tolist(), (BITS,)).seconds(machine) for one in seen) / len(seen)
+            # Experts that were needed and not kept; prefetch makes hits of some, whose bytes came over the link, too.
+            fetched = (stats.misses + stats.prefetches["useful"]) * runtime.experts.formats[BITS].nbytes
+            bound = max(on_card, fetched / len(seen) / machine.host_bytes_per_second)
+            name, remark = f"runtime, {phase}, {budget}, prefetch {prefetch}, a layer", f"{stats.hit_rate:.0%} hits"
+            record.speed(name, "us", 1e6 * measured, 1e6 * bound, bound / measured, remark)
+            runtime.engine.close()
+            del runtime
 
 
 def _measure_decided(record: Recorder, machine: Machine, store: HostStore, stack: Stack, misses: str = "fetch") -> None:
@@ -153,30 +172,3 @@ def _measure_doorbell(record: Recorder, machine: Machine, store: HostStore, stac
         if doorbell.failed:
             wrong.append("the host did not answer")
         runtime.close(keep_store=True)
-
-
-def _measure(
-    record: Recorder, machine: Machine, stack: Stack, runtime: MoERuntime, name: str, tokens: int, steps: int
-) -> None:
-    """Time of a layer; what has to be moved is counted in the same steps."""
-    inputs = [stack.inputs(tokens, seed) for seed in range(steps)]
-    stack.step(runtime, stack.inputs(STEPS["prefill"][0], steps))
-    for seed in range(WARM if tokens == 1 else 0):
-        stack.step(runtime, stack.inputs(tokens, steps + 1 + seed))
-    torch.cuda.synchronize()
-    runtime.reset_stats()
-    times, seen = [], []
-    for x in inputs:
-        begin = time.perf_counter()
-        seen += stack.step(runtime, x)
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - begin) / MODEL.layers)
-    stats = runtime.stats()
-    works = [work_of(MODEL, one.ids.tolist(), (BITS,)) for one in seen]
-    on_card = sum(work.seconds(machine) for work in works) / len(works)
-    # Experts that were needed and not kept; prefetch makes hits of some, whose bytes came over the link as well.
-    fetched = stats.misses + stats.prefetches["useful"]
-    link = fetched * runtime.experts.formats[BITS].nbytes / len(works) / machine.host_bytes_per_second
-    bound, measured = max(on_card, link), median(times)
-    remark = f"{stats.hit_rate:.0%} hits"
-    record.speed(f"runtime, {name}, a layer", "us", 1e6 * measured, 1e6 * bound, bound / measured, remark)

@@ -107,11 +107,9 @@ def emulated(share="25%", layers=4, steps=24):
             first = host_seconds(store, fmt, Beside(1, 0, 16), 1, 1.0)
             gbps = fmt.nbytes / first / ratio / 1e9
             print(f"B_cpu = {ratio:g} B_link; one core with {library.name} takes {1e3 * first:.2f} ms for an expert")
-            ways = {
-                misses: {"misses": misses, "decisions": "device", "link_gbps": gbps} for misses in ("fetch", "share")
-            }
             for batch in (1, 8):
-                results[f"ratio_{ratio:g}_batch_{batch}"] = _in_turns(store, share, ways, batch, steps)
+                found = _in_turns(store, share, "share", batch, steps, decisions="device", link_gbps=gbps)
+                results[f"ratio_{ratio:g}_batch_{batch}"] = found
     print(json.dumps({"benchmark": "misses, emulated", "resident": share, **results}))
 
 
@@ -120,8 +118,7 @@ def here(layers=2, steps=48):
     results, store = {}, _store(layers, 128)
     for share in ("top-k", "25%", "50%", "75%"):
         for batch in (1, 16):
-            ways = {misses: {"misses": misses} for misses in ("fetch", "compute")}
-            results[f"{share}_batch_{batch}"] = _in_turns(store, share, ways, batch, steps)
+            results[f"{share}_batch_{batch}"] = _in_turns(store, share, "compute", batch, steps)
     print(json.dumps({"benchmark": "misses, the CPU is the device", **results}))
 
 
@@ -137,8 +134,8 @@ def _store(layers, number):
     return random_store(experts, MemoryWriter(experts), seed=1)
 
 
-def _in_turns(store, share, ways, batch, steps):
-    """Milliseconds of a layer, by name of some options."""
+def _in_turns(store, share, way, batch, steps, **options):
+    """Milliseconds of a layer whose misses are fetched, and where they are dealt with in another way."""
     from tests.runtime.decided import decode
     from tests.runtime.steps import forward
     from vllm_dymoe.config import Options
@@ -151,9 +148,9 @@ def _in_turns(store, share, ways, batch, steps):
     layers, hidden = len(experts.layers), experts.formats[4].hidden
     sizes = ModelIdentity("made up", "", layers, experts.num_experts, experts.top_k, hidden)
     trace = synthetic_trace(sizes, requests=batch, prompt=1, decode=steps, skew=0.5, locality=0.3)
-    for name, way in ways.items():
-        options = Options(hi=4, expert_budget="100%", **way)
-        runtimes[name] = MoERuntime(store, options, torch.device("cpu"), system=Exact(look_ahead=0))
+    for name in ("fetch", way):
+        chosen = Options(hi=4, expert_budget="100%", misses=name, **options)
+        runtimes[name] = MoERuntime(store, chosen, torch.device("cpu"), system=Exact(look_ahead=0))
         runtimes[name].resize(share)
     times = {name: [] for name in runtimes}
     for step in trace.steps(batch)[:steps]:
@@ -169,8 +166,7 @@ def _in_turns(store, share, ways, batch, steps):
         assert torch.equal(one, other), "the answer changes; no speed is reported"
     took = {f"{name}_ms": round(1e3 * median(some[len(some) // 4 :]) / layers, 3) for name, some in times.items()}
     fetched, ours = took.values()
-    stats = runtimes[name].stats()
-    said = runtimes[name].host_side.describe()
+    stats, said = runtimes[way].stats(), runtimes[way].host_side.describe()
     print(
         f"  {share} resident, batch {batch}: a layer {fetched:.2f} ms fetching, {ours:.2f} otherwise: "
         f"{fetched / ours:.2f} times; {stats.there} of {stats.misses} misses computed there; {said}",

@@ -90,13 +90,13 @@ def choose_tiles(architecture: int, hidden: int, intermediate: int) -> Tiles:
     known = sorted(int(name) for name in table)
     entry = table[str(max((a for a in known if a <= architecture), default=known[0]))]
     default, record = entry["default"], entry["shapes"].get(f"{hidden}x{intermediate}", {})
-    decode = [
+    gate_up, down = (
         DecodeTile(**{"warps": 4, "split": _split(rows, columns), **default.get(name, {}), **record.get(name, {})})
         for name, rows, columns in (("gate_up", intermediate, hidden), ("down", hidden, intermediate))
-    ]
+    )
     data = {**default, **record}
     grouped = (tuple(GroupedTile(**tile) for tile in data[f"grouped_{name}"]) for name in ("gate_up", "down"))
-    return Tiles(data["decode_tokens"], *decode, *grouped)
+    return Tiles(data["decode_tokens"], gate_up, down, *grouped)
 
 
 def _check_warps(warps: int) -> None:

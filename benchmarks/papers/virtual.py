@@ -10,7 +10,6 @@ on requests that are not replayed, where they are not there from an earlier run.
 import argparse
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -58,7 +57,7 @@ def _parts(ahead: str, **parts: Any) -> Mapping[str, Any]:
 
 def _dymoe(**parameters: Any) -> Mapping[str, Any]:
     # Rounded up, 63 of 64 choices of Mixtral's decode stay high at r = 0.75, and rows would not differ.
-    return {"high_by": "depth", "rounding": "nearest", **parameters}
+    return {"high_by": "depth", "rounding": "nearest", "heavy_share": 0.2, **parameters}
 
 
 _FIRST_IN = partial(_parts, first_in=True)  # FIRM-MoE's one cache, in which what came first goes first
@@ -217,9 +216,7 @@ def recorded(work: Path) -> tuple[Trace, Path]:
         prompts = work / "prompts.jsonl"
         asked = by_turns(read_prompts("shipped").prompts)
         prompts.write_text("".join(json.dumps({"prompt": prompt.text}) + "\n" for prompt in asked))
-        _command(
-            "trace", MODEL, "--prompts", prompts, "--out", trace, "--inputs", "--engine", '{"enforce_eager": true}'
-        )
+        _command("trace", MODEL, "--prompts", prompts, "--out", trace, "--inputs")
         found = Trace.load(trace)
         found.select(torch.cat(list(found.by_request())[_TRAINED_BEHIND:])).save(others)
         # Often, for so few tokens.
@@ -228,8 +225,7 @@ def recorded(work: Path) -> tuple[Trace, Path]:
 
 
 def _command(*words: object) -> None:
-    room = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ}
-    subprocess.run([str(Path(sys.executable).with_name("vllm-dymoe")), *map(str, words)], check=True, env=room)
+    subprocess.run([str(Path(sys.executable).with_name("vllm-dymoe")), *map(str, words)], check=True)
 
 
 def show(paper: str, label: str, cells: Mapping[str, tuple[float, float]]) -> None:

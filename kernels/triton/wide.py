@@ -40,7 +40,7 @@ def plan_wide(
         ahead: a version, or 0.
         steps: positions of an item of each class, two or more.
         wide: the tensors of a WideWork, by name, for two of the classes or more; the last has all larger experts, too.
-        marks: bool [tokens], of tokens of prompts, if the shape has them.
+        marks: int8 [tokens], of tokens of prompts, if the shape has them.
         start: launch, or only compile.
     """
     width, scratch = experts_width(shape.experts), decision["scratch"]
@@ -49,8 +49,7 @@ def plan_wide(
     chunks = {**sizes, "CHUNK": min(width, ELEMENTS_AT_ONCE // width)}
     parts = ids
     if marks is not None:
-        of_prompts = torch.where(marks[:, None] > 0, ids, -1)
-        parts = torch.stack((ids, of_prompts, of_prompts))
+        parts = torch.stack((ids, *(torch.where(marks[:, None] >= least, ids, -1) for least in (1, 2))))
     counted = parts, weights, rows, scratch, shape.chunk, shape.chunks, shape.positions, shape.counted
     start(count_kernel, (shape.chunks, 3 if shape.marked else 1), counted, chunks, options)
     decide(table, layer, ids, weights, rows, decision, chunks=shape.chunks, marked=shape.marked, start=start)

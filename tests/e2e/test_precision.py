@@ -1,15 +1,19 @@
 """The system `dymoe` through the real engine: what it decides, what it moves, and changes while requests are served."""
 
 import pytest
+import torch
 from vllm import SamplingParams
 
+from tests.e2e.architectures import ARCHITECTURES
 from tests.e2e.engines import (
     WatchedSystem,
     answer,
+    answers_at_budgets,
     engine,
     prompts,
     resize,
     runtime_of,
+    small_engine,
 )
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.systems.schedule import Schedule
@@ -17,7 +21,7 @@ from vllm_dymoe.systems.schedule import Schedule
 pytestmark = pytest.mark.engine
 
 LAYERS, TOP_K = 8, 4
-WATCHED = {"retention": 0.75, "high_by": "depth"}
+WATCHED = {"retention": 0.75, "high_by": "depth", "heavy_share": 0.2}
 DYMOE = {"hi": 4, "lo": 2, "system": "dymoe", "system_options": WATCHED, "expert_budget": "50%"}
 
 
@@ -69,7 +73,11 @@ def test_tiers_follow_the_schedule_in_both_phases(llm):
         weights = dict(zip(routing.ids[0].tolist(), routing.weights[0].tolist(), strict=True))
         assert max(weights, key=weights.get) in {expert for expert, tier in plan.items() if tier is Tier.HI}
     for routing, _ in read:
+        tokens = routing.weights.shape[0]
         assert routing.prompt.rows.all()
+        assert int(routing.prompt.heavy.sum()) == -(-tokens // 5), "a fifth of them, rounded up"
+    heavy = [routing.prompt.heavy for routing, _ in read]
+    assert any(not torch.equal(heavy[0], other) for other in heavy[1:]), "each layer has its own attention"
     stats = stats_of(llm)
     assert stats["planned"] == {
         tier: sum(list(plan.values()).count(Tier(tier)) for _, plan in seen) for tier in ("hi", "lo", "skip")
@@ -126,3 +134,29 @@ def test_precision_changes_while_requests_are_served(llm):
         assert slots["hi"] * formats[now["hi"]].nbytes + slots.get("lo", 0) * formats[2].nbytes <= limit
         assert stats["hits"] + stats["misses"] == planned["hi"] + planned["lo"], "what is skipped asks for no bytes"
         runtime.check_integrity()
+
+
+def test_without_queries_and_keys_the_number_of_tokens_decides(tmp_path):
+    """MLA hands over none: every token of a prompt counts. The last test: its engine ends what both share of vLLM."""
+    options = {
+        "hi": 4,
+        "lo": 2,
+        "system": "dymoe",
+        "system_options": {"retention": 0.5, "high_by": "depth", "reuse_high": False},
+    }
+    model, texts = ARCHITECTURES["deepseek-v2"].save(tmp_path / "mla"), [list(range(5, 35)), list(range(90, 101))]
+    with small_engine(model, options) as llm:
+        runtime = runtime_of(llm)
+        texts = [{"prompt_token_ids": text} for text in texts]
+        answers_at_budgets(llm, ("100%", "minimum"), lambda: answer(llm, texts, max_tokens=6))
+        watched = runtime.serving.system = WatchedSystem(runtime.system)
+        answer(llm, texts, max_tokens=6)
+    read = [(routing, plan) for routing, plan in watched.seen if routing.prompt is not None]
+    assert len(read) == len(runtime.experts.layers) < len(watched.seen)
+    for routing, plan in read:
+        assert torch.equal(routing.prompt.heavy, routing.prompt.rows)
+        high = {expert for expert, tier in plan.items() if tier is Tier.HI}
+        assert len(high) == Schedule(0.5).critical(routing.layer, routing.num_layers, len(plan))
+        load = routing.ids.flatten().bincount().tolist()
+        least, most = min((load[e] for e in high), default=99), max((load[e] for e in plan.keys() - high), default=0)
+        assert least >= most

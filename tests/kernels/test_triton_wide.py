@@ -33,7 +33,7 @@ def test_any_steps(steps, low, high, retention, nested, staging, passes, high_by
     half = staging // 2
     for number, (tokens, seed) in enumerate(steps):
         ids, weights = random_step(seed, tokens)
-        marks = torch.arange(tokens) * seed % 7 % 3 > 0 if seed % 3 else None
+        marks = (torch.arange(tokens) * seed % 7 % 3).to(torch.int8) if seed % 3 else None
         shape = WideShape(tokens, 3, 12, 1 + nested, half if passes else 0, passes if half else 0, marks is not None)
         layer, real = number % LAYERS, seed % (tokens + 1)
         ahead = HIGH if seed % 2 and not nested and shape.half and layer + 1 < LAYERS else 0

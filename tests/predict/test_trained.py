@@ -63,7 +63,7 @@ def test_rows_that_decode_beside_prompts_are_asked_about_and_the_popular_ones_fo
     network = fold(MODELS["seeing"])
     predictor, alone, prompts = (TrainedPredictor(network, SIZES.top_k) for _ in range(3))
     rows = torch.tensor([True] * 4 + [False] + [True] * 3)
-    told = PromptTokens(rows, mixed=True)
+    told = PromptTokens(rows, rows, mixed=True)
     own = step(alone, slice(24, 25))
     favourites = step(prompts, slice(20, 28), Phase.PREFILL)
     step(predictor, slice(20, 28), Phase.PREFILL)
@@ -75,7 +75,7 @@ def test_rows_that_decode_beside_prompts_are_asked_about_and_the_popular_ones_fo
             assert len(set(experts)) == len(experts)
             assert {candidate.expert for candidate in popular} <= set(experts)
         rows, own = rows.flip(0), step(alone, slice(23, 24))
-        told = PromptTokens(rows, mixed=True)
+        told = PromptTokens(rows, rows, mixed=True)
 
 
 def test_a_step_knows_nothing_of_the_step_before():

@@ -123,7 +123,7 @@ def test_a_system_that_looks_at_weights_waits_once_more(tokens, prompts, most):
     prompt = None
     if prompts:
         rows = (torch.arange(tokens) < prompts).as_subclass(OnDevice)
-        prompt = PromptTokens(rows, prompts < tokens)
+        prompt = PromptTokens(rows, rows, prompts < tokens)
     layers = serve(Dymoe(retention=0.5), tokens, prompt=prompt)
     assert {len(waits(layer)) for layer in layers[1:]} <= {1, most}, layers
     assert max(len(waits(layer)) for layer in layers) == most

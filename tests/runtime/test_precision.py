@@ -42,7 +42,7 @@ def random_step(seed, tokens):
 
 def prompt_of(tokens):
     rows = torch.ones(tokens, dtype=torch.bool)
-    return PromptTokens(rows, mixed=False)
+    return PromptTokens(rows, torch.arange(tokens) % 3 == 0, mixed=False)
 
 
 @pytest.mark.parametrize("decisions", ["host", "device"])
@@ -255,8 +255,9 @@ def test_a_change_that_needs_no_other_slots_keeps_the_cache():
     runtime = make_runtime(0.75, "40%")
     run(runtime)
     held = kept_by(runtime)
-    runtime.set_precision(skipped_weights="renormalize")
+    runtime.set_precision(heavy_share=0.5, skipped_weights="renormalize")
     assert kept_by(runtime) == held
+    assert runtime.system.precision.heavy_hitters == 0.5
     assert runtime.system.precision.renormalizes
 
 

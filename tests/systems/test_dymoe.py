@@ -26,10 +26,21 @@ def high(plan):
     return {expert for expert, tier in plan.items() if tier is Tier.HI}
 
 
-def test_prefill_takes_the_experts_of_most_tokens():
-    ids, weights = [[0, 1], [2, 3], [2, 3]], [[0.9, 0.1], [0.2, 0.1], [0.2, 0.1]]
-    step = routing(7, ids, weights, PromptTokens(torch.ones(3, dtype=torch.bool), False))
-    assert high(Dymoe(retention=0.75, high_by="depth").precision.select(step)) == {2, 3}, "not those with most weight"
+def prompt_of(rows, heavy):
+    rows = torch.tensor(rows, dtype=torch.bool)
+    return PromptTokens(rows, torch.tensor(heavy, dtype=torch.bool), not bool(rows.all()))
+
+
+def test_prefill_takes_the_experts_of_heavy_hitters():
+    system = Dymoe(retention=0.75, high_by="depth")
+    ids = [[0, 1], [0, 1], [0, 1], [2, 3], [2, 3]]
+    weights = [[0.9, 0.1]] * 5
+    heavy = prompt_of([1] * 5, [0, 0, 0, 1, 1])
+    assert high(system.precision.select(routing(7, ids, weights, heavy))) == {2, 3}, "not those with the most tokens"
+    every = prompt_of([1] * 5, [1] * 5)
+    assert high(system.precision.select(routing(7, ids, weights, every))) == {0, 1}, (
+        "nothing known of attention: the load"
+    )
 
 
 @settings(max_examples=100, deadline=None)
@@ -45,13 +56,15 @@ def test_the_rule_of_mixed_steps_written_out(layer, tokens, seed, retention, of_
     ids = torch.stack([torch.randperm(10, generator=generator)[:3] for _ in range(tokens)])
     weights = torch.rand(tokens, 3, generator=generator)
     rows = torch.tensor(of_prompt[:tokens])
-    prompt = PromptTokens(rows, not bool(rows.all())) if rows.any() else None
+    heavy = rows & (torch.rand(tokens, generator=generator) < 0.4)
+    prompt = PromptTokens(rows, heavy, not bool(rows.all())) if rows.any() else None
     plan = Dymoe(retention=retention, high_by="depth").precision.select(routing(layer, ids, weights, prompt))
     schedule, wanted = Schedule(retention), set()
-    for part, read in ((rows, True), (~rows, False)):
+    everywhere = PromptTokens(torch.ones_like(rows), heavy, False)
+    for part, told in ((rows, everywhere), (~rows, None)):
         if part.any():
-            told = PromptTokens(rows[part], False) if read else None
-            phase = importance(ids[part], weights[part], 10, told)[not read]
+            told = told and PromptTokens(told.rows[part], heavy[part], False)
+            phase = importance(ids[part], weights[part], 10, told)[told is None]
             wanted.update(phase.used[phase.first(schedule.critical(layer, LAYERS, len(phase.used)))].tolist())
     assert high(plan) == wanted
     assert list(plan) == sorted(set(ids.flatten().tolist()))
@@ -103,7 +116,7 @@ def test_prompts_and_decoded_tokens_have_a_threshold_each():
     for _ in range(300):
         ids = torch.stack([torch.randperm(16, generator=generator)[:4] for _ in range(9)])
         weights = torch.softmax(torch.randn(9, 4, generator=generator), 1)
-        mixed = system.precision.select(routing(3, ids, weights, PromptTokens(torch.arange(9) < 8, mixed=True)))
+        mixed = system.precision.select(routing(3, ids, weights, prompt_of([1] * 8 + [0], [1] * 8 + [0])))
         decoded = high(alone.precision.select(routing(3, ids[8:], weights[8:])))
         assert decoded <= high(mixed)
     assert [int(of[0]) for of in system.precision.thresholds][1] == int(alone.precision.thresholds[1][0])
@@ -127,6 +140,7 @@ def test_a_batch_counts_on_the_scale_of_one_token():
             {"retension": 0.5},
             r"retension: extra inputs are not permitted\); it has look_ahead, ahead_in_graph, retention, high",
         ),
+        ({"heavy_share": 0}, r"heavy_share: input should be greater than 0"),
         ({"rounding": "down"}, r"rounding: input should be 'up' or 'nearest'"),
     ],
 )

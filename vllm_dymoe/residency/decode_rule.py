@@ -32,7 +32,7 @@ def decide_plain(
         rows: int32 [1], how many tokens are real, the first ones.
         decision: for so many tokens, overwritten.
         wide: nothing is recorded, and nothing computed there: the ring holds the rows of narrow steps.
-        marks: bool [tokens], which of them are prompts'; None for none.
+        marks: int8 [tokens], 1 for tokens of prompts, 2 for heavy hitters among these, 0 for others; None for all 0.
     """
     _empty(decision)
     real, top_k, host = int(rows), ids.shape[1], table.on_host()
@@ -88,7 +88,7 @@ def _choose(
     table: Table, layer: int, active: Ints, ids: Tensor, weights: Tensor, marks: Tensor | None
 ) -> NDArray[np.int8]:
     """The tier of each active expert; thresholds follow."""
-    prompt = None if marks is None else PromptTokens(marks, mixed=True)
+    prompt = None if marks is None else PromptTokens(marks > 0, marks > 1, mixed=True)
     thresholds = (table.prompt_threshold, table.threshold) if table.threshold[1] >= 0 else ()
     phases = importance(ids, weights, table.experts, prompt)
     return tiers_of(active, high_experts(phases, thresholds, table.critical[layer].__getitem__))

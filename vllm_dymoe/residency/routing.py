@@ -22,9 +22,10 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """Which tokens of a step belong to prompts."""
+    """Which tokens of a step belong to prompts, and which of these matter most."""
 
     rows: Tensor  # bool [tokens], of a prompt that is being read; the others are being decoded
+    heavy: Tensor  # bool [tokens], heavy hitters among them; all of them where attention is not known
     mixed: bool  # some tokens of the step are no prompt's
 
 

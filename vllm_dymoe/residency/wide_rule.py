@@ -74,7 +74,7 @@ class WideShape:
 
     @property
     def scratch(self) -> int:
-        """Elements of a decision's scratch: all pairs are counted, and those of prompts twice."""
+        """Elements of a decision's scratch: all pairs are counted, those of prompts, and those of heavy hitters."""
         return 3 * experts_width(self.experts) + (3 if self.marked else 1) * self.counted
 
     @property

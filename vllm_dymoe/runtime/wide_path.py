@@ -93,7 +93,7 @@ class WidePath:
         captured: bool = False,  # the launches go into a graph
     ) -> Tensor:
         """One layer: [rows, hidden], the weighted sum over each token's experts on this rank. Where precision asks for
-        them marks are bool [rows], which tokens are prompts'."""
+        them marks are int8 [rows], 1 for tokens of prompts, 2 for heavy hitters among these, 0 for others."""
         step, branch = self._step(len(x), activation, marked=marks is not None, captured=captured), self._branch
         shape, pending = step.shape, self._pending
         if pending is not None and (pending[0] != layer or not shape.passes):
@@ -142,7 +142,7 @@ class WidePath:
     def warm_up(self, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> None:
         """Compile and load what layers will launch, in graphs and outside, by steps without tokens."""
         for captured in (False, True):
-            for marks in (None, x.new_zeros(len(x), dtype=torch.bool)):
+            for marks in (None, x.new_zeros(len(x), dtype=torch.int8)):
                 self.forward(0, x, weights, ids, activation, marks, captured=captured)
                 self.settle()
         self._captured.clear()

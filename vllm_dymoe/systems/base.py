@@ -32,7 +32,8 @@ class Precision:
     """The tier of each expert. This one serves every expert high."""
 
     tiers: frozenset[Tier] = frozenset((Tier.HI,))  # that ``select`` can answer with; there are slots for no others
-    by_phase: bool = False  # prompts' tokens and those that are decoded each choose tiers
+    heavy_hitters: float | None = None
+    """Share of a prompt's tokens to mark as heavy hitters; None where precision ignores them."""
     reuses_high: bool = True  # an expert that is wanted low is computed high where its high version is on the device
     renormalizes: bool = False
     """Routing weights of skipped experts go to the token's other experts; otherwise they are lost."""

@@ -1,9 +1,9 @@
 """DyMoE: the experts that matter most to a step are high, fewer of them the deeper the layer (4.2 and 4.3).
 
 A step may hold tokens of several prompts and of several requests that decode. Each phase decides with its own measure:
-the prompts' tokens by how many use an expert, the decoded ones by routing weights, each over the experts that its own
-tokens use and each with a threshold, or Eq. 5. An expert is high if either phase wants it so; a long prompt beside it
-cannot cost a request that decodes its precision. Within a phase requests are one batch: tokens and weights add up.
+the prompts' tokens by heavy hitters, the decoded ones by routing weights, each over the experts that its own tokens use
+and each with a threshold, or Eq. 5. An expert is high if either phase wants it so; a long prompt beside it cannot cost
+a request that decodes its precision. Within a phase requests are one batch: their heavy hitters and weights add up.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -102,6 +102,7 @@ class Dymoe(Exact):
     precision_parameters: ClassVar[tuple[str, ...]] = (
         "retention",
         "high_by",
+        "heavy_share",
         "rounding",
         "skipped_weights",
     )
@@ -111,6 +112,8 @@ class Dymoe(Exact):
     high_by: Literal["threshold", "depth", "equal"] = "threshold"
     """What makes an expert high: a routing weight above one threshold for all layers; or it is among the largest of its
     layer, fewer the deeper it lies (Eq. 4), or equally many everywhere."""
+    heavy_share: float = Field(default=1, gt=0, le=1)
+    """Share of a prompt's tokens that count, those that attention dwells on (heavy hitters)."""
     rounding: Literal["up", "nearest"] = "up"
     """Of the number of high experts where no threshold decides (Eq. 5: up)."""
     skipped_weights: Literal["keep", "renormalize"] = "keep"
@@ -124,7 +127,7 @@ class Dymoe(Exact):
         by_threshold = self.high_by == "threshold" and 0 < self.retention < 1
         return CriticalHigh(
             frozenset(tier for tier, used in ((Tier.HI, self.retention > 0), (Tier.LO, self.retention < 1)) if used),
-            by_phase=True,
+            heavy_hitters=self.heavy_share,
             reuses_high=self.reuse_high,
             renormalizes=self.skipped_weights == "renormalize",
             schedule=Schedule(self.retention, self.rounding, self.high_by != "equal"),
@@ -133,5 +136,6 @@ class Dymoe(Exact):
 
     @cached_property
     def residency(self) -> Residency:
-        """A device cannot hand on the weights of skipped experts."""
-        return Residency(on_device=not self.precision.renormalizes)
+        """A device cannot hand on the weights of skipped experts, nor order experts by some of a prompt's tokens."""
+        orders = self.high_by != "threshold" and self.heavy_share < 1
+        return Residency(on_device=not (self.precision.renormalizes or orders))

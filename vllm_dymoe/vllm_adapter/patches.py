@@ -233,6 +233,27 @@ def _load_adapter(original: Original, self: Any, request: Any) -> Any:
 
 
 @_replaces(
+    "vllm.model_executor.layers.attention.Attention", "process_weights_after_loading",
+    "a hook of the attention layer that is called with queries and keys, outside of compiled graphs",
+)  # fmt: skip
+def _process_attention(original: Original, self: Any, act_dtype: Any) -> None:
+    """The system "dymoe" has to see a prompt's queries and keys, which only implementations get outside of graphs."""
+    original(self, act_dtype)
+    rank = _rank(self.quant_config)  # runs by now: vLLM processes the experts of a model before its attention
+    tap = None if rank is None else rank.prompts
+    attend = self.impl.forward
+    if tap is None or getattr(attend, "dymoe_patched", False):
+        return
+
+    def forward(layer: Any, query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
+        tap.attend(layer, query, key)
+        return attend(layer, query, key, *args, **kwargs)
+
+    forward.dymoe_patched = True  # type: ignore[attr-defined]
+    self.impl.forward = forward
+
+
+@_replaces(
     "vllm.model_executor.layers.fused_moe.runner.moe_runner.MoERunner", "_select_forward",
     "an operator of MoE layers with output arguments, or experts that are chosen inside of the graph",
 )  # fmt: skip

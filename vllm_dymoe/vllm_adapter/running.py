@@ -35,7 +35,7 @@ class Running:
         self.foresight, self.observation = foresight, observation
         self.prompts: PromptTap | None = None  # for a system that does not ask
         takes = runtime.system.foresight is not None and runtime.system.foresight.takes_predictor
-        if takes or runtime.system.precision.by_phase:
+        if takes or runtime.system.precision.heavy_hitters is not None:
             self.prompts = PromptTap(lambda: self.runtime.system, step, drafted, self._predictor_asks)
         self._decode: DecodeSteps | None = None
         if runtime.decode is not None:

@@ -1,7 +1,13 @@
-"""The running step of a rank: which of its rows are requests' tokens, which of these prompts', and its phase.
+"""The running step of a rank: which of its rows are requests' tokens, its phase, and what its prompts dwell on.
 
 vLLM also runs the model for no request: to profile, compile, capture graphs and warm kernels up. What executors ask for
 comes through the worker's wrapper, and nothing else does: a step begins there, and what runs outside of one is warm-up.
+
+Which tokens of a prompt attention dwells on (DyMoE Eq. 1) is read off queries and keys, since vLLM's attention kernels
+return no scores: the last queries of each prompt are asked once more. What they say holds until the next attention
+layer. Only keys of the running step are there, so attention is compared among the tokens of a chunk. Where no attention
+layer hands them over (MLA), every token counts as a heavy hitter, and an expert's importance is its load, which the
+paper finds to follow its heavy hitters closely (3.3).
 """
 
 import itertools
@@ -10,14 +16,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
 from vllm.forward_context import get_forward_context
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_dymoe.kernels import Activation
+from vllm_dymoe.residency.importance import attention_mass, mark_heavy_hitters
 from vllm_dymoe.residency.routing import Phase, PromptTokens
 from vllm_dymoe.systems import System
 
-_PROMPTS, _MARKS = "vllm_dymoe.prompts", "vllm_dymoe.marks"
+_KEY, _MARKS = "vllm_dymoe.prompts", "vllm_dymoe.marks"
+WINDOW = 32  # last queries of a prompt that stand for all of them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,6 +94,15 @@ class RunningStep:
         return rows if self.warming_up else min(rows, self.tokens)
 
 
+@dataclass
+class _Prompts:
+    """Those of one forward of the model."""
+
+    spans: list[tuple[int, int]]  # rows of each prompt
+    heavy: torch.Tensor | None = None  # bool [tokens], as the last attention layer left it; None before the first
+    rows: torch.Tensor | None = None  # bool [tokens], the spans as a mask; None before the first MoE layer
+
+
 class PromptTap:
     """The prompts of each step, for a system that asks for them."""
 
@@ -99,50 +117,86 @@ class PromptTap:
         self._step = step
         self._longest_decode = 1 + drafted
 
-    @property
-    def asks(self) -> bool:
-        """Whether a prompt's tokens count otherwise than others."""
-        precision = self._system().precision
-        return precision.by_phase and len(precision.tiers) > 1
+    def attend(self, layer: Any, query: torch.Tensor, key: torch.Tensor | None) -> None:
+        """See the queries [rows, heads, dim] and keys [rows, kv_heads, dim] of an attention layer, padding included."""
+        share = self._share
+        prompts = self.running() if share is not None and share < 1 else None
+        if share is None or prompts is None or not prompts.spans or key is None or key.shape[0] != query.shape[0]:
+            return
+        masses = [
+            attention_mass(query[first:last], key[first:last], layer.impl.scale, WINDOW, layer.sliding_window)
+            for first, last in prompts.spans
+        ]
+        if get_tensor_model_parallel_world_size() > 1:  # each rank has some heads, and all must decide alike
+            lengths = [mass.shape[0] for mass in masses]
+            masses = list(tensor_model_parallel_all_reduce(torch.cat(masses)).split(lengths))
+        prompts.heavy = torch.zeros(self._step.tokens, dtype=torch.bool, device=query.device)
+        for (first, last), mass in zip(prompts.spans, masses, strict=True):
+            mark_heavy_hitters(mass, share, prompts.heavy[first:last])
 
     def tokens(self, count: int, device: torch.device) -> PromptTokens | None:
         """Those among a MoE layer's tokens; None without, if nothing asks, or for only some of the step's tokens."""
-        if self._step.warming_up or count != self._step.tokens or not (self.asks or self._asked()):
+        prompts = self.running() if self._share is not None or self._asked() else None
+        if prompts is None or not prompts.spans or count != self._step.tokens:
             return None
-        context = get_forward_context()
-        if _PROMPTS not in context.additional_kwargs:  # the first layer
-            context.additional_kwargs[_PROMPTS] = self._find(context.attn_metadata, device)
-        found: PromptTokens | None = context.additional_kwargs[_PROMPTS]
-        return found
+        if prompts.rows is None:
+            prompts.rows = torch.zeros(count, dtype=torch.bool, device=device)
+            for first, last in prompts.spans:
+                prompts.rows[first:last] = True
+        heavy = prompts.rows if prompts.heavy is None else prompts.heavy
+        mixed = sum(last - first for first, last in prompts.spans) < count
+        return PromptTokens(prompts.rows, heavy, mixed)
+
+    @property
+    def asks(self) -> bool:
+        """Whether a prompt's tokens count otherwise than others."""
+        return self._system().precision.heavy_hitters is not None and len(self._system().precision.tiers) > 1
 
     def marks(self, rows: int, device: torch.device) -> torch.Tensor | None:
-        """What :meth:`tokens` says, without waiting for the device: bool [rows]. None in a step that only decodes, or
-        if the system does not ask."""
-        if self._step.phase is not Phase.PREFILL or self._step.real(rows) != self._step.tokens or not self.asks:
+        """What :meth:`tokens` says, without waiting for the device: int8 [rows], 2 for heavy hitters, 1 for the others.
+
+        None in a step that only decodes, or if the system does not ask.
+        """
+        share = self._share if self.asks else None
+        if share is None or self._step.phase is not Phase.PREFILL or self._step.real(rows) != self._step.tokens:
             return None
         context = get_forward_context()
-        if _MARKS not in context.additional_kwargs:
-            if (metadata := _described(context.attn_metadata)) is None:
+        found = context.additional_kwargs.get(_MARKS)
+        if found is None or share < 1:  # which attention changes in every layer
+            metadata, places = _described(context.attn_metadata), torch.arange(rows, device=device)
+            if metadata is None:
                 return None
-            places = torch.arange(rows, device=device)
             bounds = metadata.query_start_loc.clamp(max=self._step.tokens)
             request = torch.searchsorted(bounds[1:].contiguous(), places, right=True).clamp_(max=len(bounds) - 2)
             read = (bounds.diff() > self._longest_decode)[request] & (places < self._step.tokens)
-            context.additional_kwargs[_MARKS] = read
-        found: torch.Tensor = context.additional_kwargs[_MARKS]
+            found = 2 * read.to(torch.int8)
+            context.additional_kwargs[_MARKS] = found
+            prompts = self.running() if share < 1 else None
+            if prompts is not None and prompts.heavy is not None:
+                light = read[: len(prompts.heavy)] & ~prompts.heavy
+                found[: len(light)] -= light.to(torch.int8)
         return found
 
-    def _find(self, attention: Any, device: torch.device) -> PromptTokens | None:
+    @property
+    def _share(self) -> float | None:
+        system = self._system()
+        return system.precision.heavy_hitters if len(system.precision.tiers) > 1 else None
+
+    def running(self) -> _Prompts | None:
+        """The prompts of the running step, if any; None while vLLM warms up."""
+        if self._step.warming_up:
+            return None
+        context = get_forward_context()
+        prompts: _Prompts | None = context.additional_kwargs.get(_KEY)
+        if prompts is None:
+            prompts = context.additional_kwargs[_KEY] = self._find(context.attn_metadata)
+        return prompts
+
+    def _find(self, attention: Any) -> _Prompts:
         metadata, tokens = _described(attention), self._step.tokens
         starts = [] if metadata is None else metadata.query_start_loc.tolist()
         bounds = itertools.pairwise(min(place, tokens) for place in starts)  # requests too may be padding
-        rows = torch.zeros(tokens, dtype=torch.bool, device=device)
-        read = 0
-        for first, last in bounds:
-            if last - first > self._longest_decode:
-                rows[first:last] = True
-                read += last - first
-        return PromptTokens(rows, mixed=read < tokens) if read else None
+        return _Prompts([(first, last) for first, last in bounds if last - first > self._longest_decode])
 
 
 def _described(attention: Any) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm_dymoe.vllm_adapter.offline import calibrate, record_trace, summary, timeline
+    from vllm_dymoe.vllm_adapter.offline import calibrate, record_trace, summary
 
 # A clone that is the working directory hides an installed package, and its kernels/ lies beside this folder.
 _CLONE = Path(__file__).parents[1]
@@ -16,7 +16,7 @@ if (_CLONE / "kernels" / "native.py").is_file():
     __path__.append(str(_CLONE))
 
 __version__ = "0.1.0"
-__all__ = ["calibrate", "record_trace", "register", "summary", "timeline"]
+__all__ = ["calibrate", "record_trace", "register", "summary"]
 
 
 def register() -> None:

@@ -1,7 +1,6 @@
 """Foreseeing through the real engine: the gates are vLLM's, guesses are good, and only time depends on them."""
 
 import functools
-import json
 import math
 import time
 
@@ -9,7 +8,6 @@ import pytest
 from typer.testing import CliRunner
 from vllm.model_executor.models import qwen3_moe
 
-import vllm_dymoe
 from tests.e2e.engines import answer, engine, prompts, recorded_layers, runtime_of, same_bits
 from vllm_dymoe.cli import app
 from vllm_dymoe.observe.trace import Trace
@@ -69,19 +67,6 @@ def test_what_is_foreseen_changes_no_bit_and_is_mostly_right(firm):
     assert same_bits(layers, plain_layers)
     assert same_bits(next_layers, plain_layers)
     runtime.serving.predictor = meeting
-
-
-def test_a_timeline_of_an_llm(firm, tmp_path):
-    path = tmp_path / "trace.json"
-    with pytest.raises(FileNotFoundError), vllm_dymoe.timeline(firm, tmp_path / "missing" / "trace.json"):
-        pass
-    with vllm_dymoe.timeline(firm, path):
-        answer(firm, prompts()[:1], max_tokens=4)
-    events = json.loads(path.read_text())["traceEvents"]
-    layers = [event for event in events if event.get("cat") == "layer"]
-    assert [event["args"]["phase"] for event in layers] == ["prefill"] * 8 + ["decode"] * 3 * 8
-    assert {"compute", "demand", "predict"} <= {event.get("cat") for event in events}
-    assert [entry.name for entry in tmp_path.iterdir()] == ["trace.json"]
 
 
 ODD = 5  # the layer with such a router

@@ -30,7 +30,6 @@ class Script:
     """
 
     occupies_cores = False
-    timeline = None
 
     def __init__(self, arrives):
         self.log, self.arrives, self.stats = [], arrives, TransferStats()

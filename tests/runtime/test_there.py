@@ -14,14 +14,12 @@ from tests.runtime.replayed import replay
 from tests.runtime.steps import BUDGETS, STEPS, ByNumber, forward, random_step, run, with_budget
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.kernels import CpuKernel, native
-from vllm_dymoe.observe.timeline import Lane
 from vllm_dymoe.residency.constants import LOW_VERSION, Cost, Fate
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.residency.table import Counter
 from vllm_dymoe.residency.wide_rule import narrow_parts
 from vllm_dymoe.runtime import host_side, moe
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS
-from vllm_dymoe.runtime.moe import start_timeline, stop_timeline
 from vllm_dymoe.systems.dymoe import Dymoe
 from vllm_dymoe.transfer import TransferError
 
@@ -67,7 +65,7 @@ def test_no_share_changes_a_bit_where_the_device_decides(nested, misses, ratio):
         assert stats.hits + stats.misses == stats.planned["hi"] + stats.planned["lo"]
         assert stats.there > 0
         check_decided(runtime)
-        assert len(runtime.host_side.doorbell.spans(0.0)) > 0
+        assert int(runtime.host_side.doorbell.ring.bell.answered) > 0
         runtime.close(keep_store=True)
 
 
@@ -165,16 +163,6 @@ def test_the_first_starts_measure_rates_and_the_best_is_kept(memory_store, tmp_p
     assert rates(link_gbps=0.002).measured == 1, "of another link"
     kept.write_text(json.dumps({"link": 3}))
     assert rates().measured == 1
-
-
-def test_a_timeline_shows_what_the_host_computes_beside_the_device(memory_store):
-    runtime = with_budget(memory_store, "minimum", misses="compute", link_gbps=FAST)
-    run(runtime, STEPS[:4])
-    start_timeline(runtime)
-    run(runtime, STEPS[:8])
-    lane = list(Lane).index(Lane.BESIDE)
-    assert [event for event in stop_timeline(runtime) if event["tid"] == lane and event["ph"] == "X"]
-    runtime.close(keep_store=True)
 
 
 @pytest.mark.parametrize(("misses", "ratio"), [("compute", 0), ("share", 8)])

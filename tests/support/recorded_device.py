@@ -66,8 +66,6 @@ class RecordedStreams:
     default of torch.cuda.graph, and one such call invalidates the capture; ``intruders`` are the threads that were
     refused."""
 
-    timed = False
-
     def __init__(self, history: History, pause: Callable[[], None], ended: Callable[[], bool]) -> None:
         self._history, self._pause, self._ended = history, pause, ended
         self.capturing = False

@@ -14,7 +14,6 @@ from tests.support.happens_before import History
 from tests.support.memory_writer import staged
 from tests.support.patience import becomes, ended
 from tests.support.recorded_device import COMPUTATION, RecordedStreams
-from vllm_dymoe.observe.timeline import Timeline
 from vllm_dymoe.residency.format import BlobKey
 from vllm_dymoe.transfer import Reason, make_engine
 from vllm_dymoe.transfer.cuda import CudaStreams, StreamDelivery
@@ -216,27 +215,6 @@ def test_closing_ends_every_thread_and_cancels_what_waits(memory_store):
     assert all(ticket.ended for ticket in tickets)
     with pytest.raises(RuntimeError, match="closed"):
         engine.submit(BlobKey(0, 0, 4), slots[0], Reason.DEMAND)
-
-
-def test_asynchronous_copies_are_timed_by_the_device_and_only_when_asked_for(memory_store):
-    class Streams(RecordedStreams):
-        def begun(self, event):
-            return "begun" if self.timed else None
-
-    class Clock:
-        def seconds(self, mark):
-            return 1.0 if mark == "begun" else 3.0
-
-    engine = TransferEngine(StreamDelivery(memory_store, Streams(History(), lambda: None, lambda: True)), 1, eager=True)
-    slot = torch.empty_like(memory_store.blob(BlobKey(0, 0, 4)))
-    engine.submit(BlobKey(0, 0, 4), slot, Reason.DEMAND)
-    timeline = engine.timeline = Timeline(Clock())
-    engine.wait(engine.submit(BlobKey(1, 2, 4), slot, Reason.DEMAND))
-    engine.timeline = None
-    engine.submit(BlobKey(0, 0, 4), slot, Reason.DEMAND)
-    (copy,) = (event for event in timeline.events() if event.get("cat") == "demand")
-    assert (copy["name"], copy["ts"], copy["dur"]) == ("layer 1, expert 2, all of it", 1e6, 2e6)
-    engine.close()
 
 
 def test_every_thread_first_enters_its_device():

@@ -12,7 +12,6 @@ from tests.support.no_host import NoHost
 from tests.vllm_adapter.steps import rank_of, scheduled
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.residency.table import Counter, Table
-from vllm_dymoe.runtime import start_timeline, stop_timeline
 from vllm_dymoe.runtime.ahead import Branch
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS, DecodePath
 from vllm_dymoe.vllm_adapter import running as module
@@ -124,15 +123,6 @@ def test_behind_a_draft_with_experts_the_host_decides(runtime, memory_store):
     run(extended, 2, 3)
     assert steps_of(runtime) == before
     assert sum(extended.runtime.stats().planned.values())
-
-
-def test_a_timeline_has_the_step(runtime):
-    timed = rank_of(runtime)
-    start_timeline(runtime)
-    run(timed, 1, 3)
-    events = stop_timeline(runtime)
-    (span,) = [event for event in events if event.get("cat") == "step"]
-    assert (span["name"], span["args"]["tokens"]) == ("decode step 1", 3)
 
 
 class Launches:

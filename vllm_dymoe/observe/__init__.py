@@ -1,1 +1,1 @@
-"""What a run shows of itself: timelines, and traces of what routers chose."""
+"""What a run shows of itself: traces of what routers chose."""

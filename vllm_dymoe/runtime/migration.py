@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_dymoe.config import ConfigError
-from vllm_dymoe.observe.timeline import Lane
 from vllm_dymoe.residency.hotness import Swap, averaged, hottest, swaps
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.residency.rule import HIGH
@@ -225,7 +224,7 @@ class Migration:
         return found
 
     def _publish(self, move: _Move) -> None:
-        begin, (_, up, down) = time.perf_counter(), move.swap
+        _, up, down = move.swap
         for fetch in move.fetches:
             self._fetcher.complete(fetch)  # a fine slice is named from here on
         if not self._memory.nested:
@@ -237,11 +236,6 @@ class Migration:
         for layer in {fetch.layer for fetch in move.fetches}:
             self._memory.rows_changed(layer)
         self._end(move, "published")
-        timeline = self._engine.timeline
-        if timeline is not None:
-            names = [f"layer {at[0]}, expert {at[1]}" if at else "none" for at in (up, down)]
-            what = f"publish {names[0]} high, {names[1]} low"
-            timeline.add(Lane.HOST, what, "migration", begin, time.perf_counter())
 
     def _give_up(self, move: _Move, outcome: str) -> None:
         """Leave rows as they are. A slot that is still written stays out of use until that ends."""

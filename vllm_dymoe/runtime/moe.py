@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from vllm_dymoe.config import ConfigError, ExpertBudget, Options
 from vllm_dymoe.host_memory import whole_pages
 from vllm_dymoe.kernels import CpuKernel, ExpertKernel, make_kernel
-from vllm_dymoe.observe.timeline import CudaClock, HostClock, Timeline
 from vllm_dymoe.predict import Measured, Predictor
 from vllm_dymoe.residency.format import ModelExperts
 from vllm_dymoe.residency.tier import Tier
@@ -375,24 +374,6 @@ def precision_of(runtime: MoERuntime) -> Mapping[str, Any]:
         "share_of_tiers_in_decode": {tier.value: sum(shares[tier]) / layers for tier in Tier if tier in shares},
         "slots": {tier.value: count for tier, count in runtime.plan.slots.items()},
     }
-
-
-def start_timeline(runtime: MoERuntime) -> None:
-    """Record what runs when, from now on; what was recorded before is dropped."""
-    device = runtime.device
-    runtime.engine.timeline = timeline = Timeline(HostClock() if device.type == "cpu" else CudaClock(device))
-    if runtime.level is not None:
-        runtime.level.engine.timeline = timeline
-
-
-def stop_timeline(runtime: MoERuntime, rank: int = 0) -> list[dict[str, Any]]:
-    """What ran since ``start_timeline``, as Chrome trace events of process ``rank``; ValueError if none was started."""
-    timeline, runtime.engine.timeline = runtime.engine.timeline, None
-    if runtime.level is not None:
-        runtime.level.engine.timeline = None
-    if timeline is None:
-        raise ValueError("vllm-dymoe: no timeline was started; start one before what it is to show.")
-    return timeline.events(rank)
 
 
 def _make_decode_kernel(

@@ -2,7 +2,6 @@
 router's order at the end, so that neither what is on the device nor any timing changes a bit (invariant 1)."""
 
 import contextlib
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
@@ -10,7 +9,6 @@ import numpy as np
 import torch
 
 from vllm_dymoe.kernels import Activation, ExpertKernel, combine
-from vllm_dymoe.observe.timeline import Lane
 from vllm_dymoe.predict import Measured, PredictionStats
 from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.format import Expert
@@ -108,52 +106,44 @@ class Serving:
         if an expert could not be fetched; the runtime can serve the next step."""
         if len(routing.ids) == 0:
             return torch.empty_like(routing.x)
-        begun, timeline = time.perf_counter(), self.engine.timeline
-        try:
-            wanted, skipped, places = self._decide(routing)
-            x, weights = routing.inputs()
-            out = x.new_empty((routing.ids.numel(), x.shape[1]))
-            look_ahead = None
-            if self.predictor is not None and routing.layer < routing.num_layers:  # a draft's layers are not foreseen
-                look_ahead = partial(self._look_ahead, routing)
-            there = self._there(routing.layer, wanted, places)
-            here = {expert: tier for expert, tier in wanted.items() if expert not in there} if there else wanted
-            self.counts.there += len(there)
-            self.counts.misses += len(there)
-            answer = None
-            if there and self.beside is not None:
-                answer = self.beside.begin(routing, x, out, activation, there)
-            own = {} if answer else there
-            found = places[:, (places != THERE).all(0)]
-            if timeline is not None or not (found == HIT).all():  # a timeline shows every piece
-                in_turn = self.engine.occupies_cores or not self.system.residency.overlaps
-                kernel, counts = self.kernel, self.counts
-                grain: dict[str, bool] = {"in_turn": in_turn, "whole": self.system.residency.whole}
-                step = LayerStep(routing.layer, self.fetcher, self.prefetcher, kernel, counts, **grain)
-                step.acquire(here, found.T.tolist())
-                step.run(partial(self._begin, routing, x, out, activation), look_ahead)
-                self._compute(routing, x, out, activation, {}, own)
-            else:
-                self.counts.hits += len(here)
-                if self.prefetcher is not None:
-                    self.prefetcher.claim(routing.layer, {})
-                if look_ahead is not None:
-                    look_ahead()
-                self._compute(routing, x, out, activation, here, own)
-                if self.prefetcher is not None:
-                    self.prefetcher.answer()
-                    self.prefetcher.fill()
-            if answer is not None:
-                span = answer()
-                if timeline is not None:
-                    timeline.add(Lane.BESIDE, f"layer {routing.layer}, {len(there)} experts", "there", *span)
-            if not skipped and sum(map(routing.counts.__getitem__, wanted)) == len(out):
-                return combine(out, weights)
-            return combine(out, weights, routing.ids, skipped, renormalize=self.system.precision.renormalizes)
-        finally:  # whether it could be computed or not
-            if timeline is not None:
-                ended, what = time.perf_counter(), f"layer {routing.layer}"
-                timeline.add(Lane.HOST, what, "layer", begun, ended, tokens=len(routing.ids), phase=routing.phase.value)
+        wanted, skipped, places = self._decide(routing)
+        x, weights = routing.inputs()
+        out = x.new_empty((routing.ids.numel(), x.shape[1]))
+        look_ahead = None
+        if self.predictor is not None and routing.layer < routing.num_layers:  # a draft's layers are not foreseen
+            look_ahead = partial(self._look_ahead, routing)
+        there = self._there(routing.layer, wanted, places)
+        here = {expert: tier for expert, tier in wanted.items() if expert not in there} if there else wanted
+        self.counts.there += len(there)
+        self.counts.misses += len(there)
+        answer = None
+        if there and self.beside is not None:
+            answer = self.beside.begin(routing, x, out, activation, there)
+        own = {} if answer else there
+        found = places[:, (places != THERE).all(0)]
+        if not (found == HIT).all():
+            in_turn = self.engine.occupies_cores or not self.system.residency.overlaps
+            kernel, counts = self.kernel, self.counts
+            grain: dict[str, bool] = {"in_turn": in_turn, "whole": self.system.residency.whole}
+            step = LayerStep(routing.layer, self.fetcher, self.prefetcher, kernel, counts, **grain)
+            step.acquire(here, found.T.tolist())
+            step.run(partial(self._begin, routing, x, out, activation), look_ahead)
+            self._compute(routing, x, out, activation, {}, own)
+        else:
+            self.counts.hits += len(here)
+            if self.prefetcher is not None:
+                self.prefetcher.claim(routing.layer, {})
+            if look_ahead is not None:
+                look_ahead()
+            self._compute(routing, x, out, activation, here, own)
+            if self.prefetcher is not None:
+                self.prefetcher.answer()
+                self.prefetcher.fill()
+        if answer is not None:
+            answer()
+        if not skipped and sum(map(routing.counts.__getitem__, wanted)) == len(out):
+            return combine(out, weights)
+        return combine(out, weights, routing.ids, skipped, renormalize=self.system.precision.renormalizes)
 
     def _decide(self, routing: Routing) -> tuple[dict[int, Tier], set[int], Ints]:
         """The tier of each expert that is computed, those that are skipped, and what the rule makes of the former."""
@@ -222,14 +212,11 @@ class Serving:
 
     def _look_ahead(self, routing: Routing) -> None:
         """Tell the predictor what the router decided, and the prefetcher what the predictor makes of it."""
-        predictor, begin = self.predictor, time.perf_counter()
+        predictor = self.predictor
         assert predictor is not None
         predictor.observe(routing)
         if self.prefetcher is not None:
             self.prefetcher.look_ahead(routing.layer, routing.phase, predictor)
-        timeline = self.engine.timeline
-        if timeline is not None:
-            timeline.add(Lane.HOST, f"predict after layer {routing.layer}", "predict", begin, time.perf_counter())
 
     # -- counts -----------------------------------------------------------------------------------
 

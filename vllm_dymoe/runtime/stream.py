@@ -13,11 +13,8 @@ compete for a core cost both far more.
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from vllm_dymoe.kernels import ExpertKernel
-from vllm_dymoe.kernels.base import Receive
-from vllm_dymoe.observe.timeline import Lane, Timeline
 from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.format import EVERY_PROJECTION
 from vllm_dymoe.residency.rule import HIT, PASS
@@ -256,13 +253,7 @@ class LayerStep:
 
         if arriving and self._whole:
             receive(len(EVERY_PROJECTION))
-        items, timeline = [held.item for held in computing], self._engine.timeline
-        if timeline is None:
-            self._kernel.compute(items, receive if arriving else None)
-        else:
-            names = ", ".join(str(held.expert) for held in computing)
-            name = f"layer {self._layer}, {'expert' if len(computing) == 1 else 'experts'} {names}"
-            _compute_on(timeline, name, partial(self._kernel.compute, items), receive if arriving else None)
+        self._kernel.compute([held.item for held in computing], receive if arriving else None)
         for held in computing:
             self._complete(held)
         last_read = self._engine.fence()
@@ -299,23 +290,3 @@ def _last(held: list[_Held], count: int) -> list[_Held]:
     taken = held[len(held) - count :]
     del held[len(held) - count :]
     return taken
-
-
-def _compute_on(
-    timeline: Timeline, name: str, compute: Callable[[Receive | None], None], receive: Receive | None
-) -> None:
-    """Compute, with a span for each piece between two waits."""
-    begin = timeline.clock.mark()
-
-    def end() -> None:
-        timeline.add(Lane.COMPUTE, name, "compute", begin, timeline.clock.mark())
-
-    def wait(count: int) -> None:
-        nonlocal begin
-        end()
-        assert receive is not None
-        receive(count)
-        begin = timeline.clock.mark()
-
-    compute(None if receive is None else wait)
-    end()

@@ -30,8 +30,6 @@ from vllm_dymoe.transfer import TransferError
 
 _LOOKS = 16  # of the watchdog within the time that it allows
 _TRIPS = 256  # of which the median is taken
-Span = tuple[float, float]
-"""Begin and end, in seconds of ``time.perf_counter``."""
 
 
 def threads_beside(device_type: str) -> int:
@@ -143,11 +141,6 @@ class Doorbell:
         for thread in self._threads:
             thread.join()
 
-    def spans(self, since: float) -> list[tuple[int, float, float]]:
-        """Layer, begin and end of what was answered since a moment of ``time.perf_counter``, as far as it is kept."""
-        headers = (self.ring.entry(number).header.tolist() for number in range(self.ring.shape.depth))
-        return [(layer, begin / 1e9, end / 1e9) for _, layer, _, _, begin, end in headers if begin / 1e9 >= since]
-
     def _answer(self) -> None:
         assert self._activation is not None
         ring, shape, forms, layer = self.ring, self.ring.shape, Forms(), Layer()
@@ -190,10 +183,10 @@ class Beside:
 
     def begin(
         self, routing: Routing, x: Tensor, out: Tensor, activation: Activation, experts: Mapping[int, Expert]
-    ) -> Callable[[], Span]:
+    ) -> Callable[[], None]:
         """Begin to compute the rows of some experts, by number, whose bytes are in host memory: x is a step's input on
         the device, out [tokens * top_k, hidden] there, too. The function that is returned waits until all are in
-        ``out``, and says when they were computed; TransferError if that took longer than the host waits."""
+        ``out``; TransferError if that took longer than the host waits."""
         decision = Decision.of_routing(routing.grouped, list(experts), row_for_each_pair=routing.weights_on_input)
         for item, expert in enumerate(experts.values()):
             decision.place(item, expert)
@@ -205,15 +198,14 @@ class Beside:
             decision.pairs = torch.arange(len(pairs))
         future = self._thread.submit(self._compute, there, decision, rows, activation)
 
-        def wait() -> Span:
+        def wait() -> None:
             try:
-                span = future.result(self._timeout)
+                future.result(self._timeout)
             except LateError:
                 self.failed = True
                 raise TransferError(_late("a layer's experts", self._timeout or 0.0)) from None
             if rows is not out:
                 out[pairs.to(out.device)] = rows.to(out.device)
-            return span
 
         return wait
 
@@ -221,11 +213,9 @@ class Beside:
         """Seconds until an answer to nothing is there."""
         return _round_trip(lambda: self._thread.submit(time.perf_counter).result())
 
-    def _compute(self, x: Tensor, decision: Decision, rows: Tensor, activation: Activation) -> Span:
-        begun = time.perf_counter()
+    def _compute(self, x: Tensor, decision: Decision, rows: Tensor, activation: Activation) -> None:
         self._kernel.begin(x, decision, rows, activation)
         self._kernel.compute(range(len(decision.views)))
-        return begun, time.perf_counter()
 
     def close(self) -> None:
         """End the thread."""

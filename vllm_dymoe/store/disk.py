@@ -187,14 +187,12 @@ class Pacer:
     def __init__(self) -> None:
         self._lock, self._free = threading.Lock(), 0.0  # when the last byte that was promised so far arrives
 
-    def wait(self, nbytes: int, ready: float, bytes_per_second: float) -> tuple[float, float]:
-        """Sleep until the last of these would be there; returns their begin and end."""
+    def wait(self, nbytes: int, ready: float, bytes_per_second: float) -> None:
+        """Sleep until the last of these would be there."""
         with self._lock:
             # The queue begins when it is free and not when this thread was woken: a late thread loses no time.
-            begin = max(self._free, ready)
-            self._free = due = begin + nbytes / bytes_per_second
+            self._free = due = max(self._free, ready) + nbytes / bytes_per_second
         sleep_until(due)
-        return begin, due
 
 
 def sleep_until(due: float) -> None:

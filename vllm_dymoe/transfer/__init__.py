@@ -4,8 +4,7 @@ import functools
 
 import torch
 
-from vllm_dymoe.observe.timeline import Lane
-from vllm_dymoe.store import FileStore, HostStore
+from vllm_dymoe.store import HostStore
 from vllm_dymoe.transfer.delivery import CpuDelivery, EmulatedLink
 from vllm_dymoe.transfer.engine import TransferEngine
 from vllm_dymoe.transfer.level import HostLevel, join
@@ -24,8 +23,7 @@ def make_engine(
     threads = store.depth if io_threads is None else io_threads
     if device.type == "cpu":
         if link_gbps is None:
-            lane = Lane.DISK if isinstance(store, FileStore) else Lane.LINK
-            return TransferEngine(CpuDelivery(store), threads, timeout=timeout, lane=lane)
+            return TransferEngine(CpuDelivery(store), threads, timeout=timeout)
         # A link is one queue: one thread serves it.
         link = EmulatedLink(CpuDelivery(store), link_gbps * 1e9)
         return TransferEngine(link, threads=1, timeout=timeout, waiters_move=False)

@@ -26,18 +26,11 @@ lanes) to 500 KB (fifth). Served experts have more, 590 KB at 4 bits even in Qwe
 """
 
 
-class _CopyEvent(torch.cuda.Event):
-    """Behind a copy; holds the event in front of it if the copy is timed."""
-
-    begun: torch.cuda.Event | None = None
-
-
 class CudaStreams:
     """Asynchronous copies, on a stream for demand and one of lower priority for everything else, and events that order
-    them with computation; where they are ``timed`` copies record when they begin and end."""
+    them with computation."""
 
     def __init__(self, device: torch.device) -> None:
-        self.timed = False
         self._device = device
         self._urgent = torch.cuda.Stream(device, priority=-1)
         self._background = torch.cuda.Stream(device, priority=0)
@@ -48,11 +41,8 @@ class CudaStreams:
         if after is not None:
             stream.wait_event(after)
         with torch.cuda.stream(stream):
-            event = _CopyEvent(enable_timing=self.timed)
-            if self.timed:
-                event.begun = torch.cuda.Event(enable_timing=True)
-                event.begun.record(stream)
             destination.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
             event.record(stream)
         return event
 
@@ -70,10 +60,6 @@ class CudaStreams:
 
     def happened(self, event: torch.cuda.Event) -> bool:
         return event.query()
-
-    def begun(self, event: _CopyEvent) -> torch.cuda.Event | None:
-        """The event in front of the copy that ``event`` is behind; None if it was not timed."""
-        return event.begun
 
 
 class StreamDelivery(Delivery):
@@ -103,10 +89,6 @@ class StreamDelivery(Delivery):
     def demanded_at_once(self, key: BlobKey) -> int:
         """Gate and up, which one launch computes, and down by itself where that is worth another copy."""
         return self._at_once[key.bits]
-
-    def moments(self, event: Any) -> tuple[Any, Any] | None:
-        begun = self.streams.begun(event)
-        return None if begun is None else (begun, event)
 
     def deliver(self, ticket: Ticket, projections: range, destination: torch.Tensor, *, wait: bool = True) -> Any:
         with self.store.hold(ticket.key, projections, wait=wait) as held:

@@ -48,13 +48,6 @@ class Delivery(ABC):
         to be waited for.
         """
 
-    def moments(self, event: Any) -> tuple[Any, Any] | None:
-        """Begin and end of the copy behind ``event``, or of the last ``deliver``, as marks of the timeline's clock.
-
-        None if they were not recorded, or, without streams, if they are those of the call of ``deliver``.
-        """
-        return None
-
 
 class CpuDelivery(Delivery):
     """Reads straight into the slot, whole blobs in demand: each read has a fixed cost, and computation waits for it."""
@@ -90,7 +83,6 @@ class EmulatedLink(Delivery):
     def __init__(self, delivery: Delivery, bytes_per_second: float) -> None:
         super().__init__(delivery.store)
         self._delivery, self._bytes_per_second, self._pacer = delivery, bytes_per_second, Pacer()
-        self._last = 0.0, 0.0  # when the last transfer began and ended
 
     def demanded_at_once(self, key: BlobKey) -> int:
         """One: an emulated transfer has no fixed cost."""
@@ -98,8 +90,4 @@ class EmulatedLink(Delivery):
 
     def deliver(self, ticket: Ticket, projections: range, destination: torch.Tensor, *, wait: bool = True) -> None:
         self._delivery.deliver(ticket, projections, destination, wait=wait)
-        self._last = self._pacer.wait(destination.numel(), ticket.ready, self._bytes_per_second)
-
-    def moments(self, event: Any) -> tuple[Any, Any]:
-        """When the link was busy with the last transfer, which one thread served."""
-        return self._last
+        self._pacer.wait(destination.numel(), ticket.ready, self._bytes_per_second)

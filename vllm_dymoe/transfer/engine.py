@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from vllm_dymoe.observe.timeline import Lane, Timeline
 from vllm_dymoe.residency.format import BlobKey
 from vllm_dymoe.store import blob_name
 from vllm_dymoe.transfer.delivery import Delivery
@@ -43,14 +42,13 @@ class TransferEngine:
         timeout: float | None = None,  # seconds that a transfer is waited for; None for ever
         waiters_move: bool = True,
         enter: Callable[[], None] = lambda: None,  # called first by every thread of the engine
-        lane: Lane = Lane.LINK,  # of the timeline, that shows transfers
         concurrency: Any = threading,
     ) -> None:
         self._delivery = delivery
         self._timeout = timeout
         self._waiters_move = waiters_move
         self._queue = TicketQueue(threads > 0, eager, lambda: waiters_move and delivery.occupies_cores, concurrency)
-        self._mover = Mover(delivery, self._queue, lane)
+        self._mover = Mover(delivery, self._queue)
         self._workers = Workers(self._queue, self._mover.run, threads, timeout is not None, concurrency, enter)
 
     @property
@@ -65,16 +63,6 @@ class TransferEngine:
     @stats.setter
     def stats(self, stats: TransferStats) -> None:
         self._queue.stats = stats
-
-    @property
-    def timeline(self) -> Timeline | None:
-        return self._mover.timeline
-
-    @timeline.setter
-    def timeline(self, timeline: Timeline | None) -> None:
-        self._mover.timeline = timeline
-        if self._delivery.streams is not None:
-            self._delivery.streams.timed = timeline is not None
 
     def submit(
         self, key: BlobKey, destination: torch.Tensor, reason: Reason, after: Any = None, projections: int = ALL
@@ -125,10 +113,7 @@ class TransferEngine:
             if ticket.followed < len(ticket.fences):
                 self._mover.follow(ticket, projections)
         finally:
-            end, timeline = time.perf_counter(), self._mover.timeline
-            self._queue.stats.exposed_wait_seconds += end - begin
-            if timeline is not None:
-                timeline.add(Lane.HOST, f"wait for {ticket.place}", "wait", begin, end)
+            self._queue.stats.exposed_wait_seconds += time.perf_counter() - begin
 
     def arrived(self, ticket: Ticket) -> bool:
         """Whether the whole blob is there, so that ``wait`` would not block and computation would not stand still."""

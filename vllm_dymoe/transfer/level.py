@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from vllm_dymoe.observe.timeline import Lane
 from vllm_dymoe.residency.format import EVERY_PROJECTION, BlobKey, ModelExperts
 from vllm_dymoe.store import FileStore, HostMemoryError, HostStore
 from vllm_dymoe.store.page_lock import CudaPageLock
@@ -64,7 +63,7 @@ class HostLevel(HostStore):
     ) -> None:
         self.experts, self.files, self._page_lock, self._shared = files.experts, files, page_lock, shared
         self.delivery = _DiskDelivery(files)
-        self.engine = TransferEngine(self.delivery, files.depth, timeout=timeout, waiters_move=False, lane=Lane.DISK)
+        self.engine = TransferEngine(self.delivery, files.depth, timeout=timeout, waiters_move=False)
         try:
             self.slots = LevelSlots(files.experts, nbytes, page_lock, self.engine, shared)
         except BaseException:

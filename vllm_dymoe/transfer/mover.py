@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from vllm_dymoe.observe.timeline import Lane, Timeline
-from vllm_dymoe.residency.format import Projection
 from vllm_dymoe.transfer.delivery import Delivery
 from vllm_dymoe.transfer.queue import TicketQueue
 from vllm_dymoe.transfer.ticket import ALL, Piece, Reason, Ticket
@@ -20,11 +18,9 @@ if TYPE_CHECKING:
 
 
 class Mover:
-    """Runs pieces on the thread that calls, and tells the queue how each ended; a ``timeline`` records them."""
+    """Runs pieces on the thread that calls, and tells the queue how each ended."""
 
-    def __init__(self, delivery: Delivery, queue: TicketQueue, lane: Lane = Lane.LINK) -> None:
-        self._lane = lane
-        self.timeline: Timeline | None = None
+    def __init__(self, delivery: Delivery, queue: TicketQueue) -> None:
         self._delivery = delivery
         self._streams = cast("CudaStreams", delivery.streams)  # used only with events, which it alone makes
         self._formats = delivery.store.experts.formats
@@ -79,19 +75,5 @@ class Mover:
                 self._streams.synchronize(event)
             else:
                 self._last_demand = event
-        end = time.perf_counter()
-        ticket.moved_seconds += end - ticket.began
-        if self.timeline is not None:
-            self._record(self.timeline, ticket, piece, event, end)
+        ticket.moved_seconds += time.perf_counter() - ticket.began
         return event
-
-    def _record(self, timeline: Timeline, ticket: Ticket, piece: Piece, event: Any, end: float) -> None:
-        moments = self._delivery.moments(event)
-        if moments is None and event is None:
-            moments = ticket.began, end
-        if moments is not None:
-            whole = len(piece.projections) == ALL
-            parts = "all of it" if whole else ", ".join(Projection(i).name.lower() for i in piece.projections)
-            timeline.add(
-                self._lane, f"{ticket.place}, {parts}", piece.reason.name.lower(), *moments, bits=ticket.key.bits
-            )

@@ -81,11 +81,6 @@ class Ticket:
     def ended(self) -> bool:
         return self.state in _ENDS
 
-    @property
-    def place(self) -> str:
-        """Which expert, for people."""
-        return f"layer {self.key.layer}, expert {self.key.expert}"
-
 
 @dataclass
 class TransferStats:

@@ -8,7 +8,6 @@ Steps of few rows are *narrow*, the others *wide*; and so are those with a promp
 
 import torch
 
-from vllm_dymoe.observe.timeline import Lane
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS, DecodePath
@@ -28,8 +27,6 @@ class DecodeSteps:
         self._prompts = prompts
         self._tokens, self._wide = 0, False  # of the running step
         self._recording = False
-        self._began: object = None
-        self._shown = 0.0  # until when a timeline has what the host computed
 
     def enter_layer(self, rows: int, *, capturing: bool) -> bool:
         """Whether a layer of so many rows is a narrow step's; what vLLM computes to warm up has no tokens."""
@@ -70,8 +67,6 @@ class DecodeSteps:
         if recording != self._recording:
             self._table.recording.fill_(recording)
             self._recording = recording
-        timeline = self._runtime.engine.timeline
-        self._began = None if timeline is None else timeline.clock.mark()
 
     def end(self) -> None:
         tokens, self._tokens = self._tokens, 0
@@ -79,14 +74,6 @@ class DecodeSteps:
             return
         self.path.tell(0)
         self._runtime.serving.end_decode(tokens, wide=self._wide)
-        timeline = self._runtime.engine.timeline
-        if timeline is not None and self._began is not None:
-            name = f"{'wide' if self._wide else 'decode'} step {self._step.number}"
-            timeline.add(Lane.COMPUTE, name, "step", self._began, timeline.clock.mark(), tokens=tokens)
-            if (doorbell := self.path.kernel.doorbell) is not None:
-                for layer, begun, ended in doorbell.spans(self._shown):
-                    timeline.add(Lane.BESIDE, f"layer {layer}", "there", begun, ended)
-                    self._shown = max(self._shown, ended)
         for observer in () if self._wide else self._listeners:
             for layer in range(self._table.layers):
                 ids, weights = self._table.ring_ids[0, layer, :tokens], self._table.ring_weights[0, layer, :tokens]

@@ -1,11 +1,8 @@
-"""What users of ``LLM()`` call: a calibration, a trace of prompts, a summary and a timeline."""
+"""What users of ``LLM()`` call: a calibration, a trace of prompts, and a summary."""
 
 import hashlib
 import itertools
-import json
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +21,6 @@ PART_TOKENS = 8192  # what a run that is killed has to compute again
 def summary(llm: Any) -> Summary:
     """What an ``LLM`` did since its first request or the last reset: print it, or take ``to_dict()``."""
     return Summary(tuple(RuntimeStats(**answer) for answer in llm.collective_rpc("dymoe_stats")))
-
-
-@contextmanager
-def timeline(llm: Any, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Record every rank's computation, transfers and waits inside a ``with`` block, for https://ui.perfetto.dev."""
-    path = Path(path)
-    partial = path.with_name(path.name + ".partial")
-    partial.touch()
-    try:
-        llm.collective_rpc("dymoe_start_timeline")
-        try:
-            yield
-        finally:
-            ranks = llm.collective_rpc("dymoe_stop_timeline")
-            trace = {"traceEvents": [event for events in ranks for event in events], "displayTimeUnit": "ms"}
-            partial.write_text(json.dumps(trace))
-            os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def record_trace(

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI, HTTPException, Request
 
 from vllm_dymoe.quantize.recording import CalibrationError
-from vllm_dymoe.runtime import MoERuntime, precision_of, start_timeline, stop_timeline
+from vllm_dymoe.runtime import MoERuntime, precision_of
 from vllm_dymoe.runtime.moe import resize_host_memory
 from vllm_dymoe.vllm_adapter.running import Running
 
@@ -50,13 +50,6 @@ class DymoeWorkerExtension:
         if changes:
             runtime.set_precision(**changes)
         return dict(precision_of(runtime))
-
-    def dymoe_start_timeline(self) -> None:
-        start_timeline(_runtime(self))
-
-    def dymoe_stop_timeline(self) -> list[dict[str, Any]]:
-        """What ran since ``dymoe_start_timeline``, as Chrome trace events; ValueError if none was started."""
-        return stop_timeline(_runtime(self), getattr(self, "rank", 0))
 
     def dymoe_recordable(self) -> dict[str, Any] | None:
         """What a calibration of this model is about; None on all ranks but the one that records."""

@@ -7,8 +7,7 @@ import torch
 
 from tests.cli import checkpoints
 from tests.cli.checkpoints import MOE_LAYERS, NAMES, command, make_model, quantized, refused, sections
-from tests.quantize.readers.float_packing import CONFIGS
-from tests.quantize.readers.kinds import INTEGERS, config_of, dtype_of, parts_of, random_matrix, tensors_of
+from tests.quantize.readers.kinds import FLOATS, INTEGERS, config_of, dtype_of, parts_of, random_matrix, tensors_of
 from vllm_dymoe.kernels import dequantize, unpack
 from vllm_dymoe.quantize.tensors import read_tensors
 from vllm_dymoe.residency.format import Projection
@@ -87,7 +86,7 @@ def test_integers_are_taken_as_they_are_and_the_low_tier_is_their_upper_halves(t
     assert report["expert_bytes"] == sum(tensor.nbytes for name, tensor in model.tensors.items() if ".experts." in name)
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", FLOATS)
 def test_floats_are_taken_as_they_are(tmp_path, kind, monkeypatch):
     if kind == "mxfp4":
         monkeypatch.setattr(checkpoints, "INTERMEDIATE", 64)  # blocks of 32 hold no other

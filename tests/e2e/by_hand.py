@@ -33,8 +33,7 @@ from tests.e2e.engines import (
     small_engine,
 )
 from tests.e2e.quantized import check_store, write
-from tests.quantize.readers.float_packing import CONFIGS
-from tests.quantize.readers.kinds import INTEGERS
+from tests.quantize.readers.kinds import FLOATS, INTEGERS
 
 RECORD = Path(__file__).parent / "models.json"
 LENGTHS = (5, 33, 12)
@@ -108,9 +107,9 @@ MORE = {
 MORE["qwen3-moe-128"] = replace(
     ARCHITECTURES["qwen3-moe"], sizes=ARCHITECTURES["qwen3-moe"].sizes | {"moe_intermediate_size": 128}
 )
-FLOATS = (
+QUANTIZED = (
     "gpt-oss:mxfp4",
-    *(f"qwen3-moe:{kind}" for kind in CONFIGS if kind not in ("mxfp4", "mxfp4-deepseek-v4")),
+    *(f"qwen3-moe:{kind}" for kind in FLOATS if kind not in ("mxfp4", "mxfp4-deepseek-v4")),
     "qwen3-moe-128:fp8-blocks",
     "minimax-m2:fp8-blocks",
     *(f"glm-4-moe:{kind}" for kind in ("fp8-blocks", "nvfp4-modelopt")),
@@ -188,7 +187,7 @@ def _line(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    for chosen in sys.argv[1:] or (*MORE, *FLOATS):
+    for chosen in sys.argv[1:] or (*MORE, *QUANTIZED):
         with tempfile.TemporaryDirectory() as temporary, sigmoid_routers():
             found = check(*chosen.partition(":")[::2], Path(temporary))
         print("BY HAND", json.dumps({chosen: found}), flush=True)

@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.quantize.readers import packing
+from tests.quantize.readers.kinds import random_integers
 from tests.small_model import make_experts, random_weight
 from tests.support.memory_writer import MemoryWriter
 from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize import QUANTIZERS
-from vllm_dymoe.quantize.held import integers
 from vllm_dymoe.quantize.packer import ExpertPacker
 from vllm_dymoe.residency.format import Projection, all_keys
 from vllm_dymoe.store import FileStore, Manifest, StoreError
@@ -55,8 +54,7 @@ def random_codes(experts, layer, expert, projection):
     """A matrix of a checkpoint whose groups are scattered."""
     matrix = experts.formats[4].matrices[projection]
     seed = layer * 1000 + expert * 10 + projection
-    made = packing.random_prequantized(matrix.rows, matrix.columns, 32, dtype=torch.bfloat16, seed=seed, shuffled=True)
-    return integers(made.bits, made.codes, made.scales, made.zero_points, made.column_groups)
+    return random_integers(matrix.rows, matrix.columns, 32, dtype=torch.bfloat16, seed=seed, shuffled=True)
 
 
 @pytest.mark.parametrize("order", ORDERS)

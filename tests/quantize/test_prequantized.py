@@ -5,16 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.quantize.readers.packing import random_prequantized
+from tests.quantize.readers.kinds import random_integers
 from vllm_dymoe.kernels import dequantize, unpack
-from vllm_dymoe.quantize.held import integers
 from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.matrix import MatrixFormat
-
-
-def prequantized(*sizes, **settings):
-    matrix = random_prequantized(*sizes, **settings)
-    return integers(matrix.bits, matrix.codes, matrix.scales, matrix.zero_points, matrix.column_groups)
 
 
 def packed(matrix, group_size, dtype=torch.float16, *, steps=True, act_order=False):
@@ -31,7 +25,7 @@ def packed(matrix, group_size, dtype=torch.float16, *, steps=True, act_order=Fal
 @pytest.mark.parametrize(("source", "store"), [(128, 128), (128, 32), (64, 64), (None, 128), (None, 32), (96, 32)])
 @pytest.mark.parametrize("act_order", [False, True])
 def test_integers_and_weights_are_the_checkpoints(bits, dtype, source, store, act_order):
-    matrix = prequantized(70, 200, source, bits=bits, dtype=dtype, shuffled=act_order)
+    matrix = random_integers(70, 200, source, bits=bits, dtype=dtype, shuffled=act_order)
     section = packed(matrix, store, dtype, act_order=act_order)
     assert torch.equal(unpack(section), matrix.codes)
     assert torch.equal(dequantize(section, dtype), matrix.dequantize())
@@ -39,30 +33,17 @@ def test_integers_and_weights_are_the_checkpoints(bits, dtype, source, store, ac
 
 def test_columns_of_a_group_stay_in_their_own_order():
     """Groups of neighbours need no other order than theirs, and the same checkpoint gives the same bytes everywhere."""
-    assert packed(prequantized(8, 128, 32), 32, act_order=True).order.tolist() == list(range(128))
-    matrix = prequantized(8, 128, 32, shuffled=True)
+    assert packed(random_integers(8, 128, 32), 32, act_order=True).order.tolist() == list(range(128))
+    matrix = random_integers(8, 128, 32, shuffled=True)
     stored = packed(matrix, 32, act_order=True).order.long()
     groups = matrix.column_groups[stored]
     assert groups.tolist() == sorted(groups.tolist())
     assert all((stored[groups == group].diff() > 0).all() for group in range(4))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_ranks_share_is_cut_out_of_the_codes(ranks):
-    """Rows as gate and up have them, columns as down has them, where a rank's columns begin inside a group of 64."""
-    matrix, share = prequantized(96, 288, 96), 96 // ranks
-    whole = matrix.dequantize()
-    for rank in range(ranks):
-        rows = matrix.part(0, slice(rank * share, (rank + 1) * share))
-        assert torch.equal(dequantize(packed(rows, 32), torch.float16), whole[rank * share : (rank + 1) * share])
-        width = 288 // ranks // 32 * 32
-        columns = matrix.part(1, slice(rank * width, (rank + 1) * width))
-        assert torch.equal(dequantize(packed(columns, 32), torch.float16), whole[:, rank * width : (rank + 1) * width])
-
-
-LONG = prequantized(8, 128, 32, shuffled=True)
+LONG = random_integers(8, 128, 32, shuffled=True)
 LONG.column_groups[LONG.column_groups == 1] = torch.tensor([0] + [1] * 31)
-PLAIN, SHUFFLED = prequantized(8, 64, 32), prequantized(8, 64, 32, shuffled=True)
+PLAIN, SHUFFLED = random_integers(8, 64, 32), random_integers(8, 64, 32, shuffled=True)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +54,7 @@ PLAIN, SHUFFLED = prequantized(8, 64, 32), prequantized(8, 64, 32, shuffled=True
         (PLAIN, 64, {}, "do not lie in groups of 64 neighbours"),
         (SHUFFLED, 32, {}, "as they are, do not lie in groups .* hi to 16"),
         (LONG, 32, {"act_order": True}, "even sorted by their groups, do not lie in groups of 32 neighbours"),
-        (prequantized(8, 96, 64).part(1, slice(32, 96)), 64, {}, "do not lie in groups of 64 neighbours"),
+        (random_integers(8, 96, 64).part(1, slice(32, 96)), 64, {}, "do not lie in groups of 64 neighbours"),
     ],
 )
 def test_what_cannot_be_held_is_refused(matrix, group_size, options, sentence):

@@ -14,8 +14,8 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
 
-from tests.quantize.readers import float_packing
-from tests.quantize.readers.packing import awq, compressed_tensors, gptq, random_prequantized
+from tests.quantize.readers import kinds
+from tests.quantize.readers.kinds import awq, compressed_tensors, gptq, random_integers
 from tests.vllm_adapter.test_prepare import configure
 from vllm_dymoe.kernels import native
 from vllm_dymoe.vllm_adapter.dense_kernels import register_kernels
@@ -87,7 +87,7 @@ def check(layer, weights, dtype):
 @pytest.mark.parametrize("kind", INTEGERS)
 def test_integers(kind):
     config, pack, bits, group_size, settings = INTEGERS[kind]
-    matrix = random_prequantized(ROWS, COLUMNS, group_size, bits=bits, **settings)
+    matrix = random_integers(ROWS, COLUMNS, group_size, bits=bits, **settings)
     layer = load_layer(config, pack(matrix), torch.float16)
     check(layer, matrix.dequantize(), torch.float16)
     assert sum(p.numel() for n, p in layer.named_parameters() if "shape" not in n and n != "g_idx") == 0
@@ -96,9 +96,9 @@ def test_integers(kind):
 @pytest.mark.parametrize("name", ["o_proj", "kv_b_proj"])
 @pytest.mark.parametrize("kind", ["fp8-blocks", "fp8-modelopt", "fp8-compressed-tensors"])
 def test_floats(kind, name):
-    matrix = float_packing.random_floats(kind, ROWS, COLUMNS)
-    tensors = float_packing.parts(kind, matrix) | {"input_scale": torch.tensor(1.0)}
-    layer = load_layer(float_packing.CONFIGS[kind], tensors, torch.bfloat16, name)
+    matrix = kinds.random_floats(kind, ROWS, COLUMNS)
+    tensors = kinds.float_parts(kind, matrix) | {"input_scale": torch.tensor(1.0)}
+    layer = load_layer(kinds.FLOATS[kind], tensors, torch.bfloat16, name)
     check(layer, matrix.dequantize(), torch.bfloat16)
     if name == "kv_b_proj":  # MLA reads what it holds
         read = get_and_maybe_dequant_weights(layer, torch.bfloat16)
@@ -106,7 +106,7 @@ def test_floats(kind, name):
 
 
 def test_a_model_without_the_plugin_keeps_vllms_kernels():
-    matrix = random_prequantized(ROWS, COLUMNS, 64)
+    matrix = random_integers(ROWS, COLUMNS, 64)
     tensors, settings = awq(matrix), AWQ | {"group_size": 64}
     register_kernels()
     with set_current_vllm_config(configure(quantization=None)):

@@ -7,8 +7,7 @@ import pytest
 import torch
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
-from tests.quantize.readers.float_packing import parts, random_floats
-from tests.quantize.readers.packing import awq, random_prequantized
+from tests.quantize.readers.kinds import awq, float_parts, random_floats, random_integers
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.quantize.readers import make_reader
 from vllm_dymoe.residency.format import Projection
@@ -208,7 +207,7 @@ def load(layer, tensors):
 
 
 MODEL = {
-    (expert, projection): random_prequantized(
+    (expert, projection): random_integers(
         *((WIDE, NARROW) if projection is Projection.DOWN else (NARROW, WIDE)), GROUP, seed=10 * expert + projection
     )
     for expert in range(EXPERTS)
@@ -302,7 +301,7 @@ def stacked_model():
 
 
 def mx_stacks(matrices):
-    packed = [parts("mxfp4", matrix) for matrix in matrices]
+    packed = [float_parts("mxfp4", matrix) for matrix in matrices]
     blocks, scales = (torch.stack([each[part] for each in packed]) for part in ("blocks", "scales"))
     return blocks.flatten(2), scales
 

@@ -1,10 +1,86 @@
-"""Every kind of experts that other tools quantize: its quantization_config, random matrices, and their tensors."""
+"""Every kind of experts that other tools quantize: its quantization_config, random matrices, and their tensors.
+
+Plain loops over each format's description pack them. The readers are proven against tensors that the formats' own tools
+packed (golden/); these packers are proven there too, and then make whole checkpoints.
+"""
 
 from typing import Any
 
 import torch
 
-from tests.quantize.readers import float_packing, packing
+from vllm_dymoe.quantize.held import Held, blocks, integers
+from vllm_dymoe.residency.code import FP8, MXFP4, NVFP4
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def random_integers(
+    rows, columns, group_size, *, bits=4, symmetric=False, dtype=torch.float16, seed=0, shuffled=False
+) -> Held:
+    """Whose weights have about the size that linear layers have; ``shuffled`` with groups that lie scattered."""
+    generator = torch.Generator().manual_seed(seed)
+    group_size = group_size or columns
+    groups = -(-columns // group_size)
+    middle = 1 << bits - 1
+    codes = torch.randint(0, 1 << bits, (rows, columns), generator=generator, dtype=torch.uint8)
+    zero_points = torch.randint(0, 1 << bits, (rows, groups), generator=generator, dtype=torch.uint8)
+    if symmetric:
+        zero_points.fill_(middle)
+    scales = (torch.rand(rows, groups, generator=generator) + 0.5) * 2 * columns**-0.5 / middle
+    column_groups = blocks(columns, group_size)
+    if shuffled:
+        column_groups = column_groups[torch.randperm(columns, generator=generator)]
+    return integers(bits, codes, scales.to(dtype), zero_points, column_groups)
+
+
+def words(numbers, bits):
+    """[n, m] numbers below 2**bits as int32 [n, m * bits / 32], the first in the lowest bits."""
+    each = 32 // bits
+    numbers = numbers.long()
+    assert numbers.shape[1] % each == 0
+    packed = torch.zeros(numbers.shape[0], numbers.shape[1] // each, dtype=torch.int64)
+    for place in range(each):
+        packed |= numbers[:, place::each] << bits * place
+    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).int()
+
+
+def awq(matrix):
+    def in_order(numbers):
+        return numbers.reshape(numbers.shape[0], -1, 8)[:, :, AWQ_ORDER].reshape(numbers.shape)
+
+    return {
+        "qweight": words(in_order(matrix.codes.t()), 4),
+        "qzeros": words(in_order(matrix.zero_points.t()), 4),
+        "scales": matrix.scales.t().contiguous(),
+    }
+
+
+def gptq(matrix, *, version="gptq"):
+    """AutoGPTQ's packing; its first version stores zero points less one."""
+    stored = (matrix.zero_points.int() - int(version == "gptq")) & 2**matrix.bits - 1
+    return {
+        "qweight": words(matrix.codes, matrix.bits).t().contiguous(),
+        "qzeros": words(stored.t(), matrix.bits),
+        "scales": matrix.scales.t().contiguous(),
+        "g_idx": matrix.column_groups.int(),
+    }
+
+
+def compressed_tensors(matrix, *, symmetric=True):
+    """compressed-tensors' pack-quantized, which fills the last word up."""
+
+    def filled(numbers):
+        return torch.nn.functional.pad(numbers, (0, -numbers.shape[1] % (32 // matrix.bits)))
+
+    parts = {
+        "weight_packed": words(filled(matrix.codes), matrix.bits),
+        "weight_scale": matrix.scales,
+        "weight_shape": torch.tensor(matrix.codes.shape),
+    }
+    if not symmetric:
+        parts["weight_zero_point"] = words(filled(matrix.zero_points.t()), matrix.bits).t().contiguous()
+    return parts
+
 
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
 _WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
@@ -12,15 +88,13 @@ _HALVES = {"dtype": torch.float16, "symmetric": True}
 INTEGERS = {
     "awq": (
         {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True},
-        packing.awq,
+        awq,
         {"dtype": torch.float16},
     ),
-    "gptq": (_GPTQ, packing.gptq, _HALVES),
-    "auto-round": (
-        _GPTQ | {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}, packing.gptq, _HALVES
-    ),
+    "gptq": (_GPTQ, gptq, _HALVES),
+    "auto-round": (_GPTQ | {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}, gptq, _HALVES),
     # Columns quantized in the order of their activations: vLLM 0.32 runs no dense layers that are quantized so.
-    "gptq-ordered": (_GPTQ | {"desc_act": True}, packing.gptq, _HALVES | {"shuffled": True}),
+    "gptq-ordered": (_GPTQ | {"desc_act": True}, gptq, _HALVES | {"shuffled": True}),
     "compressed-tensors": (
         {
             "quant_method": "compressed-tensors",
@@ -28,33 +102,133 @@ INTEGERS = {
             "ignore": ["lm_head", "re:.*gate$"],
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": _WEIGHTS}},
         },
-        packing.compressed_tensors,
+        compressed_tensors,
         {"dtype": torch.bfloat16, "symmetric": True},
     ),
-}  # fmt: skip
+}
+
+
+def compressed(fmt, weights, **changes):
+    """A quantization_config of compressed-tensors; activations are quantized, too, as in most checkpoints."""
+    weights = {"type": "float", "symmetric": True} | weights
+    activations = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+    if fmt.startswith("nvfp4"):
+        activations = {**weights, "dynamic": "local"}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations} | changes
+    config = {"quant_method": "compressed-tensors", "format": fmt, "config_groups": {"group_0": group}}
+    return config | {"ignore": ["lm_head"]}
+
+
+NVFP4_WEIGHTS = {"num_bits": 4, "strategy": "tensor_group", "group_size": 16}
+FP8_WEIGHTS = {"num_bits": 8, "strategy": "channel"}
+FLOATS = {
+    "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    "mxfp4-compressed-tensors": compressed(
+        "mxfp4-pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 32}
+    ),
+    "nvfp4-modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
+    "nvfp4-compressed-tensors": compressed("nvfp4-pack-quantized", NVFP4_WEIGHTS),
+    "mxfp4-deepseek-v4": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": [128, 128],
+        "expert_dtype": "fp4",
+    },
+    "mxfp4-quark": {
+        "quant_method": "quark",
+        "global_quant_config": {
+            "weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"},
+            "input_tensors": None,
+        },
+        "layer_quant_config": {},
+        "layer_type_quant_config": {},
+        "export": {"kv_cache_group": [], "pack_method": "reorder"},
+    },
+    "mxfp8-modelopt": {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"]},
+    "mxfp8-compressed-tensors": compressed(
+        "mxfp8-quantized", {"num_bits": 8, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+    ),
+    "fp8-blocks": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    },
+    "fp8-modelopt": {"quant_method": "modelopt", "quantization": {"quant_algo": "FP8"}},
+    "fp8-compressed-tensors": compressed("float-quantized", FP8_WEIGHTS),
+}
+_FLOAT_PARTS = {
+    "mxfp4": ("blocks", "scales"),
+    "mxfp4-deepseek-v4": ("weight", "scale"),
+    "mxfp4-compressed-tensors": ("weight_packed", "weight_scale"),
+    "nvfp4-modelopt": ("weight", "weight_scale", "weight_scale_2"),
+    "nvfp4-compressed-tensors": ("weight_packed", "weight_scale", "weight_global_scale"),
+    "fp8-blocks": ("weight", "weight_scale_inv"),
+}
+
+
+def random_floats(kind, rows, columns, seed=0):
+    """A matrix whose weights have about the size that linear layers have."""
+    generator = torch.Generator().manual_seed(seed)
+    book = {"mxfp4": MXFP4, "nvfp4": NVFP4}.get(kind.split("-")[0], FP8)
+    codes = torch.randint(0, 1 << book.bits, (rows, columns), generator=generator, dtype=torch.uint8)
+    if book is FP8:  # of exponents that are about as frequent as those of real weights; no NaN
+        codes = (torch.randn(rows, columns, generator=generator) * 100).to(torch.float8_e4m3fn).view(torch.uint8)
+    row_block = {"fp8-blocks": 128, "fp8-modelopt": rows}.get(kind, 1)
+    own = {"fp8": 128 if kind == "fp8-blocks" else columns, "mxfp8": 32}
+    column_block = own.get(kind.split("-")[0], book.group_size)
+    shape = -(-rows // row_block), -(-columns // column_block)
+    size = columns**-0.5 * (torch.rand(shape, generator=generator) + 0.5)
+    factor = (1.0, 1.0)
+    if book is NVFP4:
+        factor = (0.5**9 * 1.1, 1.0) if kind.endswith("modelopt") else (1.0, 2.0**9 * 1.1)
+        scales = (size * 100).to(book.scale_dtype)
+    elif kind.startswith("mxfp8"):
+        scales = (size / 100).to(torch.float8_e8m0fnu).float()
+    else:
+        scales = (size / (100 if book is FP8 else 2)).to(book.scale_dtype)
+    return Held(book, codes, scales, blocks(rows, row_block), blocks(columns, column_block), factor)
+
+
+def float_parts(kind: str, matrix: Held) -> dict[str, torch.Tensor]:
+    codes, scales, numbers = matrix.codes.view(torch.float8_e4m3fn), matrix.scales, []
+    if matrix.bits == 4:
+        codes = matrix.codes[:, 0::2] | matrix.codes[:, 1::2] << 4
+    if kind == "mxfp4":
+        codes = codes.view(len(codes), -1, 16)
+    if kind == "mxfp4-deepseek-v4":
+        codes = codes.view(torch.int8)
+    elif kind.startswith("mx"):
+        scales = scales.to(torch.float8_e8m0fnu).view(torch.uint8)
+    if kind == "fp8-modelopt":
+        scales = scales.view(())
+    if kind.startswith("nvfp4"):
+        numbers = [torch.tensor(matrix.factor[0]) if kind.endswith("modelopt") else torch.tensor([matrix.factor[1]])]
+    return dict(zip(_FLOAT_PARTS.get(kind, ("weight", "weight_scale")), (codes, scales, *numbers), strict=True))
 
 
 def config_of(kind: str) -> dict[str, Any]:
-    return dict(INTEGERS[kind][0] if kind in INTEGERS else float_packing.CONFIGS[kind])
+    return dict(INTEGERS[kind][0] if kind in INTEGERS else FLOATS[kind])
 
 
 def dtype_of(kind: str) -> torch.dtype:
     return INTEGERS[kind][2]["dtype"] if kind in INTEGERS else torch.bfloat16
 
 
-def random_matrix(kind: str, rows: int, columns: int, seed: int = 0) -> Any:
-    """The same for the same seed; ``dequantize`` gives its weights."""
+def random_matrix(kind: str, rows: int, columns: int, seed: int = 0) -> Held:
+    """The same for the same seed."""
     if kind in INTEGERS:
-        return packing.random_prequantized(rows, columns, 32, seed=seed, **INTEGERS[kind][2])
-    return float_packing.random_floats(kind, rows, columns, seed)
+        return random_integers(rows, columns, 32, seed=seed, **INTEGERS[kind][2])
+    return random_floats(kind, rows, columns, seed)
 
 
-def parts_of(kind: str, matrix: Any) -> dict[str, torch.Tensor]:
-    parts = INTEGERS[kind][1](matrix) if kind in INTEGERS else float_packing.parts(kind, matrix)
+def parts_of(kind: str, matrix: Held) -> dict[str, torch.Tensor]:
+    parts = INTEGERS[kind][1](matrix) if kind in INTEGERS else float_parts(kind, matrix)
     return {part: tensor.contiguous() for part, tensor in parts.items()}
 
 
-def tensors_of(kind: str, matrices: dict[str, Any]) -> dict[str, torch.Tensor]:
+def tensors_of(kind: str, matrices: dict[str, Held]) -> dict[str, torch.Tensor]:
     return {
         f"{name.removesuffix('.weight')}.{part}": tensor
         for name, matrix in matrices.items()

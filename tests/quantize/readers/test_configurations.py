@@ -1,11 +1,12 @@
-"""Configurations as published checkpoints have them: which numbers of the experts each of them means."""
+"""A checkpoint's quantization_config: which numbers of the experts it means, or why it is refused."""
 
 import json
 import pickle
 
 import pytest
+import torch
 
-from tests.quantize.readers.float_packing import FP8_WEIGHTS, NVFP4_WEIGHTS, compressed
+from tests.quantize.readers.kinds import FP8_WEIGHTS, NVFP4_WEIGHTS, compressed, float_parts, random_floats
 from vllm_dymoe.quantize.model_config import ModelConfig
 from vllm_dymoe.quantize.readers import make_reader
 from vllm_dymoe.quantize.tensors import CheckpointError
@@ -13,13 +14,34 @@ from vllm_dymoe.residency.code import FP8, MXFP4, NVFP4, STEPS
 from vllm_dymoe.vllm_adapter.quant_config import DymoeConfig
 
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False, "desc_act": True}
+ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "data_type": "int"}
+GROUP4 = {"num_bits": 4, "group_size": 64, "strategy": "group", "symmetric": True}
+CHANNEL8 = {"num_bits": 8, "strategy": "channel", "symmetric": True}
+QUARK4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
+QUARK8 = {"dtype": "fp8_e4m3", "qscheme": "per_channel"}
 PLAIN_NVFP4, PLAIN_FP8 = {"quant_algo": "NVFP4", "group_size": 16}, {"quant_algo": "FP8"}
+
+
+def pack_quantized(weights, **changes):
+    """compressed-tensors' integers."""
+    return compressed("pack-quantized", {"type": "int"} | weights, **({"input_activations": None} | changes))
+
+
+def quark(weight, **layers):
+    rules = {pattern: {"weight": rule} for pattern, rule in layers.items()}
+    return {"quant_method": "quark", "global_quant_config": {"weight": weight}, "layer_quant_config": rules}
+
+
+def modelopt(algorithm, **more):
+    return {"quant_method": "modelopt", "quant_algo": algorithm, **more}
 
 
 def mixed(**layers):
     """ModelOpt's MIXED_PRECISION; underscores stand for dots."""
     named = {name.replace("__", "."): layer for name, layer in layers.items()}
-    return {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": named}
+    return modelopt("MIXED_PRECISION", quantized_layers=named)
 
 
 def groups(*named):
@@ -45,7 +67,7 @@ CONFIGS = {
     "ModelOpt, config.json": ({"quant_method": "modelopt", **PLAIN_NVFP4, "ignore": ["lm_head"]}, NVFP4, 16),
     "ModelOpt, hf_quant_config.json": ({"producer": {"name": "modelopt"}, "quantization": PLAIN_NVFP4}, NVFP4, 16),
     "ModelOpt, as vLLM names it": ({"quant_method": "modelopt_fp4", "quantization": PLAIN_NVFP4}, NVFP4, 16),
-    "ModelOpt, blocks": ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, FP8, 128),
+    "ModelOpt, blocks": (modelopt("FP8_PB_WO"), FP8, 128),
     "Qwen3.6 of NVIDIA": (
         mixed(
             model__layers__0__mlp__experts=PLAIN_NVFP4,
@@ -78,18 +100,72 @@ def test_the_numbers_of_experts(config, codebook, group_size):
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
+        ({"quant_method": "hqq"}, "with hqq already, and only awq, gptq, .* and 16-bit"),
+        (AWQ | {"version": "gemv"}, 'version "gemv", and only "gemm" can be read'),
+        (AWQ | {"bits": 3}, "at 3 bits, and only 4 can be read"),
+        (AWQ | {"zero_point": False}, "without zero points"),
+        (AWQ | {"group_size": 48}, "in groups of 48"),
+        (GPTQ | {"bits": 3}, "at 3 bits, and only 8, 4, 2 can be read"),
+        (GPTQ | {"checkpoint_format": "marlin"}, 'checkpoint_format "marlin", and only gptq and gptq_v2'),
+        (GPTQ | {"dynamic": {r".*\.3\..*": {"bits": 8}}}, "has another format for the modules"),
+        (ROUND | {"packing_format": "auto_round:new"}, 'int at 4 bits in "auto_round:new", which cannot be read'),
+        (ROUND | {"extra_config": {"layers.1.mlp.experts.0.up_proj": {"bits": 8}}}, "has another format for"),
+        (pack_quantized(GROUP4 | {"num_bits": 6}), "at 6 bits, and only 8, 4, 2"),
+        (pack_quantized(GROUP4 | {"type": "float"}), 'float weights by "group"'),
+        (pack_quantized(GROUP4 | {"strategy": "tensor"}), 'int weights by "tensor"'),
+        (pack_quantized(GROUP4, input_activations={"num_bits": 8}), "quantized activations"),
+        (pack_quantized(GROUP4, format="int-quantized"), "the format int-quantized"),
+        (pack_quantized(GROUP4) | {"config_groups": {}}, "the format that it does not name"),
+        (groups(([], "pack-quantized", GROUP4), ([], "pack-quantized", CHANNEL8)), "several kinds of weights"),
         (groups(EXPERTS, (["re:.*layers.0.*"], *DENSE[1:])), "the format float-quantized and nvfp4-pack-quantized"),
         (groups(EXPERTS, (EXPERTS[0], EXPERTS[1], NVFP4_WEIGHTS | {"dynamic": True})), "several kinds of weights"),
+        (compressed("nvfp4-pack-quantized", FP8_WEIGHTS), '8-bit float weights by "channel" in nvfp4-pack-quantized'),
+        (compressed("float-quantized", FP8_WEIGHTS | {"symmetric": False}), "only symmetric 8-bit floats"),
+        (compressed("float-quantized", FP8_WEIGHTS, format="mixed"), "the format mixed"),
+        (BLOCKS | {"fmt": "e5m2"}, "fp8, e5m2, and only e4m3"),
+        (BLOCKS | {"weight_block_size": [128, 100]}, "in groups of 100"),
+        ({"quant_method": "mxfp8", "moe_quant_algo": "NVFP4"}, "its experts with NVFP4"),
+        (modelopt("W4A8_AWQ"), "algorithm W4A8_AWQ, and only NVFP4"),
+        (modelopt(None), "algorithm ONE IT DOES NOT NAME"),
+        (modelopt("NVFP4", group_size=32), "NVFP4 has groups of 16"),
         (
             mixed(model__layers__0__mlp__experts=PLAIN_NVFP4, model__layers__1__mlp__experts=PLAIN_FP8),
             "its experts by FP8 and NVFP4",
         ),
         (mixed(model__layers__0__self_attn__q_proj=PLAIN_FP8), "its experts not at all"),
+        (quark({"dtype": "int4", "qscheme": "per_group"}), "quark, experts in int4 per_group, and only"),
+        (quark(QUARK4 | {"group_size": 16}), "quark, experts in fp4 per_group, and only"),
+        (quark(QUARK4, **{"*.down_proj": QUARK8}), "quark, its experts in several formats"),
+        (quark([QUARK4, QUARK8]), "quark, its experts in several formats"),
     ],
 )
-def test_experts_of_several_formats_are_refused(config, sentence):
-    with pytest.raises(CheckpointError, match=sentence):
+def test_what_is_not_read_is_refused(config, sentence):
+    with pytest.raises(CheckpointError, match=sentence) as caught:
         make_reader(config)
+    assert str(caught.value).endswith(".")
+
+
+def test_layers_that_are_left_out_or_no_experts_are_no_other_format():
+    assert make_reader(GPTQ | {"dynamic": {r"-:.*attn.*": {}}}).bits == 4
+    assert make_reader(ROUND | {"extra_config": {"model.layers.0.mlp.gate": {"bits": 16}}}).bits == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("mxfp4-compressed-tensors", quark(QUARK4)),
+        ("fp8-compressed-tensors", quark(QUARK8)),
+        ("fp8-compressed-tensors", quark(QUARK4, **{"*.experts.*": QUARK8})),
+        ("mxfp4-compressed-tensors", quark([QUARK4], **{"*self_attn*": QUARK8})),
+        ("fp8-blocks", ROUND | {"bits": 8, "group_size": [128, 128], "data_type": "fp"}),
+        ("mxfp4-compressed-tensors", ROUND | {"data_type": "mx_fp"}),
+        ("mxfp8-compressed-tensors", ROUND | {"bits": 8, "data_type": "mx_fp"}),
+    ],
+)
+def test_quark_and_auto_round_have_other_words_for_the_same(kind, config):
+    matrix, reader = random_floats(kind, 64, 128), make_reader(config)
+    given = dict(zip(reader.parts, float_parts(kind, matrix).values(), strict=True))
+    assert torch.equal(reader.read(given, 64, 128).dequantize(), matrix.dequantize())
 
 
 @pytest.mark.parametrize(
@@ -130,7 +206,7 @@ def test_an_older_checkpoint_of_modelopt_says_it_in_a_file_of_its_own(tmp_path):
         (CONFIGS["ModelOpt, config.json"][0], "modelopt_fp4"),
         (CONFIGS["ModelOpt, hf_quant_config.json"][0] | {"quant_method": "modelopt_fp4"}, "modelopt_fp4"),
         (CONFIGS["ModelOpt, blocks"][0], "modelopt"),
-        ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, "modelopt_mxfp8"),
+        (modelopt("MXFP8"), "modelopt_mxfp8"),
         (CONFIGS["Qwen3.6 of NVIDIA"][0], "modelopt_mixed"),
         (CONFIGS["MiniMax-M2"][0], "fp8"),
         (CONFIGS["MiniMax-M3"][0], "modelopt_mxfp8"),

@@ -1,0 +1,251 @@
+"""Readers: exactly the codes, zero points and weights that each format's own tool packed.
+
+golden/ holds tensors as autoawq 0.2.9, auto-gptq 0.7.1, compressed-tensors 0.17.0, nvidia-modelopt 0.47.0 and
+transformers packed them, of integers the ``codes`` and ``zero_points`` that they were given, and ``weights``: what the
+tool makes of the packed tensors again.
+"""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.quantize.readers.kinds import (
+    FLOATS,
+    awq,
+    compressed_tensors,
+    float_parts,
+    gptq,
+    random_floats,
+    random_integers,
+)
+from tests.quantize.readers.test_configurations import AWQ, CHANNEL8, GPTQ, GROUP4, ROUND, pack_quantized
+from vllm_dymoe.kernels import dequantize, unpack
+from vllm_dymoe.quantize.readers import make_reader
+from vllm_dymoe.residency.code import FP8
+from vllm_dymoe.residency.matrix import MatrixFormat
+
+LAST = "compressed-tensors-4-asymmetric"
+INTEGERS = {
+    "awq": (AWQ, awq),
+    "gptq": (GPTQ, gptq),
+    "compressed-tensors-4-group": (pack_quantized(GROUP4), compressed_tensors),
+    "compressed-tensors-8-channel": (pack_quantized(CHANNEL8), compressed_tensors),
+    LAST: (
+        pack_quantized(GROUP4 | {"symmetric": False, "actorder": "weight"}),
+        partial(compressed_tensors, symmetric=False),
+    ),
+}
+# Quark's are compressed-tensors' bytes.
+TOOLS = INTEGERS | {kind: (FLOATS[kind], partial(float_parts, kind)) for kind in FLOATS if kind != "mxfp4-quark"}
+
+
+def spelled(reader, tensors):
+    return {reader.spellings.get(part, part): tensor for part, tensor in tensors.items()}
+
+
+def golden(kind, **changes):
+    """Tensors of a kind, and its reader."""
+    reader = make_reader(TOOLS[kind][0] | changes)
+    return spelled(reader, load_file(Path(__file__).parent / "golden" / f"{kind}.safetensors")), reader
+
+
+def read(kind):
+    tensors, reader = golden(kind)
+    return tensors["weights"], reader, reader.read(tensors, *tensors["weights"].shape)
+
+
+def packed(matrix, reader, group_size=32):
+    code, dtype = matrix.code, torch.bfloat16 if matrix.zero_points is None else matrix.scales.dtype
+    format = MatrixFormat(
+        *matrix.shape, code, code.group_size or group_size, dtype, integer_zeros=reader.asymmetric,
+        act_order=reader.act_order,
+    )  # fmt: skip
+    section = torch.full((format.nbytes,), 0xEE, dtype=torch.uint8)
+    matrix.pack(format, section)
+    return format.view(section)
+
+
+def check_held(matrix, reader, weights, group_size=64):
+    held = packed(matrix, reader, group_size)
+    assert torch.equal(unpack(held), matrix.codes)
+    assert torch.equal(dequantize(held).to(weights.dtype), weights)
+
+
+@pytest.mark.parametrize("kind", TOOLS)
+def test_every_weight_is_the_one_that_the_tool_dequantizes(kind):
+    (tensors, _), (want, reader, matrix) = golden(kind), read(kind)
+    assert want.count_nonzero() > want.numel() / 2
+    assert (matrix.bits, matrix.code) == (reader.bits, reader.code)
+    assert torch.equal(matrix.dequantize().to(want.dtype), want)
+    check_held(matrix, reader, want, 32)
+    if kind in INTEGERS:
+        check_held(matrix, reader, want, 64)
+        assert torch.equal(matrix.codes, tensors["codes"])
+        assert torch.equal(matrix.zero_points, tensors["zero_points"])
+
+
+@pytest.mark.parametrize("kind", TOOLS)
+def test_the_packer_of_the_tests_packs_as_the_tool_does(kind):
+    (tensors, reader), (_, _, matrix), pack = golden(kind), read(kind), TOOLS[kind][1]
+    for part, tensor in spelled(reader, pack(matrix)).items():
+        assert (tensor.dtype, tensor.shape) == (tensors[part].dtype, tensors[part].shape), part
+        assert torch.equal(tensor.reshape(-1).view(torch.uint8), tensors[part].view(-1).view(torch.uint8)), part
+    if kind in FLOATS:
+        made = random_floats(kind, 100, 192)
+        again = reader.read(spelled(reader, pack(made)), 100, 192)
+        assert torch.equal(again.dequantize(), made.dequantize())
+        assert made.dequantize().std() == pytest.approx(192**-0.5, rel=0.8)
+
+
+@pytest.mark.parametrize("kind", TOOLS)
+def test_a_rank_has_its_part_of_every_weight(kind):
+    """Also where the boundary cuts a block of rows, or of columns into whole groups of the store."""
+    want, reader, matrix = read(kind)
+    half, column = matrix.shape[0] // 2, 32 if matrix.code is FP8 else 96
+    rows, columns = slice(half, 2 * half), slice(None) if reader.act_order else slice(column, column + 96)
+    part, want = matrix.part(0, rows).part(1, columns), want[rows, columns]
+    check_held(part, reader, want, 32)
+    if kind in FLOATS:
+        weights = dequantize(packed(part.filled(half + 5, 128), reader)).to(want.dtype)
+        assert torch.equal(weights[:half, :96], want)
+        assert weights.count_nonzero() == want.count_nonzero()
+
+
+def test_a_default_dtype_rounds_no_factor():
+    """vLLM loads models under the default dtype bfloat16."""
+    want, reader, matrix = read("nvfp4-modelopt")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        held = packed(matrix, reader)
+        weights = matrix.dequantize()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(dequantize(held), want)
+    assert torch.equal(weights, want)
+
+
+def test_a_boundary_that_cuts_a_group_is_refused():
+    _, reader, matrix = read("mxfp4")
+    with pytest.raises(ValueError, match="do not lie in groups of 32 with one scale"):
+        packed(matrix.part(1, slice(16, 112)), reader)
+
+
+def test_scales_of_one_number_for_a_row_or_of_exponents_are_read():
+    weight = torch.randn(6, 64).to(torch.float8_e4m3fn)
+    in_blocks = {"quant_method": "fp8", "weight_block_size": [4, 32]}  # of which the last has two rows
+    for config, scales, block in (
+        ({"quant_method": "fp8"}, torch.rand(6, 1), (1, 64)),
+        (in_blocks, torch.rand(2, 2).to(torch.float8_e8m0fnu), (4, 32)),
+    ):
+        reader = make_reader(config)
+        matrix = reader.read(dict(zip(reader.parts, (weight, scales), strict=True)), 6, 64)
+        spread = scales.float().repeat_interleave(block[0], 0)[:6].repeat_interleave(block[1], 1)
+        assert torch.equal(matrix.dequantize(), weight.float() * spread)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("desc_act", [True, False])
+@pytest.mark.parametrize("group_size", [64, 128, -1])
+def test_every_variant_of_gptq_gives_its_codes_back(bits, version, symmetric, desc_act, group_size):
+    shuffled = desc_act and group_size > 0
+    source = None if group_size < 0 else group_size
+    matrix = random_integers(32, 256, source, bits=bits, symmetric=symmetric, shuffled=shuffled, seed=bits)
+    config = GPTQ | {"bits": bits, "sym": symmetric, "desc_act": desc_act, "group_size": group_size}
+    reader = make_reader(config | {"checkpoint_format": version})
+    found = reader.read(gptq(matrix, version=version), 32, 256)
+    assert torch.equal(found.column_groups, matrix.column_groups)
+    assert torch.equal(found.dequantize(), matrix.dequantize())
+    check_held(found, reader, matrix.dequantize())
+
+
+@pytest.mark.parametrize("said", [False, True])
+def test_desc_act_with_static_groups_is_held_exactly(said):
+    """g_idx then has neighbours in one group, although desc_act is true; a checkpoint that says so needs no order."""
+    matrix, reader = random_integers(32, 256, 64), make_reader(GPTQ | {"static_groups": said})
+    assert reader.act_order != said
+    check_held(reader.read(gptq(matrix), 32, 256), reader, matrix.dequantize())
+
+
+def decompressed(tensors, weights):
+    """The weights that the package itself makes of tensors; vLLM requires it."""
+    pack = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    described = quantization.QuantizationArgs(type="int", **weights)
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=described)
+    state = {name: tensor for name, tensor in tensors.items() if name.startswith("weight_")}
+    return pack.PackedQuantizationCompressor.decompress(state, scheme)["weight"]
+
+
+@pytest.mark.parametrize("order", ["group", "dynamic"])
+def test_columns_in_another_order_are_read_and_not_mixed_up(order):
+    matrix = random_integers(32, 128, 64, symmetric=True, shuffled=True, dtype=torch.bfloat16)
+    weights = GROUP4 | {"actorder": order}
+    tensors = compressed_tensors(matrix) | {"weight_g_idx": matrix.column_groups.int()}
+    reader = make_reader(pack_quantized(weights))
+    found = reader.read(tensors, 32, 128)
+    assert torch.equal(found.dequantize(), matrix.dequantize())
+    assert torch.equal(found.dequantize(), decompressed(tensors, weights))
+    check_held(found, reader, matrix.dequantize(), 32)
+    with pytest.raises(ValueError, match="weight_g_idx says that its columns were reordered"):
+        make_reader(pack_quantized(GROUP4 | {"actorder": "weight"})).read(tensors, 32, 128)
+
+
+@pytest.mark.parametrize("layout", [None, "auto_round:auto_gptq", "auto_round:auto_awq"])
+def test_auto_rounds_integers_lie_as_the_named_tool_packs_them(layout):
+    matrix = random_integers(64, 128, 32, dtype=torch.float16, symmetric=True)
+    tensors = (awq if layout and layout.endswith("awq") else gptq)(matrix)
+    reader = make_reader(ROUND | ({} if layout is None else {"packing_format": layout}))
+    assert torch.equal(reader.read(tensors, 64, 128).dequantize(), matrix.dequantize())
+
+
+def with_byte(byte):
+    def change(tensor):
+        tensor = tensor.clone()
+        tensor.view(torch.uint8).view(-1)[7] = byte
+        return tensor
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "part", "change", "sentence"),
+    [
+        ("awq", {}, "qweight", lambda t: t[:-1], r"qweight has shape \[191, 8\], expected \[192, 8\]"),
+        ("awq", {}, "qzeros", lambda t: t.float(), r"qzeros is torch\.float32, expected I32"),
+        ("awq", {}, "scales", lambda t: t.int(), r"scales is torch\.int32, expected F16 or BF16 or"),
+        ("gptq", {}, "qweight", lambda t: t[:-1], r"qweight has shape \[23, 64\], expected \[24, 64\]"),
+        ("gptq", {}, "g_idx", lambda t: t + 1, "g_idx names groups that do not exist: there are 3"),
+        ("gptq", {"desc_act": False}, "g_idx", lambda t: t, "g_idx says that its columns were reordered"),
+        ("gptq", {"static_groups": True}, "g_idx", lambda t: t, "says desc_act false or static_groups true"),
+        ("gptq", {"sym": True}, "qzeros", lambda t: t, "qzeros has zero points other than 8"),
+        (LAST, {}, "weight_packed", lambda t: t[:-1], r"weight_packed has shape \[43, 24\], expected \[44, 24\]"),
+        (LAST, {}, "weight_zero_point", lambda t: t.t(), r"weight_zero_point has shape \[3, 6\], expected \[6, 3\]"),
+        (LAST, {}, "weight_shape", lambda t: t + 1, r"weight_shape is \[45, 193\], expected \[44, 192\]"),
+        ("mxfp4", {}, "blocks", lambda t: t[:, :5], r"blocks has shape \[44, 5, 16\], expected \[44, 6, 16\]"),
+        ("mxfp4", {}, "blocks", lambda t: t.float(), "blocks is torch.float32, expected U8 or I8"),
+        ("mxfp4", {}, "scales", with_byte(255), "some of its scales are NaN or infinite"),
+        ("mxfp4", {}, "scales", with_byte(254), "too large for a weight"),
+        ("nvfp4-modelopt", {}, "weight_scale", with_byte(0x7F), "some of its scales are NaN or infinite"),
+        (
+            "nvfp4-modelopt",
+            {},
+            "weight_scale_2",
+            lambda t: t.expand(2),
+            r"weight_scale_2 has shape \[2\]",
+        ),
+        ("nvfp4-compressed-tensors", {}, "weight_global_scale", torch.zeros_like, "too large for a weight"),
+        ("nvfp4-compressed-tensors", {}, "weight_packed", lambda t: t.t(), r"weight_packed has shape \[96, 44\]"),
+        ("fp8-blocks", {}, "weight", with_byte(0xFF), "some of its weights are NaN"),
+        ("fp8-blocks", {}, "weight_scale_inv", lambda t: t[:, :1], r"weight_scale_inv has shape \[1, 1\], expected"),
+        ("fp8-blocks", {}, "weight_scale_inv", lambda t: t * torch.inf, "some of its scales are NaN or infinite"),
+    ],
+)
+def test_tensors_that_are_damaged_or_disagree_are_named(kind, changes, part, change, sentence):
+    tensors, reader = golden(kind, **changes)
+    with pytest.raises(ValueError, match=sentence):
+        reader.read(tensors | {part: change(tensors[part])}, *tensors["weights"].shape)

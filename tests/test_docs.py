@@ -194,6 +194,30 @@ def test_queries_name_metrics_that_exist():
     assert named <= {metric.full_name for metric in METRICS}
 
 
+DASHBOARD = json.loads((ROOT / "docs" / "grafana" / "dymoe.json").read_text())
+TARGETS = [target for panel in DASHBOARD["panels"] for target in panel["targets"]]
+LABELS = {metric.full_name: {*metric.labels} for metric in METRICS}
+
+
+def test_queries_of_the_dashboard_name_metrics_and_labels_that_exist():
+    queries = [target["expr"] for target in TARGETS]
+    assert set(re.findall(r"\bvllm_dymoe_\w+", " ".join(queries))) == set(LABELS), "every metric is on it"
+    for query in queries:
+        for name, selector in re.findall(r"\b(vllm_dymoe_\w+)\{([^}]*)\}", query):
+            assert set(re.findall(r"(\w+)=~?\"", selector)) <= LABELS[name], query
+        grouped = re.findall(r"by \(([^)]*)\)", query)
+        grouped = {label.strip() for group in grouped for label in group.split(",")} - {"le"}
+        assert all(grouped <= LABELS[name] for name in re.findall(r"\bvllm_dymoe_\w+", query)), query
+        assert query.count("(") == query.count(")")
+
+
+def test_legends_of_the_dashboard_name_labels_that_a_query_keeps():
+    for target in TARGETS:
+        kept = re.findall(r"by \(([^)]*)\)", target["expr"])
+        for label in re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]):
+            assert not kept or any(label in group for group in kept), target
+
+
 def test_fields_of_the_formats():
     tensors = {code(row["name"])[0] for row in table(DOCS["docs/traces.md"], "tensors")}
     assert tensors | {"header"} == {field.name for field in fields(Trace)}

@@ -122,34 +122,29 @@ def test_things_are_no_people():
     assert [str(path) for path in (*SOURCES, *documents) if people.search(path.read_text())] == []
 
 
-@pytest.fixture
-def tree(tmp_path):
-    """The package as it is installed, kernels and all, for planting mistakes in."""
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "vllm_dymoe", tmp_path / "vllm_dymoe", ignore=ignored)
-    shutil.copytree(ROOT / "kernels", tmp_path / "vllm_dymoe" / "kernels", ignore=ignored)
-    return tmp_path
-
-
-def lint_imports(tree):
-    return run(LINT_IMPORTS, "--config", ROOT / "pyproject.toml", "--no-cache", cwd=tree, COLUMNS="120")
+PLANTED = {
+    "kernels/__init__.py": ("import vllm_dymoe.runtime", "vllm_dymoe.kernels is not allowed to import"),
+    "runtime/stats.py": ("import vllm.config", "vllm_dymoe.runtime is not allowed to import vllm"),
+    "vllm_adapter/loading.py": (
+        "import vllm_dymoe.vllm_adapter.moe_method", "vllm_adapter.loading is not allowed"
+    ),
+    "another/__init__.py": ("", "vllm_dymoe.another"),
+}  # fmt: skip
 
 
 @pytest.mark.skipif(not LINT_IMPORTS.exists(), reason="import-linter is not installed")
-@pytest.mark.parametrize(
-    ("path", "line", "message"),
-    [
-        ("kernels/__init__.py", "import vllm_dymoe.runtime", "vllm_dymoe.kernels is not allowed to import"),
-        ("runtime/stats.py", "import vllm.config", "vllm_dymoe.runtime is not allowed to import vllm"),
-        ("vllm_adapter/loading.py", "import vllm_dymoe.vllm_adapter.moe_method", "vllm_adapter.loading is not allowed"),
-        ("another/__init__.py", "", "vllm_dymoe.another"),
-    ],
-)
-def test_an_import_that_points_upwards_is_found(tree, path, line, message):
-    file = tree / "vllm_dymoe" / path
-    file.parent.mkdir(exist_ok=True)
-    with file.open("a") as stream:
-        stream.write(f"\n{line}\n")
-    result = lint_imports(tree)
+@pytest.mark.parametrize("paths", [["another/__init__.py"], [path for path in PLANTED if "another" not in path]])
+def test_an_import_that_points_upwards_is_found(tmp_path, paths):
+    """In the package as it is installed, kernels and all; a folder without a layer ends the search for others."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "vllm_dymoe", tmp_path / "vllm_dymoe", ignore=ignored)
+    shutil.copytree(ROOT / "kernels", tmp_path / "vllm_dymoe" / "kernels", ignore=ignored)
+    for path in paths:
+        file = tmp_path / "vllm_dymoe" / path
+        file.parent.mkdir(exist_ok=True)
+        with file.open("a") as stream:
+            stream.write(f"\n{PLANTED[path][0]}\n")
+    result = run(LINT_IMPORTS, "--config", ROOT / "pyproject.toml", "--no-cache", cwd=tmp_path, COLUMNS="120")
     assert result.returncode == 1
-    assert message in result.stdout
+    for path in paths:
+        assert PLANTED[path][1] in result.stdout

@@ -217,6 +217,16 @@ def equal_share(ours: list[Answer], theirs: list[Answer]) -> float:
     return equal / compared
 
 
+def share_of_likeliest(model: Any, prompts: Iterable[list[int]], answers: Iterable[list[int]]) -> float:
+    """Of the answers' tokens, those that a model of transformers finds likeliest in the same place."""
+    found = []
+    for read, said in zip(prompts, answers, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([read + said])).logits[0, len(read) - 1 : -1]
+        found.append(logits.argmax(1) == torch.tensor(said))
+    return float(torch.cat(found).float().mean())
+
+
 def check_logprobs_close(ours: list[Answer], theirs: list[Answer]) -> None:
     """vLLM's own criterion: at the first different token each is among the other's top log-probabilities."""
     for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):

@@ -99,18 +99,3 @@ def test_points_of_a_lattice_have_the_same_bits_at_every_budget_and_answers_near
         got = answers_at_budgets(llm, ("100%", "minimum"), lambda: answer(llm, prompts()[:3]))
     # A wrong scale, rotation or slice leaves fewer than a tenth of the tokens.
     assert equal_share(got, plain_answers[:3]) > 0.5
-
-
-def test_four_bits_are_the_same_at_every_budget_and_two_bits_still_speak(plain_answers):
-    system = {"system": "dymoe", "system_options": {"retention": 1, "look_ahead": 0}}
-    with engine(dymoe={"hi": 4, "lo": 2, "expert_budget": "25%"} | system) as llm:
-        every_budget(llm)
-        llm.collective_rpc("dymoe_precision", kwargs={"retention": 0})
-        runtime = runtime_of(llm)
-        runtime.resize("25%")
-        runtime.reset_stats()
-        answers, stats = answer(llm, prompts()[:4]), runtime.stats()
-        assert stats.bytes_moved["demand"] == stats.misses * runtime.experts.formats[2].nbytes
-    likely = sum(t in position for a in answers for t, position in zip(a.tokens, a.logprobs, strict=True))
-    assert likely == 4 * 32
-    assert equal_share(answers, plain_answers[:4]) < 1

@@ -29,6 +29,7 @@ def part(monkeypatch):
         monkeypatch.setattr(vllm, "LLM", start)
         monkeypatch.setattr(engine, "ProcessPoolExecutor", Inline)
         monkeypatch.setattr(engine, "SETTINGS", {})
+        monkeypatch.setattr(engine, "NEW_TOKENS", 8)
         monkeypatch.setattr(engine, "GRAPHS", {name: engine.GRAPHS[name] for name in NAMES})
         engine.seen = seen
         yield engine

@@ -4,16 +4,15 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.e2e.architectures import ARCHITECTURES
 from tests.e2e.engines import (
     WatchedSystem,
     answer,
     answers_at_budgets,
     engine,
+    equal_share,
     prompts,
     resize,
     runtime_of,
-    small_engine,
 )
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.systems.schedule import Schedule
@@ -136,27 +135,15 @@ def test_precision_changes_while_requests_are_served(llm):
         runtime.check_integrity()
 
 
-def test_without_queries_and_keys_the_number_of_tokens_decides(tmp_path):
-    """MLA hands over none: every token of a prompt counts. The last test: its engine ends what both share of vLLM."""
-    options = {
-        "hi": 4,
-        "lo": 2,
-        "system": "dymoe",
-        "system_options": {"retention": 0.5, "high_by": "depth", "reuse_high": False},
-    }
-    model, texts = ARCHITECTURES["deepseek-v2"].save(tmp_path / "mla"), [list(range(5, 35)), list(range(90, 101))]
-    with small_engine(model, options) as llm:
-        runtime = runtime_of(llm)
-        texts = [{"prompt_token_ids": text} for text in texts]
-        answers_at_budgets(llm, ("100%", "minimum"), lambda: answer(llm, texts, max_tokens=6))
-        watched = runtime.serving.system = WatchedSystem(runtime.system)
-        answer(llm, texts, max_tokens=6)
-    read = [(routing, plan) for routing, plan in watched.seen if routing.prompt is not None]
-    assert len(read) == len(runtime.experts.layers) < len(watched.seen)
-    for routing, plan in read:
-        assert torch.equal(routing.prompt.heavy, routing.prompt.rows)
-        high = {expert for expert, tier in plan.items() if tier is Tier.HI}
-        assert len(high) == Schedule(0.5).critical(routing.layer, routing.num_layers, len(plan))
-        load = routing.ids.flatten().bincount().tolist()
-        least, most = min((load[e] for e in high), default=99), max((load[e] for e in plan.keys() - high), default=0)
-        assert least >= most
+def test_four_bits_are_the_same_at_every_budget_and_two_bits_still_speak(llm):
+    change(llm, retention=1.0)
+    high = answers_at_budgets(llm, ("100%", "25%", "minimum"), lambda: answer(llm, prompts()[:8]))
+    change(llm, retention=0)
+    runtime = runtime_of(llm)
+    runtime.resize("25%")
+    runtime.reset_stats()
+    low, stats = answer(llm, prompts()[:4]), runtime.stats()
+    assert stats.bytes_moved["demand"] == stats.misses * runtime.experts.formats[2].nbytes
+    likely = sum(t in position for a in low for t, position in zip(a.tokens, a.logprobs, strict=True))
+    assert likely == 4 * 32
+    assert equal_share(low, high[:4]) < 1

@@ -4,10 +4,12 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.e2e.engines import MODEL, engine, in_own_process, prompts, runtime_of
+from tests.e2e.engines import MODEL, engine, prompts, runtime_of
+from vllm_dymoe import record_trace
 from vllm_dymoe.observe import statistics
 from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.quantize.checkpoint import Checkpoint
+from vllm_dymoe.vllm_adapter import offline
 from vllm_dymoe.vllm_adapter.observers import Observer
 
 pytestmark = pytest.mark.engine
@@ -150,28 +152,28 @@ def test_what_the_prefix_cache_has_is_not_computed_and_preempted_requests_are(ll
     runtime_of(llm).check_integrity()
 
 
-def record_shipped(folder):
-    from vllm_dymoe import record_trace
-
-    return record_trace(
-        str(MODEL),
-        [prompts()[0], prompts()[6], prompts()[0]],
-        folder,
-        max_tokens=5,
-        options={"hi": 4},
-        engine={"enforce_eager": True, "max_model_len": 512},
-    )
-
-
-def test_prompts_are_recorded(tmp_path):
-    report = in_own_process(record_shipped, tmp_path / "out")
-    trace = Trace.load(tmp_path / "out")
+def test_prompts_are_recorded(llm, folder, monkeypatch):
+    """In the engine that runs; a fresh one would be started with these settings."""
+    started, before = [], tokens_of(llm, folder).num_tokens
+    monkeypatch.setattr(offline, "LLM", lambda **settings: started.append(settings) or llm)
+    texts = [prompts()[0], prompts()[6], prompts()[2]]
+    llm.reset_prefix_cache()
+    report = record_trace(MODEL, texts, folder, max_tokens=5, options={"hi": 4}, engine={"max_model_len": 512})
+    trace = {"folder": str(folder), "limit": "256MiB", "inputs": False}
+    assert started == [
+        {
+            "model": MODEL,
+            "quantization": "dymoe",
+            "additional_config": {"dymoe": {"hi": 4, "trace": trace}},
+            "enable_prefix_caching": False,
+            "max_model_len": 512,
+        }
+    ]
+    recorded = tokens_of(llm, folder, before)
+    size = sum(path.stat().st_size for path in folder.iterdir())
     assert report == {
-        "folder": str(tmp_path / "out"),
-        "tokens": trace.num_tokens,
-        "recording": True,
-        "bytes": sum(path.stat().st_size for path in (tmp_path / "out").iterdir()),
-    }
-    first, _, again = trace.by_request()
-    assert len(first) == len(again), "the prefix cache was asked"
-    assert (~trace.prefill).sum() == 3 * 4
+        "folder": str(folder), "tokens": before + recorded.num_tokens, "recording": True, "bytes": size,
+    }  # fmt: skip
+    assert (~recorded.prefill).sum() == 3 * 4
+    lengths = [len(llm.get_tokenizer()(text).input_ids) for text in texts]
+    assert [int(recorded.prefill[rows].sum()) for rows in recorded.by_request()] == lengths

@@ -6,23 +6,13 @@ import pytest
 import torch
 
 from tests.quantize.recordings import correlated_inputs
+from tests.quantize.test_quantizers import quantized, random_weight
 from vllm_dymoe.kernels import dequantize, pack_nested
-from vllm_dymoe.quantize import QUANTIZERS, gptq, quantize_matrix
+from vllm_dymoe.quantize import QUANTIZERS, gptq
 from vllm_dymoe.quantize.gptq import DAMPING, Curvature, quantize_gptq
 from vllm_dymoe.quantize.quantizers import Codes
 from vllm_dymoe.residency.code import NESTED, code_of
 from vllm_dymoe.residency.matrix import MatrixFormat
-
-
-def random_weight(rows, columns, seed):
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 0.05
-
-
-def packed(weight, quantizer, bits, group_size=32, dtype=torch.bfloat16):
-    format = MatrixFormat(*weight.shape, code_of(bits), group_size, dtype)
-    section = torch.full((format.nbytes,), 0xEE, dtype=torch.uint8)
-    quantize_matrix(weight, format, quantizer, section)
-    return format.view(section)
 
 
 def readings(codes, format):
@@ -43,42 +33,13 @@ def output_error(inputs, weight, matrix):
     return (inputs.double() @ (weight.double() - dequantize(matrix, torch.float64)).t()).norm().item()
 
 
-def plain_gptq(weight, hessian, scales, zeros, group_size, bits):
+def plain_gptq(weight, hessian, scales, zeros, group_size, bits, low_weight=0.0):
     """Codes by the definition (OBQ's update for one column): the best change of the columns that are left.
 
     For column i, with H the Hessian of the columns that are left, they change by
-    -(w_i - q_i) / [H^-1]_ii * [H^-1]_i; every inverse is computed anew, in float64.
+    -(w_i - q_i) / [H^-1]_ii * [H^-1]_i; every inverse is computed anew, in float64, and all codes are tried. With a
+    weight of the low reading each code is read twice, and one sweep of coordinate descent follows.
     """
-    left = weight.double().clone()
-    hessian = hessian.double() + DAMPING * hessian.diagonal().double().mean() * torch.eye(len(hessian))
-    remaining = hessian.diagonal().argsort(descending=True, stable=True).tolist()
-    codes = torch.empty(weight.shape, dtype=torch.uint8)
-    while remaining:
-        column = remaining[0]
-        inverse = torch.linalg.inv(hessian[remaining][:, remaining])
-        scale, zero = scales[:, column // group_size].double(), zeros[:, column // group_size].double()
-        steps = torch.where(scale == 0, torch.inf, scale)
-        code = ((left[:, column] - zero) / steps).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
-        codes[:, column] = (code + 2 ** (bits - 1)).to(torch.uint8)
-        error = left[:, column] - (code * scale + zero)
-        left[:, remaining] -= torch.outer(error / inverse[0, 0], inverse[0])
-        remaining.pop(0)
-    return codes
-
-
-@pytest.mark.parametrize("bits", [8, 4, 2])
-@pytest.mark.parametrize(("rows", "columns", "block"), [(5, 96, 128), (3, 70, 16), (1, 33, 7)])
-def test_codes_are_those_of_the_plain_algorithm(bits, rows, columns, block, monkeypatch):
-    monkeypatch.setattr(gptq, "_BLOCK", block)
-    inputs, weight = correlated_inputs(200, columns, 1), random_weight(rows, columns, 2)
-    format = MatrixFormat(rows, columns, code_of(bits), 32, torch.bfloat16)
-    hessian = inputs.t() @ inputs
-    found = quantize_gptq(weight, format, Curvature.of(hessian))
-    assert torch.equal(found.codes, plain_gptq(weight, hessian, found.scales, found.zeros, 32, bits))
-
-
-def plain_gptq_of_both(weight, hessian, scales, zeros, group_size, bits, low_weight):
-    """The same with two readings of each code, and then one sweep of coordinate descent; all codes are tried."""
     hessian = hessian.double() + DAMPING * hessian.diagonal().double().mean() * torch.eye(len(hessian))
     order = hessian.diagonal().argsort(descending=True, stable=True).tolist()
     bin = 2 ** (bits // 2)
@@ -91,6 +52,7 @@ def plain_gptq_of_both(weight, hessian, scales, zeros, group_size, bits, low_wei
 
     def choose(column, wanted):
         best = ((values[:, :, column] - wanted[:, :, None]).square() * weights).sum(0).argmin(1)
+        best[scales[:, groups[column]] == 0] = 2 ** (bits - 1)  # where all codes are alike
         return best, values[:, torch.arange(len(best)), column, best]
 
     left = torch.stack((weight.double(), weight.double()))
@@ -101,11 +63,22 @@ def plain_gptq_of_both(weight, hessian, scales, zeros, group_size, bits, low_wei
         found[:, column], read[:, :, column] = choose(column, left[:, :, column])
         error = (left[:, :, column] - read[:, :, column]) / inverse[0, 0]
         left[:, :, remaining] -= error[:, :, None] * inverse[0]
-    for column in order:
+    for column in order if low_weight else ():
         error = read - weight.double()
         best = read[:, :, column] - error @ hessian[column] / hessian[column, column]
         found[:, column], read[:, :, column] = choose(column, best)
     return found.to(torch.uint8)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize(("rows", "columns", "block"), [(5, 96, 128), (3, 70, 16), (1, 33, 7)])
+def test_codes_are_those_of_the_plain_algorithm(bits, rows, columns, block, monkeypatch):
+    monkeypatch.setattr(gptq, "_BLOCK", block)
+    inputs, weight = correlated_inputs(200, columns, 1), random_weight(rows, columns, 2)
+    format = MatrixFormat(rows, columns, code_of(bits), 32, torch.bfloat16)
+    hessian = inputs.t() @ inputs
+    found = quantize_gptq(weight, format, Curvature.of(hessian))
+    assert torch.equal(found.codes, plain_gptq(weight, hessian, found.scales, found.zeros, 32, bits))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -120,7 +93,7 @@ def test_codes_of_two_readings_are_those_of_the_plain_algorithm(bits, rows, colu
     grids = found.scales, found.zeros, 32, bits
     blind = Codes(plain_gptq(weight, hessian, *grids), found.scales, found.zeros)
     high, low = (output_norm(inputs, weight - read) for read in readings(blind, format))
-    plain = plain_gptq_of_both(weight, hessian, *grids, low_weight * high / low)
+    plain = plain_gptq(weight, hessian, *grids, low_weight * high / low)
     assert torch.equal(found.codes, plain)
 
 
@@ -149,8 +122,8 @@ def test_the_output_is_much_nearer_than_that_of_rounding(bits, columns):
     inputs = correlated_inputs(3000, columns, 3)
     seen, unseen = inputs[:2000], inputs[2000:]
     weight = random_weight(64, columns, 4)
-    matrix = packed(weight, partial(quantize_gptq, curvature=Curvature.of(seen.t() @ seen)), bits, 64)
-    rounded, half_quadratic = (packed(weight, QUANTIZERS[name], bits, 64) for name in ("rtn", "hqq"))
+    matrix = quantized(weight, bits, partial(quantize_gptq, curvature=Curvature.of(seen.t() @ seen)), 64)
+    rounded, half_quadratic = (quantized(weight, bits, QUANTIZERS[name], 64) for name in ("rtn", "hqq"))
     assert output_error(unseen, weight, matrix) < 0.5 * output_error(unseen, weight, rounded)
     assert output_error(unseen, weight, matrix) < 0.5 * output_error(unseen, weight, half_quadratic)
 
@@ -160,18 +133,18 @@ def test_few_tokens_and_columns_that_are_always_zero():
     inputs = correlated_inputs(6, 64, 10)
     inputs[:, 5] = 0
     weight = random_weight(8, 64, 11)
-    matrix = packed(weight, partial(quantize_gptq, curvature=Curvature.of(inputs.t() @ inputs)), 4)
+    matrix = quantized(weight, 4, partial(quantize_gptq, curvature=Curvature.of(inputs.t() @ inputs)))
     assert bool(torch.isfinite(dequantize(matrix)).all())
     # Nothing makes up for a column without inputs, and nothing it makes up for changes it by more than its own step.
     assert (dequantize(matrix) - weight)[:, 5].abs().max() < 0.05
     assert output_error(inputs, weight, matrix) < 0.5 * output_error(
-        inputs, weight, packed(weight, QUANTIZERS["rtn"], 4)
+        inputs, weight, quantized(weight, 4, QUANTIZERS["rtn"])
     )
 
 
 def test_without_inputs_columns_are_rounded_to_nearest():
     weight = random_weight(6, 70, 13)
-    matrix = packed(weight, partial(quantize_gptq, curvature=Curvature.of(torch.zeros(70, 70))), 4)
+    matrix = quantized(weight, 4, partial(quantize_gptq, curvature=Curvature.of(torch.zeros(70, 70))))
     half = matrix.scales_zeros[:, :6, 0].float().t().repeat_interleave(32, 1)[:, :70] / 2
     assert bool(((weight - dequantize(matrix)).abs() <= half * 1.01 + 1e-4).all())
 

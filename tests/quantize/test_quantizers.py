@@ -15,10 +15,10 @@ from vllm_dymoe.residency.matrix import MatrixFormat
 NORM = 0.7  # of HQQ's objective
 
 
-def quantized(weight, bits, name, group_size=32, dtype=torch.bfloat16):
+def quantized(weight, bits, quantizer, group_size=32, dtype=torch.bfloat16):
     format = MatrixFormat(*weight.shape, code_of(bits), group_size, dtype)
     section = torch.full((format.nbytes,), 0xEE, dtype=torch.uint8)
-    quantize_matrix(weight, format, QUANTIZERS[name], section)
+    quantize_matrix(weight, format, quantizer, section)
     return format.view(section)
 
 
@@ -35,7 +35,7 @@ bit_widths = st.sampled_from([8, 4, 2])
 @settings(max_examples=60, deadline=None)
 @given(weights, bit_widths, st.sampled_from([32, 64]), st.sampled_from([torch.bfloat16, torch.float16]))
 def test_rounding_is_off_by_half_a_step_at_most(weight, bits, group_size, dtype):
-    packed = quantized(weight, bits, "rtn", group_size, dtype)
+    packed = quantized(weight, bits, QUANTIZERS["rtn"], group_size, dtype)
     step = packed.scales_zeros[:, : weight.shape[0], 0].float().t().repeat_interleave(group_size, 1)
     zero = packed.scales_zeros[:, : weight.shape[0], 1].float().t().repeat_interleave(group_size, 1)
     step, zero = step[:, : weight.shape[1]], zero[:, : weight.shape[1]]
@@ -64,9 +64,9 @@ def test_rounding_the_scale_never_cuts_off_an_end(weight, bits, dtype):
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_rows_that_are_quantized_together_change_nothing(name, monkeypatch):
     weight = random_weight(40, 100, 3, outliers=True)
-    together = quantized(weight, 4, name)
+    together = quantized(weight, 4, QUANTIZERS[name])
     monkeypatch.setattr(quantizers, "_CHUNK", 1)
-    alone = quantized(weight, 4, name)
+    alone = quantized(weight, 4, QUANTIZERS[name])
     assert torch.equal(together.weight, alone.weight)
     assert torch.equal(together.scales_zeros, alone.scales_zeros)
 
@@ -76,7 +76,7 @@ def test_rows_that_are_quantized_together_change_nothing(name, monkeypatch):
 def test_hqq_is_no_worse_than_rounding_in_its_own_norm(weight, bits):
     norms = {}
     for name in QUANTIZERS:
-        errors = (weight - dequantize(quantized(weight, bits, name))).abs().pow(NORM)
+        errors = (weight - dequantize(quantized(weight, bits, QUANTIZERS[name]))).abs().pow(NORM)
         norms[name] = F.pad(errors, (0, -weight.shape[1] % 32)).reshape(-1, 32).sum(1)
     # Both are computed once more here, in another order; a weight that is met exactly leaves 1e-9 to the power of 0.7.
     assert bool((norms["hqq"] <= norms["rtn"] * (1 + 1e-4) + 1e-5).all())
@@ -85,7 +85,8 @@ def test_hqq_is_no_worse_than_rounding_in_its_own_norm(weight, bits):
 def test_hqq_is_better_at_two_bits():
     weight = random_weight(256, 256, 1)
     error = {
-        name: (weight - dequantize(quantized(weight, 2, name, 64))).abs().pow(NORM).mean().item() for name in QUANTIZERS
+        name: (weight - dequantize(quantized(weight, 2, QUANTIZERS[name], 64))).abs().pow(NORM).mean().item()
+        for name in QUANTIZERS
     }
     assert error["hqq"] < 0.97 * error["rtn"]
 
@@ -95,7 +96,7 @@ def test_hqq_is_better_at_two_bits():
 def test_constant_groups_are_exact(name, bits):
     weight = torch.full((3, 64), 0.25)
     weight[1] = 0
-    assert torch.equal(dequantize(quantized(weight, bits, name)), weight)
+    assert torch.equal(dequantize(quantized(weight, bits, QUANTIZERS[name])), weight)
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4, 2])
@@ -111,4 +112,4 @@ def test_weights_that_cannot_be_represented_are_refused(bits, bad, dtype, senten
     weight = random_weight(4, 32, 0)
     weight[2, 3] = bad
     with pytest.raises(ValueError, match=sentence):
-        quantized(weight, bits, "rtn", dtype=dtype)
+        quantized(weight, bits, QUANTIZERS["rtn"], dtype=dtype)

@@ -1,5 +1,6 @@
 """Parts of a recording: what is in them, what is left of a run that ended early, and what is refused."""
 
+import json
 import os
 from dataclasses import replace
 from types import SimpleNamespace
@@ -111,10 +112,21 @@ def test_a_disk_that_is_too_small_is_refused(tmp_path, monkeypatch):
         check_space(replace(recording, parts=(*recording.parts, 10)), tmp_path)
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[]", '{"format": "vllm-dymoe calibration", "version": 99}'])
-def test_manifests_that_cannot_be_read(tmp_path, content):
-    (tmp_path / MANIFEST).write_text(content)
-    with pytest.raises(CalibrationError, match="cannot be used"):
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("", "Invalid JSON"),
+        ("[]", "should be an object"),
+        ({"model": None}, "model: "),
+        ({"format": "another"}, "format: "),
+        ({"version": 99}, "version: "),
+    ],
+)
+def test_manifests_that_cannot_be_read(tmp_path, content, why):
+    write_recording(tmp_path, layers=(0,), num_experts=5, top_k=2, hidden=32)
+    path = tmp_path / MANIFEST
+    path.write_text(content if isinstance(content, str) else json.dumps(json.loads(path.read_text()) | content))
+    with pytest.raises(CalibrationError, match=f"cannot be used .*{why}"):
         Recording.read(tmp_path)
     with pytest.raises(CalibrationError, match="holds no calibration"):
         Recording.read(tmp_path / "nowhere")

@@ -14,7 +14,7 @@ COUNTED = {
 def answers(**changes):
     return Answers(**({
         "first": [0.1, 0.2], "between": [0.01, 0.03, 0.02, 0.02], "seconds": 0.3,
-        "lengths": [3, 3], "outputs": ["a", "b"], "prefill": COUNTED, "decode": COUNTED,
+        "lengths": [3, 3], "outputs": ["a", "b"], "decode": COUNTED,
     } | changes))  # fmt: skip
 
 
@@ -64,6 +64,6 @@ def test_an_emulated_link_is_the_bound_and_random_prompts_have_no_hits():
 
 
 def test_a_peer_has_no_counters():
-    measured = summarise([answers(prefill={}, decode={})]) | {"peak_device_bytes": 9e6}
+    measured = summarise([answers(decode={})]) | {"peak_device_bytes": 9e6}
     (cells,) = lines([row("vllm", measured, options=None)], Bounds(1e9, 1e9))
     assert (cells["hits"], cells["experts peak MB"], cells["device peak MB"]) == ("", "", "9")

@@ -20,9 +20,8 @@ class Answers:
     seconds: float = 0.0  # from arrival to the last token of all
     lengths: list[int] = field(default_factory=list)  # tokens of each answer
     outputs: list[str] = field(default_factory=list)  # a digest of each answer's tokens
-    prefill: dict[str, Any] = field(default_factory=dict)
-    """What the plugin counted until every request had its first token; empty for peers."""
-    decode: dict[str, Any] = field(default_factory=dict)  # what it counted behind that
+    decode: dict[str, Any] = field(default_factory=dict)
+    """What the plugin counted behind the first token of every request; empty for peers."""
 
 
 def distribution(seconds: Sequence[float]) -> dict[str, Any]:
@@ -45,10 +44,8 @@ def summarise(answers: Sequence[Answers]) -> dict[str, Any]:
         "decode_tokens": len(between),
         "outputs": [output for group in answers for output in group.outputs],
     }
-    for phase in ("prefill", "decode"):
-        counted = [getattr(group, phase) for group in answers if getattr(group, phase)]
-        found[phase] = _total(counted) if counted else None
-    return found
+    counted = [group.decode for group in answers if group.decode]
+    return found | {"decode": _total(counted) if counted else None}
 
 
 _AT_THE_END = {field.name for field in fields(RuntimeStats) if field.metadata.get("gauge", True)}

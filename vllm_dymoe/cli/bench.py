@@ -9,14 +9,14 @@ from typing import Any
 import torch
 import typer
 
-from vllm_dymoe.bench.cases import EVERYTHING, FULL, PEERS, Case, Subject, Workload, full_load, grid, subject_of
+from vllm_dymoe.bench.cases import EVERYTHING, PEERS, Case, Subject, Workload, grid, subject_of
 from vllm_dymoe.bench.prompts import PromptSet
 from vllm_dymoe.bench.rows import ROWS, Row, check_outputs, read_rows
 from vllm_dymoe.bench.run import measure
 from vllm_dymoe.bench.table import Bounds, bits_of, for_terminals, lines, markdown
 from vllm_dymoe.cli.display import count_progress, print_table
-from vllm_dymoe.config import ConfigError, ExpertBudget, Options
-from vllm_dymoe.plan.device import emulated_rate, parse_rate
+from vllm_dymoe.config import ConfigError, ExpertBudget
+from vllm_dymoe.plan.device import parse_rate
 from vllm_dymoe.plan.model import ModelShape, read_shape
 from vllm_dymoe.resolve import resolve_options
 
@@ -42,20 +42,6 @@ class Bench:
             expert_bytes = self.shape.packed((16,)).nbytes(16)
             return measure(cases, self.asked, self.out, expert_bytes=expert_bytes, progress=advance)
 
-    @cached_property
-    def _layer_seconds(self) -> float:
-        """Of a decode step of one token with every expert on the device."""
-        (row,) = self.measure([Case(self.model, full_load(self.options), FULL, 1, self.workload, self.engine)])
-        return float(row["measured"]["tpot_ms"]["mean"]) / 1e3 / self.shape.layers
-
-    def behind(self, link: str, subject: Subject) -> Subject:
-        """A subject behind an emulated link, of a rate or as slow beside computation as a GPU's; a peer has none."""
-        if subject.options is None:
-            return subject
-        bits = Options.model_validate(subject.options).hi
-        rate = parse_rate(link) if "/s" in link else emulated_rate(link, self.shape, bits, self._layer_seconds)
-        return replace(subject, options={**subject.options, "link_gbps": float(f"{rate / 1e9:.4g}")})
-
     def compare(
         self, systems: Sequence[str], peers: Sequence[str], budgets: Sequence[str], batches: Sequence[int],
         links: Sequence[str], misses: Sequence[str] = (),
@@ -74,7 +60,7 @@ class Bench:
         if misses:
             subjects = [_with_misses(way, subject) for way in misses for subject in subjects]
         if links:
-            subjects = [self.behind(link, subject) for link in links for subject in subjects]
+            subjects = [_behind(parse_rate(link), subject) for link in links for subject in subjects]
         self.report(self.measure(grid(self.model, subjects, budgets, batches, self.workload, self.engine)))
 
     def _peers(self, names: Sequence[str]) -> Iterator[Subject]:
@@ -110,6 +96,13 @@ class Bench:
         blobs = {width: fmt.whole_nbytes for width, fmt in self.shape.packed(tuple(sorted(bits))).formats.items()}
         tokens = {width: self.shape.token_bytes(nbytes) for width, nbytes in blobs.items()}
         return Bounds(found["link_bytes_per_second"], found["memory_bytes_per_second"], tokens, blobs)
+
+
+def _behind(rate: float, subject: Subject) -> Subject:
+    """A subject behind an emulated link; a peer has none."""
+    if subject.options is None:
+        return subject
+    return replace(subject, options={**subject.options, "link_gbps": rate / 1e9})
 
 
 def _with_misses(way: str, subject: Subject) -> Subject:

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from vllm_dymoe.config import ConfigError, ExpertBudget
+from vllm_dymoe.config import ConfigError
 from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.plan.choice import CANDIDATES, GOOD_ENOUGH, Choice, Serving, choices, recommended, shown
 from vllm_dymoe.plan.device import Device, find_device, parse_rate
@@ -24,21 +24,14 @@ ALONE = Ranks()
 
 def run(
     model: str, gpu: str, link: str | None, trace: Path | None, batch: int, prompt: int, serving: Serving,
-    systems: Sequence[str], disk: str | None = None, host_memory: str | None = None, misses: str = "fetch",
-    ranks: Ranks = ALONE,
+    systems: Sequence[str], misses: str = "fetch", ranks: Ranks = ALONE,
 ) -> None:  # fmt: skip
-    if (disk is None) != (host_memory is None):
-        raise ConfigError("experts are read from a disk where host memory has no room: say --disk and --host-memory.")
     planned = {candidate["system"] for candidate in CANDIDATES}
     if unknown := set(systems) - planned:
         raise ConfigError(f"{', '.join(sorted(unknown))}: a plan has the systems {', '.join(sorted(planned))}.")
     ranks.check()
     whole, card = read_shape(model), find_device(gpu, link)
     shape, device = ranks.shape(whole), ranks.device(card)
-    if disk is not None:
-        if (held := ExpertBudget.parse(host_memory).bytes) is None:
-            raise ConfigError(f"--host-memory is {host_memory}, and has to be bytes such as 16GB.")
-        device = replace(device, disk=parse_rate(disk), host_memory=held)
     if misses != "fetch":
         device = replace(device, host=parse_rate(misses))
     asking = batch * ranks.dp if ranks.meets else batch
@@ -65,7 +58,6 @@ def run(
         f"{size(whole.dense_bytes)}.\n{device.name}: {size(device.memory)}, reads {device.bandwidth / 1e9:.0f} GB/s, "
         f"its link {device.link / 1e9:.1f} GB/s, {1e6 * device.layer_seconds:.0f} us of the host for a layer; "
         f"routers are {routers}."
-        + (f"\nHost memory holds {host_memory} of experts, the disk reads {disk}." if disk else "")
     )
     recommending = (
         f"Recommended: the fastest of which {GOOD_ENOUGH:.0%} of the likeliest tokens are those of 16 bits, as "
@@ -76,8 +68,7 @@ def run(
     if ranks != ALONE:
         console.print(_of_one_rank(ranks, shape, whole, card, batch))
     console.print(table)
-    given = {} if device.host_memory is None else {"host_memory": device.host_memory}
-    typer.echo(f"{recommending}\n{_command(model, best, shape, serving, given, ranks)}")
+    typer.echo(f"{recommending}\n{_command(model, best, shape, serving, ranks)}")
 
 
 def _of_one_rank(ranks: Ranks, shape: ModelShape, whole: ModelShape, card: Device, batch: int) -> Table:
@@ -114,10 +105,10 @@ def _routings(shape: ModelShape, model: str, trace: Path | None, batch: int) -> 
     return Routings(found, batch)
 
 
-def _command(model: str, row: Choice, shape: ModelShape, serving: Serving, more: dict[str, int], ranks: Ranks) -> str:
+def _command(model: str, row: Choice, shape: ModelShape, serving: Serving, ranks: Ranks) -> str:
     length = min(serving.max_model_len, shape.longest)
     return (
         f"vllm serve {model} --quantization dymoe --max-model-len {length} --max-num-seqs {serving.max_num_seqs} "
         f"--gpu-memory-utilization {serving.gpu_memory_utilization:g}{ranks.arguments} "
-        f"--additional-config '{json.dumps({'dymoe': {**row.given, **more, 'expert_budget': row.limit}})}'"
+        f"--additional-config '{json.dumps({'dymoe': {**row.given, 'expert_budget': row.limit}})}'"
     )

@@ -4,7 +4,6 @@ import re
 from dataclasses import dataclass, replace
 
 from vllm_dymoe.config import ConfigError
-from vllm_dymoe.plan.model import ModelShape
 
 _PCIE4, _PCIE5 = 31.51e9, 63.02e9
 
@@ -51,8 +50,6 @@ class Device:
     launch_seconds: float = 0.0  # for each layer of a prompt, of the host beside the device that decides it
     miss: float = 0.0  # seconds of the host for each miss, beside the time of its bytes
     decides: bool = False  # decode steps are graphs, and nothing of a prompt waits for the host
-    host_memory: int | None = None  # bytes for experts; None for as many as there are
-    disk: float = float("inf")  # bytes per second that it reads for experts that are not there
     host: float = 0.0  # bytes per second of experts that the host computes where they lie; 0 if all misses are fetched
 
     def in_a_graph(self) -> "Device":
@@ -72,18 +69,6 @@ def find_device(name: str, link: str | None) -> Device:
         name, int(memory * 2**30), bandwidth * _MEMORY_SHARE, compute * _COMPUTE_SHARE,
         sheet * _LINK_SHARE if link is None else parse_rate(link), miss=_MISS_SECONDS, decides=True,
     )  # fmt: skip
-
-
-def emulated_rate(gpu: str, shape: ModelShape, bits: int, layer_seconds: float) -> float:
-    """Bytes per second of a link as slow beside this machine's computation as a GPU's is beside its own, by data
-    sheets' bounds: here a decode step of one token takes ``layer_seconds`` for a layer, with every expert on the
-    device. ConfigError if the GPU is not known."""
-    if (key := _key(gpu)) not in _SHEETS:
-        raise ConfigError(f"{gpu} is no rate such as 25GB/s and no GPU that is known: {', '.join(_SHEETS)}.")
-    _, bandwidth, _, link = _SHEETS[key]
-    blob = shape.packed((bits,)).formats[bits].nbytes
-    there = (2 * shape.attention_weights + shape.top_k * blob) / bandwidth
-    return link * there / layer_seconds
 
 
 def _key(name: str) -> str:

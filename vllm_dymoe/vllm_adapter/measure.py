@@ -19,7 +19,7 @@ from vllm_dymoe.bench.summary import Answers, peak_bytes, summarise
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.moe import MoERuntime
-from vllm_dymoe.vllm_adapter.metrics import difference, total
+from vllm_dymoe.vllm_adapter.metrics import total
 
 Request = tuple[list[int], int]  # token numbers of a prompt, and tokens of its answer
 _ROUNDS = 8  # of warming up at most: a system that tunes itself is measured when it has settled
@@ -87,8 +87,6 @@ def measure(
             break
         for place, together in enumerate(_chunks(prompts if number else cold, batch)):
             answer(llm, together, f"{label}-warm-{number}-{place}", ours=False)
-    if ours:
-        llm.collective_rpc("dymoe_reset_stats")
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     answers, peak = list[Answers](), peak_bytes()
@@ -101,9 +99,8 @@ def measure(
 
 
 def answer(llm: LLM, requests: Sequence[Request], label: str, *, ours: bool) -> Answers:
-    """Answer requests that arrive together; counters are read when each has its first token, and at the end."""
+    """Answer requests that arrive together; what is counted begins when each has its first token."""
     engine, found = llm.llm_engine, Answers()
-    before = _counters(llm) if ours else []
     begin = time.perf_counter()
     for number, (prompt, length) in enumerate(requests):
         sampling = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
@@ -122,16 +119,15 @@ def answer(llm: LLM, requests: Sequence[Request], label: str, *, ours: bool) -> 
                 continue
             (found.between if name in last else found.first).append(now - last.get(name, 0.0))
             last[name], tokens_of[name] = now, tokens
-        if ours and len(last) == len(requests) and not found.prefill:
+        if ours and len(last) == len(requests) and not paused:
             pause = time.perf_counter()
-            found.prefill = _difference(middle := _counters(llm), before)
-            before = middle
-            paused += time.perf_counter() - pause
+            llm.collective_rpc("dymoe_reset_stats")
+            paused = time.perf_counter() - pause
     found.seconds = time.perf_counter() - begin - paused
     found.lengths = [len(tokens) for tokens in tokens_of.values()]
     found.outputs = [hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:12] for tokens in tokens_of.values()]
     if ours:
-        found.decode = _difference(_counters(llm), before)
+        found.decode = total(llm.collective_rpc("dymoe_stats"))
     return found
 
 
@@ -156,15 +152,6 @@ def fill(runtime: MoERuntime) -> None:
     with runtime.serving.unobserved():
         for layer in range(len(experts.layers)):
             runtime.serving.forward(Routing(layer, len(experts.layers), x, ids.int().to(runtime.device), weights))
-
-
-def _counters(llm: LLM) -> list[dict[str, Any]]:
-    return llm.collective_rpc("dymoe_stats")
-
-
-def _difference(after: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    found = total([difference(new, old) for new, old in zip(after, before, strict=True)])
-    return found | {"prefetch_interval": after[0]["prefetch_interval"]}
 
 
 def _chunks(requests: Sequence[Request], batch: int) -> Iterator[Sequence[Request]]:

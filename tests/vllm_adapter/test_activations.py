@@ -10,14 +10,14 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.kernels import Activation
-from vllm_dymoe.vllm_adapter.moe_method import supported_activation
+from vllm_dymoe.vllm_adapter.activations import activation_of
 
 M3 = {"swiglu_limit": 6.0, "swiglu_alpha": 1.702, "swiglu_beta": 1.0}
 
 
 def ours(name, **numbers):
     moe = SimpleNamespace(**{"activation": MoEActivation(name), "swiglu_limit": None} | numbers)
-    return supported_activation(SimpleNamespace(layer_name="model.layers.3.mlp.experts", moe_config=moe))
+    return activation_of(SimpleNamespace(layer_name="model.layers.3.mlp.experts", moe_config=moe))
 
 
 def theirs(name, arguments, x):

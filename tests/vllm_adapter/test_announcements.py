@@ -9,7 +9,7 @@ from vllm_dymoe.config import Options
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS
 from vllm_dymoe.units import size
-from vllm_dymoe.vllm_adapter.announcements import describe, warnings
+from vllm_dymoe.vllm_adapter.announcements import describe_runtime, warnings
 
 LAYERS, EXPERTS, TOP_K, STAGING = 2, 6, 2, 2
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def test_a_token_uses_a_ranks_part_of_the_experts_that_its_router_names():
 
 def test_the_first_line_says_what_is_active(store):
     runtime = runtime_with(store, slots=7)
-    line = describe(runtime)
+    line = describe_runtime(runtime)
     assert "\n" not in line
     for part in (
         f"vllm-dymoe {__version__} is active: 2 MoE layers x 6 experts, top 2",
@@ -78,7 +78,8 @@ def test_the_first_line_says_what_is_active(store):
     ):
         assert part in line, part
     assert line.endswith("host store: host memory.")
-    assert describe(runtime, place="auto: for a reason").endswith("host store: host memory (auto: for a reason).")
+    said = describe_runtime(runtime, place="auto: for a reason")
+    assert said.endswith("host store: host memory (auto: for a reason).")
 
 
 @pytest.mark.parametrize(
@@ -94,17 +95,17 @@ def test_the_first_line_says_what_is_active(store):
     ],
 )
 def test_prefetch_is_announced(store, options, said):
-    assert said in describe(runtime_with(store, slots=4, **options))
+    assert said in describe_runtime(runtime_with(store, slots=4, **options))
 
 
 def test_what_decides_in_decode_is_said(memory_store):
     host, device = (
         MoERuntime(memory_store, chosen(expert_budget="50%", decisions=name), CPU) for name in ("host", "device")
     )
-    assert "decode is decided by the host; " in describe(host)
-    assert "decode is decided by the device (" in describe(device)
+    assert "decode is decided by the host; " in describe_runtime(host)
+    assert "decode is decided by the device (" in describe_runtime(device)
     of_each_kind = f"prefetch none (ahead_in_graph is 0) in steps of up to {DECODE_ROWS} tokens, the next"
-    assert of_each_kind in describe(device)
-    assert "; each chunk of a prompt moves up to" in describe(device)
+    assert of_each_kind in describe_runtime(device)
+    assert "; each chunk of a prompt moves up to" in describe_runtime(device)
     host.host_decides_because = "of a test"
-    assert "decode is decided by the host, because of a test; " in describe(host)
+    assert "decode is decided by the host, because of a test; " in describe_runtime(host)

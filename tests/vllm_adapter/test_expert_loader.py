@@ -39,11 +39,12 @@ class Layer(torch.nn.Module):
         self.got, self.wanted = {}, wanted
         sink = SimpleNamespace(put=self.put("weight"), put_bias=self.put("bias"))
         reader = make_reader(config)
-        self.loader = ExpertLoader(self, sink, sizes[0], sizes[1] // ranks, reader)
+        self.loader = ExpertLoader(self, (sink, 3), sizes[0], sizes[1] // ranks, reader)
         self.loader.register(self, torch.bfloat16, bias=bias)
 
     def put(self, kind):
-        def put(expert, projection, tensor):
+        def put(layer, expert, projection, tensor):
+            assert layer == 3
             place = (kind, expert, projection)
             if not self.wanted:  # a complete store exists
                 return
@@ -354,7 +355,7 @@ def test_half_a_layer_and_damage_are_sentences():
 def test_where_experts_may_move_every_rank_takes_all_and_no_copy_of_them(rank):
     """vLLM counts redundant experts behind the last one, and hands the same weights over for them."""
     layer = Layer(expert_rank=rank, expert_ranks=2, bias=False)
-    layer.loader = ExpertLoader(layer, layer.loader._store, HIDDEN, INTERMEDIATE, all_experts=EXPERTS)
+    layer.loader = ExpertLoader(layer, (layer.loader._store, 3), HIDDEN, INTERMEDIATE, all_experts=EXPERTS)
     layer.loader.register(layer, torch.bfloat16, bias=False)
     weight = torch.randn(SHAPES[Projection.GATE])
     given = [layer.loader(layer.w13_weight, weight, "weight", "w1", number, True) for number in range(EXPERTS + 2)]

@@ -56,7 +56,7 @@ def test_a_weight_that_is_missing_or_not_finite_ends_the_start_and_leaves_nothin
     if bad is not None:
         weight = random_weight(EXPERTS, 1, 5, Projection.DOWN)
         weight[3, 5] = bad
-        model.layer_store(1).put(5, Projection.DOWN, weight)
+        model._model.put(1, 5, Projection.DOWN, weight)
     assert not model._model.layer_loaded(0)
     with pytest.raises(StoreError, match=f"^vllm-dymoe: .*{sentence}"):
         model.layer_loaded(1, None)
@@ -123,8 +123,8 @@ def test_narrower_and_fewer_experts_are_filled_up_with_zeros(tmp_path):
                 whole = random_weight(experts, layer, expert, projection)
                 rows, columns = (64, spec.intermediate) if projection is Projection.DOWN else (spec.intermediate, 64)
                 given[layer, expert, projection] = whole[:rows, :columns] + 1
-                loading.layer_store(layer).put(expert, projection, given[layer, expert, projection])
-                loading.layer_store(layer).put_bias(expert, projection, torch.ones(rows))
+                model.put(layer, expert, projection, given[layer, expert, projection])
+                model.put_bias(layer, expert, projection, torch.ones(rows))
         assert model.layer_loaded(layer) == (layer == 2)
     blob = torch.empty(experts.formats[16].nbytes, dtype=torch.uint8)
     for layer in range(3):

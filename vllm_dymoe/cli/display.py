@@ -17,13 +17,16 @@ from rich.progress import (
 from rich.table import Table
 
 
-def print_table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str | None]]) -> None:
-    """What a row is called is whole and at the left, its numbers at the right; without heads all is at the left."""
-    table = Table(title=title, title_justify="left", show_header=bool(heads))
+def print_table(
+    title: str, heads: Sequence[str], rows: Iterable[Sequence[str | None]], *, whole: bool = False, bold: int = -1
+) -> None:
+    """What a row is called is whole and at the left, its numbers at the right, ``whole`` as well where no word may be
+    broken; without heads all is at the left. The row of number ``bold`` stands out."""
+    table = Table(title=title, title_justify="left", show_header=bool(heads), box=None, padding=(0, 2, 0, 0))
     for place, head in enumerate(heads):
-        table.add_column(head, justify="right" if place else "left", no_wrap=not place)
-    for row in rows:
-        table.add_row(*row)
+        table.add_column(head, justify="right" if place else "left", no_wrap=whole or not place)
+    for number, row in enumerate(rows):
+        table.add_row(*row, style="bold" if number == bold else None)
     Console(highlight=False).print(table)
 
 

@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from vllm_dymoe.cli.display import print_table
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.plan.choice import CANDIDATES, GOOD_ENOUGH, Choice, Serving, choices, recommended, shown
@@ -38,18 +37,7 @@ def run(
     routings = _routings(replace(whole, moe_layers=shape.moe_layers), model, trace, asking).spread(ranks.experts_over)
     found = choices(shape, device, routings, serving, prompt)
     rows = [ranks.whole(row, whole, card, batch, prompt) for row in found]
-    best = recommended(rows)
-    table = Table(
-        title=f"Batch {batch}, prompts of {prompt} tokens", title_justify="left", box=None, padding=(0, 2, 0, 0)
-    )
-    for name in ("system", "bits", "experts", "of all", "TTFT ms", "TPOT ms", "hits", "as 16 bits"):
-        table.add_column(name, justify="left" if name == "system" else "right", no_wrap=True)
-    for row in shown(rows, systems):
-        table.add_row(
-            row.given["system"], row.tiers, size(row.limit), f"{row.share:.0%}", f"{1e3 * row.ttft:.0f}",
-            f"{1e3 * row.tpot:.1f}", f"{row.hit_rate:.0%}",
-            "" if row.agreement is None else f"{row.agreement:.0%}", style="bold" if row is best else None,
-        )  # fmt: skip
+    best, some = recommended(rows), shown(rows, systems)
     packed = whole.packed((16, 4))
     routers = f"as in {trace}" if trace else f"made up (popularity ~ rank^-{SKEW}, {LOCALITY:.0%} repeated)"
     said = (
@@ -59,36 +47,40 @@ def run(
         f"its link {device.link / 1e9:.1f} GB/s, {1e6 * device.layer_seconds:.0f} us of the host for a layer; "
         f"routers are {routers}."
     )
-    recommending = (
-        f"Recommended: the fastest of which {GOOD_ENOUGH:.0%} of the likeliest tokens are those of 16 bits, as "
-        "measured on this project's small model. Measure quality on yours."
-    )
     typer.echo(said)
-    console = Console(highlight=False)
     if ranks != ALONE:
-        console.print(_of_one_rank(ranks, shape, whole, card, batch))
-    console.print(table)
-    typer.echo(f"{recommending}\n{_command(model, best, shape, serving, ranks)}")
+        columns = _of_one_rank(ranks, shape, whole, card, batch)
+        print_table("One rank", list(columns), [list(columns.values())], whole=True)
+    heads = "system", "bits", "experts", "of all", "TTFT ms", "TPOT ms", "hits", "as 16 bits"
+    bold = next((number for number, row in enumerate(some) if row is best), -1)
+    print_table(f"Batch {batch}, prompts of {prompt} tokens", heads, map(_cells, some), whole=True, bold=bold)
+    typer.echo(
+        f"Recommended: the fastest of which {GOOD_ENOUGH:.0%} of the likeliest tokens are those of 16 bits, as "
+        "measured on this project's small model. Measure quality on yours.\n"
+        f"{_command(model, best, shape, serving, ranks)}"
+    )
 
 
-def _of_one_rank(ranks: Ranks, shape: ModelShape, whole: ModelShape, card: Device, batch: int) -> Table:
-    near, far = ranks.sent(whole, batch)
-    table, packed = Table(title="One rank", title_justify="left", box=None, padding=(0, 2, 0, 0)), shape.packed((16, 4))
+def _cells(row: Choice) -> list[str]:
+    return [
+        row.given["system"], row.tiers, size(row.limit), f"{row.share:.0%}", f"{1e3 * row.ttft:.0f}",
+        f"{1e3 * row.tpot:.1f}", f"{row.hit_rate:.0%}", "" if row.agreement is None else f"{row.agreement:.0%}",
+    ]  # fmt: skip
+
+
+def _of_one_rank(ranks: Ranks, shape: ModelShape, whole: ModelShape, card: Device, batch: int) -> dict[str, str]:
+    (near, far), packed = ranks.sent(whole, batch), shape.packed((16, 4))
     seconds, link = ranks.seconds(whole, card, batch), ranks.device(card).link
-    columns = {
+    return {
         "experts": f"{shape.experts} x {shape.intermediate}",
-        "at 16 bits": size(packed.nbytes(16)),
-        "at 4": size(packed.nbytes(4)),
+        "16 bits": size(packed.nbytes(16)),
+        "4 bits": size(packed.nbytes(4)),
         "the rest": size(shape.dense_bytes),
         "link GB/s": f"{link / 1e9:.1f}",
         "to ranks": size(round(near)),
         "to nodes": size(round(far)),
         "ms a step": f"{1e3 * seconds:.2f}",
     }
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_row(*columns.values())
-    return table
 
 
 def _routings(shape: ModelShape, model: str, trace: Path | None, batch: int) -> Routings:

@@ -13,8 +13,8 @@ from vllm_dymoe.cli.display import count_progress, print_table
 from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.predict.checkpoint import PredictorCard, save_predictor
 from vllm_dymoe.predict.expert_mlp import ARCHITECTURES
-from vllm_dymoe.predict.folded import FoldedMLP, fold
-from vllm_dymoe.training import Recipe, Trained, TrainingError, train
+from vllm_dymoe.predict.folded import fold
+from vllm_dymoe.training import Recipe, TrainingError, train
 from vllm_dymoe.units import size
 
 
@@ -26,28 +26,6 @@ def run(path: Path, out: Path, architecture: str, recipe: Recipe, device: str) -
     trace = Trace.load(path)
     if architecture == "auto":
         architecture = "linear" if trace.router_inputs is None else "linear+input"
-    trained, network = write(trace, path, out, architecture=architecture, recipe=recipe, device=device)
-    rows = [
-        (name, *(f"{rates[key]:.1%}" for key in ("all_k", "at_least_one", "accuracy")))
-        for name, rates in trained.metrics.items()
-    ]
-    print_table(escape(str(out)), ("on held-out requests", "all experts", "at least one", "accuracy"), rows)
-    (tokens, held_out), (requests, apart) = trained.tokens, trained.requests
-    typer.echo(
-        f"Trained {architecture} in {time.perf_counter() - begin:.1f} s and {trained.epochs} epochs on {tokens} tokens "
-        f"of {requests} requests; {held_out} tokens of {apart} others were held out. "
-        f"On a GPU it takes {size(network.nbytes // 2)}, on a CPU {size(network.nbytes)}.\nTo serve with it:"
-    )
-    accuracy = {name: rates["accuracy"] for name, rates in trained.metrics.items()}
-    if accuracy["trained"] < accuracy.get("next gate", 0.0):
-        typer.echo("The next layer's gate, which needs no training, foresees more: serve without a predictor.")
-    option = f'{{"dymoe": {{"predictor": "{out}"}}}}'
-    typer.echo(f"vllm serve MODEL --quantization dymoe --additional-config '{option}'")
-
-
-def write(
-    trace: Trace, path: Path, out: Path, *, architecture: str, recipe: Recipe, device: str = "cpu"
-) -> tuple[Trained, FoldedMLP]:
     with count_progress(f"Training on {escape(path.name)}") as advance:
 
         def show(epoch: int, loss: float, held_out: float) -> None:
@@ -64,4 +42,19 @@ def write(
         version=__version__,
     )
     save_predictor(out, card, network)
-    return trained, network
+    rows = [
+        (name, *(f"{rates[key]:.1%}" for key in ("all_k", "at_least_one", "accuracy")))
+        for name, rates in trained.metrics.items()
+    ]
+    print_table(escape(str(out)), ("on held-out requests", "all experts", "at least one", "accuracy"), rows)
+    (tokens, held_out), (requests, apart) = trained.tokens, trained.requests
+    typer.echo(
+        f"Trained {architecture} in {time.perf_counter() - begin:.1f} s and {trained.epochs} epochs on {tokens} tokens "
+        f"of {requests} requests; {held_out} tokens of {apart} others were held out. "
+        f"On a GPU it takes {size(network.nbytes // 2)}, on a CPU {size(network.nbytes)}.\nTo serve with it:"
+    )
+    accuracy = {name: rates["accuracy"] for name, rates in trained.metrics.items()}
+    if accuracy["trained"] < accuracy.get("next gate", 0.0):
+        typer.echo("The next layer's gate, which needs no training, foresees more: serve without a predictor.")
+    option = f'{{"dymoe": {{"predictor": "{out}"}}}}'
+    typer.echo(f"vllm serve MODEL --quantization dymoe --additional-config '{option}'")

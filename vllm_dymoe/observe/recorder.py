@@ -7,7 +7,7 @@ thread writes parts by size and by time; whatever happens to the process, those 
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -68,7 +68,6 @@ class Recorder:
         self.recording = True
         self.tokens = 0
         self._inputs = inputs
-        self._next_gate: bool | None = None
         self._limit, self._say = limit, say
         self._part_bytes, self._interval = part_bytes, interval
         self._prepare()
@@ -90,18 +89,14 @@ class Recorder:
         self._step = _Step() if self.recording else None
 
     def record(self, layer: int, experts: torch.Tensor, **others: torch.Tensor | None) -> None:
-        """Copy what a layer's router chose: columns of a trace, by name, with experts counted over all ranks.
-
-        The first step says whether gates are recorded, until they were wrong; fates are None where a device decides.
-        """
+        """Copy what a layer's router chose: columns of a trace, by name, with experts counted over all ranks. The first
+        layer says which of them a step has."""
         step = self._step
         if step is None:
             return
         if not step.layers:
             step.tokens = experts.shape[0]
-            if self._next_gate is None:
-                self._next_gate = self._inputs and others.get("next_gate") is not None
-            self._allocate(step, experts.device, fates=others.get("fates") is not None)
+            self._allocate(step, experts.device, {name for name, column in others.items() if column is not None})
         if experts.shape[0] != step.tokens:  # the step was cut up, and nothing says which part this is
             self._step = None
             return
@@ -115,15 +110,13 @@ class Recorder:
         """The step of this number ends; it counts if every layer was recorded once.
 
         ``position``, int [tokens at least], may be overwritten afterwards. Without ``next_gate`` the gates turned out
-        to be wrong: what they said is left out from now on.
+        to be wrong: what they said is left out.
         """
         step, self._step = self._step, None
-        if not next_gate:
-            self._next_gate = False
         if step is None or step.recorded != self.header.num_layers or sum(s.tokens for s in spans) != step.tokens:
             return
         step.spans, step.number, step.layers = spans, number, {}
-        if not self._next_gate:
+        if not next_gate:
             step.tensors.pop("next_gate", None)
         step.tensors["position"] = position[: step.tokens].to(torch.int32, copy=True)
         if step.tensors["experts"].is_cuda:
@@ -200,10 +193,10 @@ class Recorder:
         self._step = None
         self._say(sentence)
 
-    def _allocate(self, step: _Step, device: torch.device, *, fates: bool) -> None:
-        wanted = {"router_inputs": self._inputs, "next_gate": self._next_gate, "fates": fates}
+    def _allocate(self, step: _Step, device: torch.device, given: Set[str]) -> None:
+        wanted = {"experts", *given} - (set() if self._inputs else {"router_inputs", "next_gate"})
         for name, (shape, dtype) in columns(self.header, step.tokens).items():
-            if len(shape) > 1 and wanted.get(name, True):
+            if name in wanted:
                 step.tensors[name] = torch.empty(shape, dtype=dtype, device=device)
         step.layers = {name: tensor.unbind(1) for name, tensor in step.tensors.items()}
 

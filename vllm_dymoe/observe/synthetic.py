@@ -10,10 +10,9 @@ A choice that is taken already is drawn from P instead, so that a token's expert
 
 import torch
 
-from vllm_dymoe.observe.trace import Trace, TraceError, expert_dtype
+from vllm_dymoe.observe.trace import Trace, expert_dtype
 from vllm_dymoe.residency.identity import ModelIdentity
 
-QWEN3_30B_A3B = ModelIdentity("synthetic, of Qwen3-30B-A3B's size", "synthetic", 48, 128, 8, 2048)
 _CERTAIN = 1e6  # above any logarithm of a probability with its noise
 
 
@@ -28,8 +27,6 @@ def synthetic_trace(
     seed: int = 0,
 ) -> Trace:
     """Requests of equal length that are served together: all prompts first, then a token of each in every step."""
-    if not 0 <= locality <= 1:
-        raise TraceError(f"locality {locality} is no share of the choices.")
     random, length = torch.Generator().manual_seed(seed), prompt + decode
     chosen = _choices(header, requests, length, skew, locality, random)
     # From [position, request] to the order of the steps: prompts one after the other, then decode in turn.

@@ -4,6 +4,7 @@ from typing import Any
 
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
+from vllm_dymoe.config import ConfigError
 from vllm_dymoe.kernels import Activation, Curve
 
 # By name: vLLM 0.26 has not all of them.
@@ -20,8 +21,18 @@ _CURVES = {
 _STEP_LIMIT = 7.0  # of Step-3.5, which vLLM's kernel for it has built in
 
 
-def activation_of(layer: Any) -> Activation | None:
-    """The activation of the experts of a RoutedExperts; None for one that kernels do not have."""
+def activation_of(layer: Any) -> Activation:
+    """The activation of the experts of a RoutedExperts; ConfigError for one that kernels do not have."""
+    if (known := _known(layer)) is None:
+        raise ConfigError(
+            f"vllm-dymoe: {layer.layer_name} needs the expert activation {layer.moe_config.activation.value} with "
+            f"limit {layer.moe_config.swiglu_limit}, which is not supported yet; serve this model without "
+            "--quantization dymoe."
+        )
+    return known
+
+
+def _known(layer: Any) -> Activation | None:
     moe = layer.moe_config
     function: MoEActivation = moe.activation
     if function is MoEActivation.SWIGLUOAI:  # whose numbers vLLM's kernel has built in

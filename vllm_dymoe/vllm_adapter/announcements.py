@@ -36,15 +36,6 @@ def end_with_sentences() -> None:
     sys.excepthook = hook
 
 
-def announce(
-    runtime: MoERuntime, rank: str, seconds: float, source: str = "", place: str = "", expert_ranks: int = 1
-) -> None:
-    """Say in one line what is active, where numbers come from and why the host store is where it is; and warn."""
-    logger.info("%s%s Experts were ready after %.1f s.", describe(runtime, rank, place), source, seconds)
-    for warning in warnings(runtime, expert_ranks):
-        logger.warning("vllm-dymoe: %s", warning)
-
-
 def _version() -> str:
     """Nothing for a checkout that is not installed, as a GPU host without a network may have it."""
     try:
@@ -53,7 +44,7 @@ def _version() -> str:
         return ""
 
 
-def describe(runtime: MoERuntime, rank: str = "", place: str = "") -> str:
+def describe_runtime(runtime: MoERuntime, rank: str = "", place: str = "") -> str:
     experts, options, plan = runtime.experts, runtime.options, runtime.plan
     parameters = ", ".join(f"{name} {value}" for name, value in options.system_options.items())
     tiers = []

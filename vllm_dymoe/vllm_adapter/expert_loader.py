@@ -29,7 +29,7 @@ from vllm_dymoe.quantize.held import Held
 from vllm_dymoe.quantize.readers import PLAIN_READER, Reader
 from vllm_dymoe.quantize.tensor_names import Stacking
 from vllm_dymoe.residency.format import Projection
-from vllm_dymoe.vllm_adapter.model_store import LayerStore
+from vllm_dymoe.vllm_adapter.model_store import ModelStore
 
 _PROJECTIONS = {"w1": Projection.GATE, "w3": Projection.UP, "w2": Projection.DOWN}
 _DBRX = {"w1": Projection.GATE, "v1": Projection.UP, "w2": Projection.DOWN}
@@ -38,21 +38,22 @@ _STACKED_KINDS = ("weight", "weight_scale")
 
 
 class ExpertLoader:
-    """Takes the experts of one layer from vLLM's loaders, in any order; this rank's part goes to ``store``."""
+    """Takes the experts of one layer from vLLM's loaders, in any order; this rank's part goes to a store."""
 
     __name__ = "load_expert"  # vLLM asks for that of a function
 
     def __init__(
         self,
         layer: Any,
-        store: LayerStore,
+        place: tuple[ModelStore, int],  # where they go: a model's store, and the layer's position in it
         hidden: int,
         intermediate: int,
         reader: Reader = PLAIN_READER,
         all_experts: int | None = None,  # so many, where any of them may become this rank's (EPLB)
     ) -> None:
         parallel = layer.moe_config.moe_parallel_config
-        self._layer, self._store, self._reader, self._balanced = layer, store, reader, all_experts is not None
+        self._layer, self._reader, self._balanced = layer, reader, all_experts is not None
+        self._store, self._place = place
         self._here: Callable[[int], int] = layer._map_global_expert_id_to_local_expert_id
         if all_experts is not None:  # vLLM counts copies behind the last
             self._here = lambda number: number if number < all_experts else -1
@@ -148,9 +149,9 @@ class ExpertLoader:
             for projection, part in self._split(stem, rows):
                 if kind == "bias":
                     missing = self._shape(projection)[0] - len(part)
-                    self._store.put_bias(expert, projection, F.pad(part, (0, missing)))
+                    self._store.put_bias(self._place, expert, projection, F.pad(part, (0, missing)))
                 elif not self._reader.held:
-                    self._store.put(expert, projection, part)
+                    self._store.put(self._place, expert, projection, part)
                 else:
                     named = self._reader.parts[_STACKED_KINDS.index(kind)]
                     self._take_part(expert, expert, projection, named, part)
@@ -176,7 +177,7 @@ class ExpertLoader:
             parts[kind] = tensor.cpu()
             if len(parts) == len(reader.parts):
                 del self._waiting[expert, projection]
-                self._store.put(expert, projection, partial(self._read, number, projection, parts))
+                self._store.put(self._place, expert, projection, partial(self._read, number, projection, parts))
 
     def _read(self, number: int, projection: Projection, parts: dict[str, Tensor]) -> Held:
         reader = self._reader
@@ -192,14 +193,14 @@ class ExpertLoader:
 
     def _take_weight(self, expert: int, projection: Projection, weight: Tensor) -> None:
         dimension, which = self._share(projection, weight.shape[projection is Projection.DOWN])
-        self._store.put(expert, projection, weight[which] if dimension == 0 else weight[:, which])
+        self._store.put(self._place, expert, projection, weight[which] if dimension == 0 else weight[:, which])
 
     def _take_bias(self, expert: int, projection: Projection, bias: Tensor) -> None:
         if projection is not Projection.DOWN:
             bias = bias[self._share(projection, bias.shape[0])[1]]
         elif self._rank > 0:
             bias = torch.zeros_like(bias)  # the ranks' results are added up: one of them brings the bias
-        self._store.put_bias(expert, projection, bias)
+        self._store.put_bias(self._place, expert, projection, bias)
 
     def _share(self, projection: Projection, size: int) -> tuple[int, slice]:
         """What tensor parallelism gives this rank of a dimension: rows of gate and up, columns of down."""

@@ -23,13 +23,13 @@ from vllm_dymoe.runtime.sizing import workspace_bytes
 from vllm_dymoe.store import HostStore
 from vllm_dymoe.systems import make_system
 from vllm_dymoe.transfer import join
-from vllm_dymoe.vllm_adapter.announcements import announce
+from vllm_dymoe.vllm_adapter.announcements import describe_runtime, logger, warnings
 from vllm_dymoe.vllm_adapter.automatic_budget import automatic_budget, budget_in_host_memory
 from vllm_dymoe.vllm_adapter.failures import make_step_failures
 from vllm_dymoe.vllm_adapter.gates import Foresight
 from vllm_dymoe.vllm_adapter.graphs import leave_layers_out
 from vllm_dymoe.vllm_adapter.model_files import expert_ranks, host_needed, meets
-from vllm_dymoe.vllm_adapter.model_store import LayerSpec, LayerStore, ModelStore, held_bytes
+from vllm_dymoe.vllm_adapter.model_store import LayerSpec, ModelStore, held_bytes
 from vllm_dymoe.vllm_adapter.observers import Observation, observe_trace
 from vllm_dymoe.vllm_adapter.running import Running
 from vllm_dymoe.vllm_adapter.sleep import past_the_pool
@@ -87,27 +87,26 @@ class Loading:
         """The rank's experts, without a draft's."""
         return self._model.experts
 
-    def layer_store(self, position: int) -> LayerStore:
+    def place(self, position: int) -> tuple[ModelStore, int]:
+        """The store of a layer's experts, and the layer's position in it."""
         count = len(self._model.layers)
-        if self._draft is None or position < count:
-            return LayerStore(self._model, position)
-        return LayerStore(self._draft, position - count)
+        return (self._model, position) if position < count or self._draft is None else (self._draft, position - count)
 
     def layer_loaded(self, position: int, routed_experts: Any) -> None:
         """Note that vLLM has loaded one more layer; with the last one of the model the rank runs.
 
         StoreError if the checkpoint lacks an expert or the store cannot be written, ConfigError for the budget.
         """
-        store = self.layer_store(position)
-        complete = store.model.layer_loaded(store.layer)
-        if store.model is self._model:
+        store, layer = self.place(position)
+        complete = store.layer_loaded(layer)
+        if store is self._model:
             self._foresight.layer_loaded(position, routed_experts)
         if not complete:
             return
         if (running := self.running) is None:
             past_the_pool(self.config, lambda: self._run(routed_experts.moe_config.num_experts))
         else:
-            past_the_pool(self.config, lambda: self._extend(running, store.model))
+            past_the_pool(self.config, lambda: self._extend(running, store))
 
     @property
     def not_readable_again(self) -> str:
@@ -165,6 +164,7 @@ class Loading:
         return "the router's weights multiply what experts read" if on_input else ""
 
     def _announce(self, runtime: MoERuntime, store: ModelStore) -> None:
+        """Say in one line what is active, where numbers come from and why the host store is where it is; and warn."""
         source, place = "", store.place.reason if store.place is not None else ""
         if self.reader.held and not store.dummy:
             source = f" Experts: {describe(self.reader, self.options.stored_bits, self.options.quantizer)}."
@@ -173,8 +173,10 @@ class Loading:
         rank = f"rank {parallel.rank} of {ranks}" if ranks > 1 else ""
         if parallel.data_parallel_size > 1:
             rank = f"engine {parallel.data_parallel_rank} of {parallel.data_parallel_size} {rank}".rstrip()
-        seconds = time.perf_counter() - self._begin
-        announce(runtime, rank, seconds, source, place, expert_ranks(parallel))
+        said, seconds = describe_runtime(runtime, rank, place), time.perf_counter() - self._begin
+        logger.info("%s%s Experts were ready after %.1f s.", said, source, seconds)
+        for warning in warnings(runtime, expert_ranks(parallel)):
+            logger.warning("vllm-dymoe: %s", warning)
 
     def _runtime(
         self, store: HostStore, options: Options, device: torch.device, predictor: Predictor | None, obstacle: str

@@ -76,35 +76,6 @@ class LayerSpec:
         return self.hidden, self.dtype, self.bias, plain, shared
 
 
-@dataclass(frozen=True)
-class LayerStore:
-    """Where the experts of one layer go: a model's store, and the layer's position in it."""
-
-    model: "ModelStore"
-    layer: int
-
-    def put(self, expert: int, projection: Projection, weight: Given) -> None:
-        """Take one projection from the checkpoint; nothing to do where a complete store exists."""
-        with self.model.filling() as packer:
-            if packer is not None:
-                given = self._widened(projection, weight) if isinstance(weight, Tensor) else weight
-                packer.put(self.layer, expert, projection, given)
-
-    def put_bias(self, expert: int, projection: Projection, bias: Tensor) -> None:
-        with self.model.filling() as packer:
-            if packer is not None:
-                packer.put_bias(self.layer, expert, projection, self._widened(projection, bias))
-
-    def _widened(self, projection: Projection, part: Tensor) -> Tensor:
-        """A weight or bias with zeros where this layer's experts are narrower than the widest."""
-        layers = self.model.layers
-        missing = max(spec.intermediate for spec in layers) - layers[self.layer].intermediate
-        if not missing or (projection is Projection.DOWN and part.dim() == 1):
-            return part
-        # Columns of down, rows of the others.
-        return F.pad(part, (0, missing) if projection is Projection.DOWN or part.dim() == 1 else (0, 0, 0, missing))
-
-
 class ModelStore:
     """Collects the MoE layers of one model, and fills or opens the store of their experts.
 
@@ -154,6 +125,26 @@ class ModelStore:
                 "serve this model without --quantization dymoe."
             )
         self.layers.append(spec)
+
+    def put(self, layer: int, expert: int, projection: Projection, weight: Given) -> None:
+        """Take one projection from the checkpoint; nothing to do where a complete store exists."""
+        with self.filling() as packer:
+            if packer is not None:
+                given = self._widened(layer, projection, weight) if isinstance(weight, Tensor) else weight
+                packer.put(layer, expert, projection, given)
+
+    def put_bias(self, layer: int, expert: int, projection: Projection, bias: Tensor) -> None:
+        with self.filling() as packer:
+            if packer is not None:
+                packer.put_bias(layer, expert, projection, self._widened(layer, projection, bias))
+
+    def _widened(self, layer: int, projection: Projection, part: Tensor) -> Tensor:
+        """A weight or bias with zeros where a layer's experts are narrower than the widest."""
+        missing = max(spec.intermediate for spec in self.layers) - self.layers[layer].intermediate
+        if not missing or (projection is Projection.DOWN and part.dim() == 1):
+            return part
+        # Columns of down, rows of the others.
+        return F.pad(part, (0, missing) if projection is Projection.DOWN or part.dim() == 1 else (0, 0, 0, missing))
 
     @property
     def experts(self) -> ModelExperts:

@@ -27,7 +27,6 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import (
 from vllm.utils.torch_utils import LayerNameType, direct_register_custom_op
 
 from vllm_dymoe.config import ConfigError
-from vllm_dymoe.kernels import Activation
 from vllm_dymoe.vllm_adapter.activations import activation_of
 from vllm_dymoe.vllm_adapter.balance import owned
 from vllm_dymoe.vllm_adapter.expert_loader import ExpertLoader
@@ -81,7 +80,7 @@ class DymoeMoEMethod(FusedMoEMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         """Register empty placeholders that vLLM's loaders hand experts' weights to; ConfigError for an activation."""
-        parallel, activation = self.moe.moe_parallel_config, supported_activation(layer)
+        parallel, activation = self.moe.moe_parallel_config, activation_of(layer)
         weights_on_input = layer.apply_router_weight_on_input
         self._balanced = parallel.enable_eplb
         if self._balanced:  # any of them may become this rank's
@@ -107,8 +106,8 @@ class DymoeMoEMethod(FusedMoEMethodBase):
         self.layer = RankLayer(
             layer.layer_name, position, activation, None, weights_on_input, parallel.dp_size > 1, part
         )
-        sink, sizes = self.loading.layer_store(position), (hidden_size, intermediate_size_per_partition)
-        self._loader = ExpertLoader(layer, sink, *sizes, self.loading.reader, num_experts if self._balanced else None)
+        place, sizes = self.loading.place(position), (hidden_size, intermediate_size_per_partition)
+        self._loader = ExpertLoader(layer, place, *sizes, self.loading.reader, num_experts if self._balanced else None)
         self._loader.register(layer, params_dtype, bias=self.moe.has_bias)
         # The operator finds its layer by name in the forward context, as vLLM's own does.
         get_current_vllm_config().compilation_config.static_forward_context[_context_key(layer.layer_name)] = self
@@ -146,18 +145,6 @@ class DymoeMoEMethod(FusedMoEMethodBase):
         running = self.loading.running
         assert running is not None, "vLLM runs a model that it has not finished loading"
         return running.forward(self.layer, x, topk_weights, topk_ids)
-
-
-def supported_activation(layer: Any) -> Activation:
-    """The activation of a layer; ConfigError for one that no kernel of ours has."""
-    activation = activation_of(layer)
-    if activation is None:
-        raise ConfigError(
-            f"vllm-dymoe: {layer.layer_name} needs the expert activation {layer.moe_config.activation.value} with "
-            f"limit {layer.moe_config.swiglu_limit}, which is not supported yet; serve this model without "
-            "--quantization dymoe."
-        )
-    return activation
 
 
 def loading_of(config: VllmConfig) -> Loading | None:

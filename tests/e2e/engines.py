@@ -246,3 +246,8 @@ def check_first_logprobs_close(ours: list[Answer], theirs: list[Answer], bound: 
     for a, b in zip(ours, theirs, strict=True):
         first, want = a.logprobs[0], b.logprobs[0]
         assert all(abs(first[token] - want[token]) < bound for token in first.keys() & want.keys()), (first, want)
+
+
+def next_gate_accuracy(trace):
+    """How much of the next layer's choice its gate makes of this layer's input: [layers - 1]."""
+    return (trace.experts[:, 1:, :, None] == trace.next_gate[..., None, :]).any(-1).double().mean((0, 2))

@@ -19,12 +19,12 @@ from tests.e2e.engines import (
     equal_share,
     in_own_process,
     needs_two_cores,
+    next_gate_accuracy,
     prepare_rank,
     prompts,
     runtime_of,
 )
 from tests.runtime.steps import forward
-from vllm_dymoe.observe import statistics
 from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.systems.dymoe import Dymoe
 from vllm_dymoe.systems.exact import Exact
@@ -226,8 +226,8 @@ def test_a_trace_of_two_ranks_has_every_token_once_and_experts_of_both(parallel,
     # Of the same text two ranks choose the same, but where experts are nearly tied; answers may part.
     ours, theirs = trace.experts[trace.prefill], alone.experts[trace.prefill]
     assert (ours[:, :, :, None] == theirs[:, :, None, :]).any(-1).float().mean() > 0.95
-    accuracy = statistics.next_gate_accuracy(trace)
-    assert (accuracy - statistics.next_gate_accuracy(alone)).abs().max() < 0.03
+    accuracy = next_gate_accuracy(trace)
+    assert (accuracy - next_gate_accuracy(alone)).abs().max() < 0.03
 
 
 def test_each_rank_has_a_store_of_its_own_part(parallel):

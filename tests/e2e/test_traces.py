@@ -4,9 +4,8 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.e2e.engines import MODEL, engine, prompts, runtime_of
+from tests.e2e.engines import MODEL, engine, next_gate_accuracy, prompts, runtime_of
 from vllm_dymoe import record_trace
-from vllm_dymoe.observe import statistics
 from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.vllm_adapter import offline
@@ -108,7 +107,7 @@ def test_the_header_is_the_models_and_the_gates_are_known(llm, folder):
     header = trace.header
     assert (header.num_layers, header.num_experts, header.top_k, header.hidden) == (LAYERS, 32, 4, 256)
     assert header.fingerprint == Checkpoint.open(MODEL).fingerprint()
-    accuracy = statistics.next_gate_accuracy(trace)
+    accuracy = next_gate_accuracy(trace)
     assert accuracy[1:].min() > 0.6
     assert accuracy[1:].mean() > accuracy[0]
     inputs = trace.router_inputs[:, 1:].float()

@@ -1,8 +1,5 @@
 """Each number that a trace shows, against the plainest way to count it."""
 
-from dataclasses import replace
-
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +8,6 @@ from tests.observe.test_trace import make_trace
 from vllm_dymoe.observe import statistics
 from vllm_dymoe.residency.identity import ModelIdentity
 
-SMALL = ModelIdentity("small", "synthetic", num_layers=4, num_experts=12, top_k=3, hidden=6)
 traces = st.builds(
     make_trace,
     st.builds(
@@ -52,14 +48,3 @@ def test_affinity_is_equation_3(trace):
                     counts[layer, here, there] += 1
     want = counts / counts.sum(2, keepdim=True).clamp(min=1)
     assert torch.allclose(statistics.affinity(trace).float(), want)
-
-
-def test_next_gates_are_compared_with_what_was_chosen():
-    trace = make_trace(SMALL, tokens=6, inputs=True)
-    assert statistics.next_gate_accuracy(trace).tolist() == [1, 1, 1]
-    half = trace.next_gate.clone()
-    for token in range(6):
-        absent = sorted(set(range(12)) - set(trace.experts[token, 2].tolist()))
-        half[token, 1, 1:] = torch.tensor(absent[:2])
-    assert statistics.next_gate_accuracy(replace(trace, next_gate=half)).tolist() == pytest.approx([1, 1 / 3, 1])
-    assert statistics.next_gate_accuracy(make_trace()) is None

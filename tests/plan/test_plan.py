@@ -131,28 +131,12 @@ def test_everything_moved_takes_the_link_and_the_computation(skewed):
     assert found.hit_rate == 0
 
 
-def test_a_guess_hides_at_most_the_computation_before_it(skewed):
-    cache = predicted({"system_options": {"look_ahead": 0}}, "25%", skewed)
-    ahead = predicted({}, "25%", skewed)
-    endless = predicted({}, "25%", skewed, replace(DEVICE, layer_seconds=1.0))
-    slow = replace(DEVICE, link=1e9)
-    computing = predicted({}, "100%", skewed).tpot
-    assert 0 < cache.tpot - ahead.tpot < 0.75 * computing
-    hidden = predicted({"system_options": {"look_ahead": 0}}, "25%", skewed, slow).tpot
-    hidden -= predicted({}, "25%", skewed, slow).tpot
-    assert hidden < 0.76 * computing < 0.75 * cache.moved / slow.link
-    assert endless.tpot - 48 > 0.25 * cache.moved / DEVICE.link * 0.9
-    assert predicted({}, "100%", skewed).tpot < cache.tpot
-
-
 def test_a_gpu_that_decides_waits_for_the_host_nowhere(skewed):
     gpu = replace(DEVICE, layer_seconds=1e-3, miss=1e-4, decides=True)
     alone, host = (predicted(options, "25%", skewed, gpu) for options in ({}, {"decisions": "host"}))
     assert alone.moved == host.moved
     assert 48 * 0.9e-3 < host.tpot - alone.tpot < 48 * (1e-3 + 8 * 1e-4)
     assert alone.tpot > (2 * QWEN.token_weights) / gpu.bandwidth + alone.moved / gpu.link, "nothing is fetched ahead"
-    ahead = predicted({"system_options": {"ahead_in_graph": 3}}, "25%", skewed, gpu)
-    assert ahead.tpot < alone.tpot
     wide = made_up(ModelIdentity("m", "f", 48, 128, 8, 2048), 17)
     few, many = (
         [predicted({}, "25%", of, replace(gpu, host=rate)).tpot for rate in (0, 1e11)] for of in (skewed, wide)

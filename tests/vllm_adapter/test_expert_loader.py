@@ -37,21 +37,17 @@ class Layer(torch.nn.Module):
         self.local = EXPERTS // expert_ranks
         self.first = expert_rank * self.local
         self.got, self.wanted = {}, wanted
-        sink = SimpleNamespace(put=self.put("weight"), put_bias=self.put("bias"))
+        sink = SimpleNamespace(put=self.put)
         reader = make_reader(config)
         self.loader = ExpertLoader(self, (sink, 3), sizes[0], sizes[1] // ranks, reader)
         self.loader.register(self, torch.bfloat16, bias=bias)
 
-    def put(self, kind):
-        def put(layer, expert, projection, tensor):
-            assert layer == 3
-            place = (kind, expert, projection)
-            if not self.wanted:  # a complete store exists
-                return
+    def put(self, layer, expert, projection, tensor, *, bias=False):
+        place = ("bias" if bias else "weight", expert, projection)
+        assert layer == 3
+        if self.wanted:  # no complete store exists
             assert place not in self.got, f"{place} came twice"
             self.got[place] = tensor() if callable(tensor) else tensor
-
-        return put
 
     def _map_global_expert_id_to_local_expert_id(self, expert):
         return expert - self.first if self.first <= expert < self.first + self.local else -1

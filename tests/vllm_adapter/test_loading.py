@@ -124,7 +124,7 @@ def test_narrower_and_fewer_experts_are_filled_up_with_zeros(tmp_path):
                 rows, columns = (64, spec.intermediate) if projection is Projection.DOWN else (spec.intermediate, 64)
                 given[layer, expert, projection] = whole[:rows, :columns] + 1
                 model.put(layer, expert, projection, given[layer, expert, projection])
-                model.put_bias(layer, expert, projection, torch.ones(rows))
+                model.put(layer, expert, projection, torch.ones(rows), bias=True)
         assert model.layer_loaded(layer) == (layer == 2)
     blob = torch.empty(experts.formats[16].nbytes, dtype=torch.uint8)
     for layer in range(3):

@@ -26,10 +26,3 @@ def affinity(trace: Trace) -> torch.Tensor:
         pairs = (now[:, :, None] * experts + then[:, None, :]).flatten()
         counts[layer] = pairs.bincount(minlength=experts * experts).view(experts, experts)
     return counts / counts.sum(-1, keepdim=True).clamp(min=1)
-
-
-def next_gate_accuracy(trace: Trace) -> torch.Tensor | None:
-    """How much of the next layer's choice its gate makes of this layer's input (DyMoE Eq. 8): [layers - 1], or None."""
-    if trace.next_gate is None:
-        return None
-    return (trace.experts[:, 1:, :, None] == trace.next_gate[..., None, :]).any(-1).double().mean((0, 2))

@@ -5,13 +5,8 @@ With every expert resident a step takes
     t = (bytes of weights / bandwidth of memory) + layers * (time of a layer beside its products)
 
 which is the host's, or that of small kernels where a GPU decides. Each miss adds its bytes / the link, and what it
-costs beside them. What was named ahead may travel while the layer before computes: of the link's time for a layer, the
-smaller of
-
-    accuracy * (its misses)        and        utilisation * (a layer's computation)
-
-is hidden, since a wrong guess takes the link from a right one (FIRM-MoE 7, 8). Each chunk of a prompt streams what is
-not there while it computes, so that it takes the longer of the two, and one expert more (DuoServe-MoE 5.2).
+costs beside them; a GPU that decides fetches nothing ahead in decode. Each chunk of a prompt streams what is not there
+while it computes, so that it takes the longer of the two, and one expert more (DuoServe-MoE 5.2).
 """
 
 import json
@@ -25,7 +20,7 @@ from vllm_dymoe.config import ConfigError, ExpertBudget, Options
 from vllm_dymoe.plan.device import Device
 from vllm_dymoe.plan.model import ITEM, ModelShape
 from vllm_dymoe.plan.replay import Routings, replay
-from vllm_dymoe.residency.format import EVERY_PROJECTION, Format
+from vllm_dymoe.residency.format import Format
 from vllm_dymoe.residency.rule import HIGH, LOW, Ints
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.resolve import resolve_options
@@ -40,7 +35,7 @@ from vllm_dymoe.runtime.sizing import (
     tier_bits,
     workspace_bytes,
 )  # fmt: skip
-from vllm_dymoe.systems import System, make_system
+from vllm_dymoe.systems import make_system
 from vllm_dymoe.systems.dymoe import CriticalHigh
 
 GOOD_ENOUGH = 0.95  # of the likeliest tokens, those that have to be the ones of 16 bits for options to be recommended
@@ -55,7 +50,6 @@ CANDIDATES: tuple[Mapping[str, Any], ...] = (
 )
 _PARTS = (0.25, 0.5, 0.75, 1.0)  # of the room for experts
 _NEXT_ROW, _ROUND_TRIP = 0.2, 20e-6  # of an expert's first row on a host; seconds there and back
-_NEXT_GATE = 0.75  # of the next layer's experts, where no trace says how right its gate is (papers: 0.6 to 0.9)
 
 
 @dataclass(frozen=True)
@@ -108,16 +102,11 @@ def predict(
     demand = replay(routings, kept, choose, low=options.lo > 0, nested=nested, costs=shared)
     layer_moved = sum(demand.missing[tier] * nbytes for tier, nbytes in slot_bytes.items())
     needed = sum(demand.active.values())
-    alone = system.residency.on_device and options.decisions != "host"
-    deciding = device.in_a_graph() if alone else device
+    deciding = device.in_a_graph() if system.residency.on_device and options.decisions != "host" else device
     bits = {tier: tier_bits(options, tier) for tier in demand.active}
     weights = sum(count * formats[bits[tier]].whole_nbytes for tier, count in demand.active.items() if bits[tier])
     step = (shape.token_weights * ITEM + layers * weights) / device.bandwidth + layers * deciding.layer_seconds
-    right, waiting = _foresight(system, routings), layer_moved / device.link if shared is None else demand.shared
-    if alone and device.decides and system.foresight is not None:
-        in_graph = system.foresight.projections_in_graph if routings.batch <= DECODE_ROWS else 0
-        right *= in_graph / len(EVERY_PROJECTION)
-    hidden = min(right * waiting, right * step / shape.layers)
+    waiting = layer_moved / device.link if shared is None else demand.shared
 
     chunks = -(-prompt // chunk)
     active = routings.distinct(prompt // chunks)
@@ -137,7 +126,7 @@ def predict(
         agreement=_agreement(tiers, options),
         hit_rate=1 - demand.misses / needed if needed else 1.0,
         moved=layers * layer_moved,
-        tpot=step + layers * (waiting - hidden + demand.misses * deciding.miss),
+        tpot=step + layers * (waiting + demand.misses * deciding.miss),
         ttft=chunks * max(computing, streamed / device.link) + bool(streamed) * blob / device.link,
     )  # fmt: skip
 
@@ -154,15 +143,6 @@ def _agreement(tiers: str, options: Options) -> float | None:
     table = json.loads(resources.files("vllm_dymoe.plan").joinpath("quality.json").read_text())
     found = table.get(tiers, {}).get(options.quantizer)
     return None if found is None else float(found)
-
-
-def _foresight(system: System, routings: Routings) -> float:
-    """How much of what a layer needs is named ahead; as much of what is named is needed, since as many are named."""
-    if system.foresight is None:
-        return 0.0
-    if system.foresight.name == "popularity":
-        return routings.popularity
-    return _NEXT_GATE if routings.next_gate is None else routings.next_gate
 
 
 def _prompt_seconds(blob: int, active: float, shape: ModelShape, device: Device, prompt: float) -> float:

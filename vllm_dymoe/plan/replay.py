@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_dymoe.observe.statistics import next_gate_accuracy, popularity
+from vllm_dymoe.observe.statistics import popularity
 from vllm_dymoe.observe.synthetic import synthetic_trace
 from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.residency.constants import Cost
@@ -54,10 +54,7 @@ class Routings:
             int(layer): [_uses(experts[step, :, layer], weights[step, :, layer]) for step in range(len(order))]
             for layer in layers
         }
-        accuracy = next_gate_accuracy(decoded)
-        self.next_gate = None if accuracy is None else float(accuracy.mean())
         self._shares = popularity(decoded).numpy()
-        self.popularity = float(np.sort(self._shares, axis=1)[:, -trace.header.top_k :].sum(1).mean())
 
     def spread(self, ranks: int) -> "Routings":
         """The same for a rank of so many that share out the experts."""

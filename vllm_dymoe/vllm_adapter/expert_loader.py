@@ -149,7 +149,7 @@ class ExpertLoader:
             for projection, part in self._split(stem, rows):
                 if kind == "bias":
                     missing = self._shape(projection)[0] - len(part)
-                    self._store.put_bias(self._place, expert, projection, F.pad(part, (0, missing)))
+                    self._store.put(self._place, expert, projection, F.pad(part, (0, missing)), bias=True)
                 elif not self._reader.held:
                     self._store.put(self._place, expert, projection, part)
                 else:
@@ -200,7 +200,7 @@ class ExpertLoader:
             bias = bias[self._share(projection, bias.shape[0])[1]]
         elif self._rank > 0:
             bias = torch.zeros_like(bias)  # the ranks' results are added up: one of them brings the bias
-        self._store.put_bias(self._place, expert, projection, bias)
+        self._store.put(self._place, expert, projection, bias, bias=True)
 
     def _share(self, projection: Projection, size: int) -> tuple[int, slice]:
         """What tensor parallelism gives this rank of a dimension: rows of gate and up, columns of down."""

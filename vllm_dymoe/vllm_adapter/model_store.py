@@ -126,25 +126,18 @@ class ModelStore:
             )
         self.layers.append(spec)
 
-    def put(self, layer: int, expert: int, projection: Projection, weight: Given) -> None:
-        """Take one projection from the checkpoint; nothing to do where a complete store exists."""
+    def put(self, layer: int, expert: int, projection: Projection, weight: Given, *, bias: bool = False) -> None:
+        """Take the weight or bias of one projection; nothing to do where a complete store exists."""
         with self.filling() as packer:
-            if packer is not None:
-                given = self._widened(layer, projection, weight) if isinstance(weight, Tensor) else weight
-                packer.put(layer, expert, projection, given)
-
-    def put_bias(self, layer: int, expert: int, projection: Projection, bias: Tensor) -> None:
-        with self.filling() as packer:
-            if packer is not None:
-                packer.put_bias(layer, expert, projection, self._widened(layer, projection, bias))
-
-    def _widened(self, layer: int, projection: Projection, part: Tensor) -> Tensor:
-        """A weight or bias with zeros where a layer's experts are narrower than the widest."""
-        missing = max(spec.intermediate for spec in self.layers) - self.layers[layer].intermediate
-        if not missing or (projection is Projection.DOWN and part.dim() == 1):
-            return part
-        # Columns of down, rows of the others.
-        return F.pad(part, (0, missing) if projection is Projection.DOWN or part.dim() == 1 else (0, 0, 0, missing))
+            if packer is None:
+                return
+            if isinstance(weight, Tensor):
+                missing = max(spec.intermediate for spec in self.layers) - self.layers[layer].intermediate
+                weight = _widened(weight, projection, missing)
+                if bias:
+                    packer.put_bias(layer, expert, projection, weight)
+                    return
+            packer.put(layer, expert, projection, weight)
 
     @property
     def experts(self) -> ModelExperts:
@@ -166,7 +159,7 @@ class ModelStore:
         complete = self._loaded == len(self.layers)
         with self.filling() as packer:
             if packer is not None:
-                self._fill_up(layer, packer)
+                _fill_up(packer, layer, self.layers[layer].num_experts)
                 if complete:
                     self.store, self._packer = self._placed(packer.finish()), None
         if complete and self._progress is not None:
@@ -293,16 +286,25 @@ class ModelStore:
         direct = rates.read_past_cache(held)
         return replace(plain, direct=direct, depth=rates.depth, drops=not (direct or options.host_memory.is_auto))
 
-    def _fill_up(self, layer: int, packer: ExpertPacker) -> None:
-        """Store zeros for the experts that this layer lacks; no router names them."""
-        experts = packer.experts
-        fmt = next(iter(experts.formats.values()))
-        for expert in range(self.layers[layer].num_experts, experts.num_experts):
-            for projection in experts.projections:
-                form = fmt.matrices[projection]
-                packer.put(layer, expert, projection, torch.zeros(form.rows, form.columns))
-                if fmt.bias:
-                    packer.put_bias(layer, expert, projection, torch.zeros(form.rows))
+
+def _widened(part: Tensor, projection: Projection, missing: int) -> Tensor:
+    """A weight or bias with zeros where a layer's experts are narrower than the widest: columns of down, rows of the
+    others."""
+    if not missing or (projection is Projection.DOWN and part.dim() == 1):
+        return part
+    return F.pad(part, (0, missing) if projection is Projection.DOWN or part.dim() == 1 else (0, 0, 0, missing))
+
+
+def _fill_up(packer: ExpertPacker, layer: int, first: int) -> None:
+    """Store zeros for the experts that a layer lacks, from the first on; no router names them."""
+    experts = packer.experts
+    fmt = next(iter(experts.formats.values()))
+    for expert in range(first, experts.num_experts):
+        for projection in experts.projections:
+            form = fmt.matrices[projection]
+            packer.put(layer, expert, projection, torch.zeros(form.rows, form.columns))
+            if fmt.bias:
+                packer.put_bias(layer, expert, projection, torch.zeros(form.rows))
 
 
 def layer_numbers(names: list[str]) -> tuple[int, ...]:

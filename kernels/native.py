@@ -19,13 +19,14 @@ from vllm_dymoe.residency.code import Code
 from vllm_dymoe.residency.matrix import MatrixFormat
 
 ISAS = {
+    "AMX": (4, "AMX"),
     "AVX512_BF16": (3, "AVX-512 with BF16"),
     "AVX512": (2, "AVX-512"),
     "AVX2": (1, "AVX2"),
     "DEFAULT": (0, "portable vectors"),
 }
 """Number and name, by torch's name of what it uses: variables that hold torch down hold this library down, too. Beside
-AVX512 torch uses BF16 where there is."""
+AVX512 torch uses BF16 and AMX where there are."""
 _CURVES = {curve: number for number, curve in enumerate(Curve)}
 _SCALES = {torch.float8_e8m0fnu: 1, torch.float8_e4m3fn: 2, torch.float32: 3}
 READ, GATE_UP, DOWN = 0, 1, 2
@@ -56,7 +57,7 @@ class Layer(Structure):
     _fields_ = (
         *_integers("tokens items positions out_rows hidden inter dtype"),
         *_integers("x out item matrices rows pairs inputs activations"),
-        *_integers("width phase last has_gate curve digits outer inner floats"),
+        *_integers("width phase last has_gate curve digits outer inner floats tiles"),
         *_doubles("limit alpha beta"),
         *_integers("threads next"),
     )
@@ -167,7 +168,7 @@ def load(isa: str | None = None) -> Library | None:
     none, because no compiler was there."""
     built = Path(__file__).parent / "_cpu.so"
     used = torch.backends.cpu.get_cpu_capability()
-    return Library(built, isa or {"AVX512": "AVX512_BF16"}.get(used, used)) if built.exists() else None
+    return Library(built, isa or {"AVX512": "AMX"}.get(used, used)) if built.exists() else None
 
 
 def _openmp() -> int | None:

@@ -320,8 +320,15 @@ static void strip(const Matrix& m, const uint8_t* section, Codes at, i64 block, 
     for (int t = 0; t < N; t++) for (int v = 0; v < VECTORS; v++) store_rows(out + BLOCK * t, v, load(total + BLOCK * t + W * v));
 }
 
+#ifdef TILES
+#include "amx.h"
+#endif
+
 template <Kind kind, int DIGITS, int WIDTH>
-static void strips(const Matrix& m, const uint8_t* section, Codes at, i64 block, const Row* x, i64 n, float* out) {
+static void strips(const Matrix& m, const uint8_t* section, Codes at, i64 block, const Row* x, i64 n, const Layer& k, float* out) {
+#ifdef TILES
+    if (k.tiles && n >= FEWEST) return tiled<kind, DIGITS, WIDTH>(m, section, at, block, x, n, out);
+#endif
     for (; n >= MOST_TOKENS; n -= MOST_TOKENS, x += MOST_TOKENS, out += MOST_TOKENS * BLOCK)
         strip<kind, MOST_TOKENS, ROWS_OF_MOST, DIGITS, WIDTH>(m, section, at, block, x, out);
     if constexpr (MOST_TOKENS > 2 && DIGITS == 2)
@@ -329,10 +336,10 @@ static void strips(const Matrix& m, const uint8_t* section, Codes at, i64 block,
     for (; n > 0; n--, x++, out += BLOCK) strip<kind, 1, QS, DIGITS, WIDTH>(m, section, at, block, x, out);
 }
 template <Kind kind>
-static void quantized(const Matrix& m, const uint8_t* section, Codes at, i64 block, const Row* x, i64 n, i64 digits, float* out) {
+static void quantized(const Matrix& m, const uint8_t* section, Codes at, i64 block, const Row* x, i64 n, const Layer& k, float* out) {
     if constexpr (kind == LEVELS)
-        if (m.group < UNIT) return (digits == 2 ? strips<kind, 2, 16> : strips<kind, 1, 16>)(m, section, at, block, x, n, out);
-    (digits == 2 ? strips<kind, 2, UNIT> : strips<kind, 1, UNIT>)(m, section, at, block, x, n, out);
+        if (m.group < UNIT) return (k.digits == 2 ? strips<kind, 2, 16> : strips<kind, 1, 16>)(m, section, at, block, x, n, k, out);
+    (k.digits == 2 ? strips<kind, 2, UNIT> : strips<kind, 1, UNIT>)(m, section, at, block, x, n, k, out);
 }
 
 // FP8: codes become float32 before they are multiplied.
@@ -437,7 +444,7 @@ static void plain(const Matrix& m, const uint8_t* section, i64 block, const Row*
 
 // out [n, 64] = x [n, columns] times rows 64 * block and so on of a matrix, plus the bias; n is at most BATCH.
 static void product(const Matrix& m, const Item& item, int which, i64 block, const Row* x, i64 n, const Layer& k, float* out) {
-    const i64 dtype = k.dtype, digits = k.digits;
+    const i64 dtype = k.dtype;
     const uint8_t *section = (const uint8_t*)item.sections[which], *fine = (const uint8_t*)item.fine[which];
     const i64 plane = BLOCK / 2 * m.padded_columns * block, half = plane / 2;
     const Codes planes = m.nested ? Codes{section + plane, fine + plane}
@@ -452,13 +459,13 @@ static void product(const Matrix& m, const Item& item, int which, i64 block, con
 #endif
     if (m.code == PLAIN) plain(m, section, block, x, n, dtype, out);
     else if (m.code == E4M3) floats(m, section, planes, block, x, n, out);
-    else if (m.code == LATTICE && m.nested) quantized<TWO_POINTS>(m, section, {section + half, fine + half}, block, x, n, digits, out);
-    else if (m.code == LATTICE) quantized<POINTS>(m, section, {section + half, nullptr}, block, x, n, digits, out);
-    else if (m.code == E2M1) quantized<LEVELS>(m, section, {section + plane, nullptr}, block, x, n, digits, out);
-    else if (m.bits == 8) quantized<EIGHT>(m, section, planes, block, x, n, digits, out);
-    else if (m.bits == 2) quantized<TWO>(m, section, {section + half, nullptr}, block, x, n, digits, out);
-    else if (m.nested) quantized<TWO_AND_TWO>(m, section, {section + half, fine + half}, block, x, n, digits, out);
-    else quantized<FOUR>(m, section, {section + plane, nullptr}, block, x, n, digits, out);
+    else if (m.code == LATTICE && m.nested) quantized<TWO_POINTS>(m, section, {section + half, fine + half}, block, x, n, k, out);
+    else if (m.code == LATTICE) quantized<POINTS>(m, section, {section + half, nullptr}, block, x, n, k, out);
+    else if (m.code == E2M1) quantized<LEVELS>(m, section, {section + plane, nullptr}, block, x, n, k, out);
+    else if (m.bits == 8) quantized<EIGHT>(m, section, planes, block, x, n, k, out);
+    else if (m.bits == 2) quantized<TWO>(m, section, {section + half, nullptr}, block, x, n, k, out);
+    else if (m.nested) quantized<TWO_AND_TWO>(m, section, {section + half, fine + half}, block, x, n, k, out);
+    else quantized<FOUR>(m, section, {section + plane, nullptr}, block, x, n, k, out);
     if (m.factor >= 0) {
         const float *pair = (const float*)(section + m.factor), factor = pair[0] / pair[1];
         for (i64 i = 0; i < n * BLOCK; i++) out[i] *= factor;

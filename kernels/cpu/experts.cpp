@@ -14,6 +14,12 @@
 #include <vector>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#if __GNUC__ >= 11 || defined(EMULATED_TILES)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#define AMX_KNOWN
+#endif
 #endif
 
 #define API extern "C" __attribute__((visibility("default")))
@@ -75,6 +81,9 @@ static const uint8_t TWICE_E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 1
 #if defined(__x86_64__)
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,bmi2")
+#ifdef AMX_KNOWN
+#define TILES
+#endif
 namespace avx512 {
 #include "avx512.h"
 
@@ -82,6 +91,7 @@ namespace avx512 {
 #define PAIRS
 #include "body.h"
 #undef PAIRS
+#undef TILES
 #include "nearest.h"
 }
 #pragma GCC pop_options
@@ -104,12 +114,26 @@ namespace portable {  // NEON on ARM, SSE2 on x86-64
 #include "nearest.h"
 }
 
-enum Isa { PORTABLE, AVX2, AVX512, AVX512_BF16 };
+enum Isa { PORTABLE, AVX2, AVX512, AVX512_BF16, AMX };
 using Body = void (*)(void*);
 using Parallel = void (*)(Body, void*, unsigned, unsigned);
 
+#ifdef EMULATED_TILES
+static bool tiles_allowed() { return true; }
+#elif defined(AMX_KNOWN)
+static bool tiles_allowed() {  // Linux gives them to a process that asks
+    constexpr unsigned AMX_TILE_AND_INT8 = 3u << 24;
+    constexpr int REQUEST = 0x1023, TILE_DATA = 18;
+    unsigned a, b, c, d = 0;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (~d & AMX_TILE_AND_INT8) == 0 && syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+}
+#else
+static bool tiles_allowed() { return false; }
+#endif
+
 API int dymoe_supports(int isa) {
 #if defined(__x86_64__)
+    if (isa == AMX) return dymoe_supports(AVX512_BF16) && tiles_allowed();
     if (isa == AVX512_BF16) return __builtin_cpu_supports("avx512bf16") && dymoe_supports(AVX512);
     if (isa == AVX512)
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
@@ -138,7 +162,8 @@ API int dymoe_experts(Layer* layer, int isa, Parallel parallel) {
     if (layer->phase == READ)
         for (i64 p = 0; p < layer->positions; p++)
             if (uint64_t(layer->rows[p]) >= uint64_t(layer->tokens) || uint64_t(layer->pairs[p]) >= uint64_t(layer->out_rows)) return 1;
-    layer->floats = layer->floats && isa == AVX512_BF16;
+    layer->floats = layer->floats && isa >= AVX512_BF16;
+    layer->tiles = isa == AMX;
     for (; layer->phase <= layer->last; layer->phase++) {
         const i64 halves = layer->phase == READ ? layer->tokens * layer->hidden >> 14 : layer->threads;
         layer->next = 0;

@@ -44,6 +44,7 @@ struct Layer {
     i64 digits;            // of 8 bits that activations have, 2 or 1
     i64 outer, inner;      // neighbouring inputs of gate and up, and of down, that are rotated together, or 0
     i64 floats;            // whether experts have floats, and the processor multiplies pairs of bfloat16
+    i64 tiles;             // whether it multiplies tiles
     double limit, alpha, beta;
     i64 threads, next;     // the next piece of work
 };

@@ -1,5 +1,6 @@
 """Every kernel against the float64 reference."""
 
+import subprocess
 from functools import partial
 from pathlib import Path
 
@@ -128,6 +129,32 @@ def test_a_token_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(isa
                 assert torch.equal(part, whole[-size:]), (number, size)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory):
+    """The native library with the tests' twin of AMX's tiles, so that their products run on any AVX-512."""
+    if native.load() is None or not runs("AVX512_BF16"):
+        pytest.skip("this processor has no AVX-512 with BF16")
+    built = tmp_path_factory.mktemp("amx") / "_cpu.so"
+    source = Path(__file__).parents[2] / "kernels/cpu/experts.cpp"
+    options = ("-O1", "-std=c++17", "-fno-math-errno", "-shared", "-fPIC", "-DEMULATED_TILES")
+    subprocess.run(["g++", *options, source, "-o", built], check=True)
+    return partial(native.Library, built)
+
+
+@pytest.mark.parametrize("code", [*KINDS.values(), *LATTICES.values()], ids=lambda code: code.name)
+@pytest.mark.parametrize("activations", [16, 8])
+def test_tiles_have_the_bits_of_vectors(emulated, monkeypatch, code, activations):
+    monkeypatch.setattr(native, "load", emulated)
+    expert = random_expert(150, 300, code, bias=True)
+    for tokens in (8, 31, 70):
+        x, rows = random_tokens(tokens, 150, torch.bfloat16), list(range(tokens))
+        tiles, vectors = (
+            compute(CpuKernel(isa=isa, activations=activations), x, [expert.work(rows, rows)], tokens)
+            for isa in ("AMX", "AVX512_BF16")
+        )
+        assert torch.equal(tiles, vectors), tokens
 
 
 @pytest.mark.parametrize("isa", NATIVE)

@@ -22,7 +22,9 @@ from vllm_dymoe.residency.matrix import MatrixFormat
 DEFAULT_WORKSPACE_BYTES = 1 << 20
 MINIMUM_WORKSPACE_BYTES = 320 << 10
 _PRODUCTS_OF_A_THREAD = 1 << 20  # fewer take less time than a second thread takes to begin, above all on busy cores
-_MOST_ACTIVATION_BYTES = 32 << 20  # experts whose activations would take more are computed one after the other
+_MOST_ACTIVATION_BYTES = 16 << 20
+"""Experts whose activations would take more are computed one after the other. As much is kept for the next step, and as
+much of its inputs: what the system hands out anew is cleared page by page, which took longer than 16 cores compute."""
 
 
 class CpuKernel:
@@ -58,6 +60,7 @@ class CpuKernel:
                 "activations of 8 bits need the native library; with a C++ compiler install vllm-dymoe again"
             )
         self._layer = native.Layer(digits=activations // 8)
+        self._kept: dict[str, Tensor] = {}
         self._inputs: Tensor | None = None  # holds what a step's tokens are read as; None before its first experts
         self._forms = Forms()
 
@@ -91,7 +94,7 @@ class CpuKernel:
         most, behind = max(_MOST_ACTIVATION_BYTES // (4 * floats), 1), floats * layer.tokens
         pieces = [(fields, first, last)] if last - first <= most else _parts(fields, most)
         for part, first, last in pieces:
-            activations, _held = self._room(behind, floats * (last - first))
+            activations, _held = self._room("activations", behind, floats * (last - first))
             layer.items, (layer.item, _) = len(part) // native.ITEM_FIELDS, part.buffer_info()
             layer.activations = activations - 4 * floats * first  # positions count from the step's first one
             if receive is None:
@@ -119,11 +122,15 @@ class CpuKernel:
         forms.intermediate, forms.rotations = up.format.rows, (up.format.rotation, down.format.rotation)
         return fields
 
-    def _room(self, behind: int, floats: int) -> tuple[int, Tensor]:
+    def _room(self, what: str, behind: int, floats: int) -> tuple[int, Tensor]:
         """Address of so many floats behind the first ones of the workspace, or of their own, and what holds them."""
         if 4 * (behind + floats) <= self.workspace_bytes:
             return self._address + 4 * behind, self._workspace
-        own = torch.empty(floats, dtype=torch.float32)
+        own = self._kept.get(what)
+        if own is None or own.numel() < floats:
+            own = torch.empty(floats, dtype=torch.float32)
+            if own.nbytes <= _MOST_ACTIVATION_BYTES:
+                self._kept[what] = own
         return own.data_ptr(), own
 
     def _prepare(self, floats: int) -> int:
@@ -131,7 +138,7 @@ class CpuKernel:
         layer, (x, decision, out, activation) = self._layer, self._step
         rows, pairs = decision.rows, decision.pairs
         layer.tokens, layer.hidden = x.shape
-        layer.inputs, self._inputs = self._room(0, floats * layer.tokens)
+        layer.inputs, self._inputs = self._room("inputs", 0, floats * layer.tokens)
         native.set_activation(layer, activation)
         layer.floats, layer.inter = self._forms.floats, self._forms.intermediate
         layer.dtype, layer.width = x.dtype is torch.float16, self._forms.width

@@ -43,49 +43,71 @@ template <int to, int digits, int codes> INLINE void multiply_tiles() {  // sign
 template <Kind kind, int DIGITS, int WIDTH>
 static void tiled(const Matrix& m, const uint8_t* section, Codes at, i64 block, const Row* x, i64 n, float* out) {
     static_assert(PER_Q == 1 && W == TILE && BLOCK == QS * TILE && !in_planes(kind), "a register is a row of a tile");
+    constexpr int PAIRS_OF_ROWS = QS / 2;
     alignas(64) float total[BATCH * BLOCK] = {};
-    alignas(64) uint8_t numbers[QS][UNIT / STEP][64];
-    alignas(64) int8_t digits[2][TILE][UNIT] = {};  // zeros behind WIDTH
-    alignas(64) int products[4][TILE][TILE];        // low and high digits with one register of codes, then with the next
+    alignas(64) uint8_t numbers[CHUNK / WIDTH][QS][UNIT / STEP][64];
+    alignas(64) int8_t digits[CHUNK / WIDTH][2][BATCH][UNIT] = {};  // zeros behind WIDTH
+    // Low and high digits with one register of codes, then with the next: what was multiplied is added up while the next is.
+    alignas(64) int products[2][4][TILE][TILE];
+    F sums[BATCH][QS];
     memset(numbers, 0, sizeof(numbers));
     configure_tiles();
+    auto multiply = [&](int unit, i64 from, int pair, int (*to)[TILE][TILE]) LAMBDA {
+        if (pair == 0) {
+            load_tile<4>(digits[unit][0][from]);
+            if (DIGITS == 2) load_tile<5>(digits[unit][1][from]);
+        }
+        load_tile<6>(numbers[unit][2 * pair]);
+        load_tile<7>(numbers[unit][2 * pair + 1]);
+        clear_tile<0>(), multiply_tiles<0, 4, 6>();
+        if (DIGITS == 2) clear_tile<1>(), multiply_tiles<1, 5, 6>();
+        clear_tile<2>(), multiply_tiles<2, 4, 7>();
+        if (DIGITS == 2) clear_tile<3>(), multiply_tiles<3, 5, 7>();
+        store_tile<0>(to[0]);
+        if (DIGITS == 2) store_tile<1>(to[1]);
+        store_tile<2>(to[2]);
+        if (DIGITS == 2) store_tile<3>(to[3]);
+    };
     for (i64 group = 0; group < m.padded_columns / m.group; group++) {
         const i64 begin = group * m.group, end = begin + m.group;
-        F sums[BATCH][QS];
         memset(sums, 0, n * sizeof(sums[0]));
-        for (i64 column = begin; column < end; column += WIDTH) {
-            for (i64 c = 0; c < WIDTH; c += STEP) {
-                Q q[QS];
-                codes<kind, QS>(at, column + c, m.fold, 0, q);
-                unroll<QS>([&](auto r) LAMBDA { _mm512_store_si512(numbers[r][c / STEP], q[r]); });
-            }
-            for (i64 from = 0; from < n; from += TILE) {
-                const i64 some = n - from < TILE ? n - from : TILE;
-                for (i64 t = 0; t < some; t++) {
-                    memcpy(digits[0][t], x[from + t].low + column, WIDTH);
-                    if (DIGITS == 2) memcpy(digits[1][t], x[from + t].high + column, WIDTH);
+        for (i64 chunk = begin; chunk < end; chunk += CHUNK) {
+            const int units = int((end - chunk < CHUNK ? end - chunk : CHUNK) / WIDTH);
+            for (int unit = 0; unit < units; unit++) {
+                const i64 column = chunk + unit * WIDTH;
+                for (i64 c = 0; c < WIDTH; c += STEP) {
+                    Q q[QS];
+                    codes<kind, QS>(at, column + c, m.fold, 0, q);
+                    unroll<QS>([&](auto r) LAMBDA { _mm512_store_si512(numbers[unit][r][c / STEP], q[r]); });
                 }
-                load_tile<4>(digits[0]);
-                if (DIGITS == 2) load_tile<5>(digits[1]);
-                unroll<QS / 2>([&](auto pair) LAMBDA {
-                    constexpr int r = 2 * decltype(pair)::value;
-                    load_tile<6>(numbers[r]);
-                    load_tile<7>(numbers[r + 1]);
-                    clear_tile<0>(), multiply_tiles<0, 4, 6>(), store_tile<0>(products[0]);
-                    clear_tile<2>(), multiply_tiles<2, 4, 7>(), store_tile<2>(products[2]);
-                    if constexpr (DIGITS == 2) {
-                        clear_tile<1>(), multiply_tiles<1, 5, 6>(), store_tile<1>(products[1]);
-                        clear_tile<3>(), multiply_tiles<3, 5, 7>(), store_tile<3>(products[3]);
-                    }
-                    for (i64 t = 0; t < some; t++) {
-                        const F scale = all(x[from + t].scale[uint64_t(column) / UNIT]);
-                        unroll<2>([&](auto i) LAMBDA {
-                            I wide = *(const UnalignedInts*)products[2 * i][t];
-                            if (DIGITS == 2) wide += *(const UnalignedInts*)products[2 * i + 1][t] << 8;
-                            sums[from + t][r + i] += to_float(wide) * scale;
-                        });
-                    }
-                });
+                for (i64 t = 0; t < n; t++) {
+                    memcpy(digits[unit][0][t], x[t].low + column, WIDTH);
+                    if (DIGITS == 2) memcpy(digits[unit][1][t], x[t].high + column, WIDTH);
+                }
+            }
+            const int tiles = int((n + TILE - 1) / TILE), steps = units * tiles * PAIRS_OF_ROWS;
+            auto place = [&](int step, int& unit, i64& from, int& pair) LAMBDA {
+                pair = step % PAIRS_OF_ROWS, from = step / PAIRS_OF_ROWS % tiles * TILE, unit = step / PAIRS_OF_ROWS / tiles;
+            };
+            multiply(0, 0, 0, products[0]);
+            for (int step = 0; step < steps; step++) {
+                int unit, pair;
+                i64 from;
+                if (step + 1 < steps) {
+                    place(step + 1, unit, from, pair);
+                    multiply(unit, from, pair, products[(step + 1) % 2]);
+                }
+                place(step, unit, from, pair);
+                const i64 some = n - from < TILE ? n - from : TILE, of_scale = uint64_t(chunk + unit * WIDTH) / UNIT;
+                const auto& product = products[step % 2];
+                for (i64 t = 0; t < some; t++) {
+                    const F scale = all(x[from + t].scale[of_scale]);
+                    unroll<2>([&](auto i) LAMBDA {
+                        I wide = *(const UnalignedInts*)product[2 * i][t];
+                        if (DIGITS == 2) wide += *(const UnalignedInts*)product[2 * i + 1][t] << 8;
+                        sums[from + t][2 * pair + i] += to_float(wide) * scale;
+                    });
+                }
             }
         }
         Scales scales;

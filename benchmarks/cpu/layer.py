@@ -2,8 +2,8 @@
 
 Qwen3-30B-A3B's shape: 128 experts [768, 2048], 8 for each token, random ones of more bytes than caches hold. The bound
 is the time that all threads take to read the bytes of the experts in use, measured between the steps. llama.cpp (Q4_0,
-repacked) computes the layer at 4 bits in turns with it, and is left out with a sentence where `pip install xllamacpp`
-is missing; vLLM's kernels for quantized experts need AMX.
+repacked) and kt-kernel compute the layer at 4 bits in turns with it, and are left out with a sentence where
+`pip install xllamacpp` or `pip install --no-deps kt-kernel==0.7.2` is missing.
 
     python benchmarks/cpu/layer.py [--tokens 1 4 16 64 512] [--codes 4 2 8 4/2 mxfp4 nvfp4 fp8 16 e8 e8+e8] [--isa AVX2]
         [--activations 8] [--alone] [--busy]
@@ -15,9 +15,11 @@ import statistics
 import time
 from collections.abc import Callable
 
+import kt
 import llama_cpp
 import torch
-from llama_cpp import LlamaCpp, find
+from kt import KtKernel
+from llama_cpp import LlamaCpp
 
 from vllm_dymoe.host_memory import map_bytes
 from vllm_dymoe.kernels import Activation, CpuKernel
@@ -91,20 +93,23 @@ def main() -> None:
     parser.add_argument("--codes", nargs="+", default=CODES, choices=CODES)
     parser.add_argument("--group", type=int, default=64)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--isa", help="AVX512_BF16, AVX512, AVX2 or DEFAULT; the processor's best if left out")
+    parser.add_argument("--isa", help="AMX, AVX512_BF16, AVX512, AVX2 or DEFAULT; the processor's best if left out")
     parser.add_argument("--activations", type=int, default=16, choices=(16, 8))
-    parser.add_argument("--alone", action="store_true", help="without llama.cpp")
+    parser.add_argument("--alone", action="store_true", help="without llama.cpp and kt-kernel")
     parser.add_argument("--busy", action="store_true", help="one thread, by its processor time: others use the machine")
     options = parser.parse_args()
     if options.busy:
         global clock
-        clock = llama_cpp.clock = time.thread_time
+        clock = llama_cpp.clock = kt.clock = time.thread_time
         torch.set_num_threads(1)
-    threads, rows, peer = torch.get_num_threads(), [], None
+    threads, rows, peers = torch.get_num_threads(), [], {}
     if not options.alone and "4" in options.codes:
-        if library := find():
-            peer = LlamaCpp(library, (EXPERTS, TOP_K, HIDDEN, INTERMEDIATE), threads)
-        print(f"{peer.name} beside it" if peer else "llama.cpp is not measured: pip install xllamacpp")
+        for name, module, kind in (("llama_cpp_ms", llama_cpp, LlamaCpp), ("kt_kernel_ms", kt, KtKernel)):
+            if library := module.find():
+                peers[name] = kind(library, (EXPERTS, TOP_K, HIDDEN, INTERMEDIATE), threads)
+            print(
+                f"{peers[name].name} beside it" if library else f"{kind.__name__} is not measured: it is not installed"
+            )
     for code in options.codes:
         layer = Layer(code, options.group, options.isa, options.activations)
         if code == options.codes[0]:
@@ -115,19 +120,19 @@ def main() -> None:
             )
         nbytes = layer.arena.shape[1]
         for tokens in options.tokens:
-            steps, taken, others = max(8, options.steps // max(1, tokens // 8)), [], []
+            steps, taken = max(8, options.steps // max(1, tokens // 8)), []
+            others: dict[str, list[float]] = {name: [] for name in peers if code == "4"}
             for _ in range(steps):
                 taken.append((*layer.step(tokens), layer.read(min(EXPERTS, tokens * TOP_K))))
-                if peer is not None and code == "4":
-                    others.append(peer.step(tokens))
+                for name, steps_of in others.items():
+                    steps_of.append(peers[name].step(tokens))
             seconds, experts = statistics.median(t for t, _, _ in taken[2:]), statistics.mean(n for _, n, _ in taken)
             bound = statistics.median(r / min(EXPERTS, tokens * TOP_K) for _, _, r in taken) * experts
             rate = experts * nbytes / seconds / 1e9
-            row, said = {"code": code, "tokens": tokens, "bound_ms": 1e3 * bound, "layer_ms": 1e3 * seconds}, ""
-            if others:
-                row["llama_cpp_ms"] = 1e3 * statistics.median(others[2:])
-                said = f"   {row['llama_cpp_ms']:.3f} llama.cpp"
-            rows.append(row)
+            row = {"code": code, "tokens": tokens, "bound_ms": 1e3 * bound, "layer_ms": 1e3 * seconds}
+            beside = {name: 1e3 * statistics.median(steps_of[2:]) for name, steps_of in others.items()}
+            said = "".join(f"   {ms:.3f} {peers[name].name.split(',')[0]}" for name, ms in beside.items())
+            rows.append(row | beside)
             times = f"{1e3 * bound:9.3f} {1e3 * seconds:9.3f} {bound / seconds:11.2f} {rate:6.1f}"
             print(f"{code:>6} {tokens:>6} {times}{said}", flush=True)
     print(json.dumps({"kernel": layer.kernel.name, "threads": threads, "rows": rows}))

@@ -20,6 +20,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("DYMOE_STORE_DIR", tempfile.mkdtemp(prefix="dymoe-quality-"))
 
+import awq
 import numpy as np
 import torch
 from losses import Scores
@@ -30,8 +31,9 @@ import vllm_dymoe
 from vllm_dymoe.config import CALIBRATED, Options
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
-from vllm_dymoe.quantize.packer import pack
-from vllm_dymoe.residency.format import Format, ModelExperts
+from vllm_dymoe.quantize.packer import ExpertPacker, pack
+from vllm_dymoe.quantize.quantizers import QUANTIZERS
+from vllm_dymoe.residency.format import Format, ModelExperts, Projection
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.store import HostStore, Manifest
@@ -215,10 +217,13 @@ class Bench:
 
     def store(self, name: str) -> HostStore:
         """The experts, packed when they are first asked for, by the name of the quantizer for versions of every width
-        beside each other; "nested NAME" is 2 bits inside of 4."""
+        beside each other; "nested NAME" is 2 bits inside of 4, "awq BITS" what AWQ reads of its codes, at 16 bits."""
         if name not in self._stores:
             *nested, quantizer = name.split()
-            self._stores[name] = self._pack(quantizer, (4, 2) if nested else (2,) if quantizer == "e8" else WIDTHS)
+            if nested == ["awq"]:
+                self._stores[name] = self._pack_awq(int(quantizer))
+            else:
+                self._stores[name] = self._pack(quantizer, (4, 2) if nested else (2,) if quantizer == "e8" else WIDTHS)
         return self._stores[name]
 
     def _pack(self, name: str, bits: tuple[int, ...]) -> HostStore:
@@ -232,6 +237,18 @@ class Bench:
         if any(errors.fallbacks):
             raise SystemExit("some experts are too rare in the calibration; nothing reported")
         return writer.finish(errors)
+
+    def _pack_awq(self, bits: int) -> HostStore:
+        calibration, fmt = self._calibration, self.experts.formats[bits]
+        experts = self.checkpoint.model_experts((16,), GROUP_SIZE, torch.bfloat16)
+        folder = Path(tempfile.mkdtemp(prefix="dymoe-quality-"))
+        writer = StoreWriter(folder / "store", Manifest(experts, "rtn", "measured"))
+        packer = ExpertPacker(experts, QUANTIZERS["rtn"], writer)
+        for layer in range(len(experts.layers)):
+            for expert, weights in enumerate(awq.layer_weights(self.checkpoint, calibration, fmt, layer)):
+                for projection, weight in zip(Projection, weights, strict=True):
+                    packer.put(layer, expert, projection, weight)
+        return packer.finish()
 
     @cached_property
     def _calibration(self) -> Calibration:

@@ -82,6 +82,8 @@ class Measurement:
         for bits in (8, 4, 2):
             for quantizer in QUANTIZERS:
                 yield self.row("uniform", {"bits": bits, "quantizer": quantizer}, uniform(bits, quantizer))
+            if bits < 8:
+                yield self.row("uniform", {"bits": bits, "quantizer": "awq"}, Variant("16", {"hi": 16}, f"awq {bits}"))
         eight = Variant("4", {"hi": 4, "activations": 8})
         yield self.row("uniform", {"bits": "4, activations of 8", "quantizer": "rtn"}, eight)
 

@@ -5,6 +5,8 @@ steps for the least error of outputs, where a is how large a channel's activatio
 gate and up of a layer share their s, which the norm before them would take; down's is its expert's. No clipping.
 """
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -12,11 +14,25 @@ from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.gptq import Curvature
-from vllm_dymoe.quantize.quantizers import quantize_matrix, round_to_nearest
+from vllm_dymoe.quantize.packer import ExpertPacker
+from vllm_dymoe.quantize.quantizers import QUANTIZERS, quantize_matrix, round_to_nearest
 from vllm_dymoe.residency.format import Format, Projection
 from vllm_dymoe.residency.matrix import MatrixFormat
+from vllm_dymoe.store import HostStore, Manifest
+from vllm_dymoe.store.writer import StoreWriter
 
 STEPS = 20
+
+
+def pack(checkpoint: Checkpoint, calibration: Calibration, fmt: Format, folder: Path) -> HostStore:
+    """What is read of AWQ's codes of a format, at 16 bits, in a new store."""
+    experts = checkpoint.model_experts((16,), fmt.matrices[Projection.UP].group_size, torch.bfloat16)
+    packer = ExpertPacker(experts, QUANTIZERS["rtn"], StoreWriter(folder, Manifest(experts, "rtn", "measured")))
+    for layer in range(len(experts.layers)):
+        for expert, weights in enumerate(layer_weights(checkpoint, calibration, fmt, layer)):
+            for projection, weight in zip(Projection, weights, strict=True):
+                packer.put(layer, expert, projection, weight)
+    return packer.finish()
 
 
 def layer_weights(checkpoint: Checkpoint, calibration: Calibration, fmt: Format, layer: int) -> list[list[Tensor]]:

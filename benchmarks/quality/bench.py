@@ -31,9 +31,8 @@ import vllm_dymoe
 from vllm_dymoe.config import CALIBRATED, Options
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
-from vllm_dymoe.quantize.packer import ExpertPacker, pack
-from vllm_dymoe.quantize.quantizers import QUANTIZERS
-from vllm_dymoe.residency.format import Format, ModelExperts, Projection
+from vllm_dymoe.quantize.packer import pack
+from vllm_dymoe.residency.format import Format, ModelExperts
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.store import HostStore, Manifest
@@ -221,7 +220,9 @@ class Bench:
         if name not in self._stores:
             *nested, quantizer = name.split()
             if nested == ["awq"]:
-                self._stores[name] = self._pack_awq(int(quantizer))
+                fmt = self.experts.formats[int(quantizer)]
+                folder = Path(tempfile.mkdtemp(prefix="dymoe-quality-"))
+                self._stores[name] = awq.pack(self.checkpoint, self._calibration, fmt, folder / "store")
             else:
                 self._stores[name] = self._pack(quantizer, (4, 2) if nested else (2,) if quantizer == "e8" else WIDTHS)
         return self._stores[name]
@@ -237,18 +238,6 @@ class Bench:
         if any(errors.fallbacks):
             raise SystemExit("some experts are too rare in the calibration; nothing reported")
         return writer.finish(errors)
-
-    def _pack_awq(self, bits: int) -> HostStore:
-        calibration, fmt = self._calibration, self.experts.formats[bits]
-        experts = self.checkpoint.model_experts((16,), GROUP_SIZE, torch.bfloat16)
-        folder = Path(tempfile.mkdtemp(prefix="dymoe-quality-"))
-        writer = StoreWriter(folder / "store", Manifest(experts, "rtn", "measured"))
-        packer = ExpertPacker(experts, QUANTIZERS["rtn"], writer)
-        for layer in range(len(experts.layers)):
-            for expert, weights in enumerate(awq.layer_weights(self.checkpoint, calibration, fmt, layer)):
-                for projection, weight in zip(Projection, weights, strict=True):
-                    packer.put(layer, expert, projection, weight)
-        return packer.finish()
 
     @cached_property
     def _calibration(self) -> Calibration:

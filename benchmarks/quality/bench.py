@@ -31,7 +31,8 @@ import vllm_dymoe
 from vllm_dymoe.config import CALIBRATED, Options
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
-from vllm_dymoe.quantize.packer import pack
+from vllm_dymoe.quantize.packer import ExpertPacker, pack
+from vllm_dymoe.quantize.quantizers import QUANTIZERS
 from vllm_dymoe.residency.format import Format, ModelExperts
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.runtime import MoERuntime
@@ -218,22 +219,24 @@ class Bench:
         """The experts, packed when they are first asked for, by the name of the quantizer for versions of every width
         beside each other; "nested NAME" is 2 bits inside of 4, "awq BITS" what AWQ reads of its codes, at 16 bits."""
         if name not in self._stores:
-            *nested, quantizer = name.split()
-            if nested == ["awq"]:
-                fmt = self.experts.formats[int(quantizer)]
-                folder = Path(tempfile.mkdtemp(prefix="dymoe-quality-"))
-                self._stores[name] = awq.pack(self.checkpoint, self._calibration, fmt, folder / "store")
+            *kind, quantizer = name.split()
+            if kind == ["awq"]:
+                self._stores[name] = self._pack("rtn", (16,), int(quantizer))
             else:
-                self._stores[name] = self._pack(quantizer, (4, 2) if nested else (2,) if quantizer == "e8" else WIDTHS)
+                self._stores[name] = self._pack(quantizer, (4, 2) if kind else (2,) if quantizer == "e8" else WIDTHS)
         return self._stores[name]
 
-    def _pack(self, name: str, bits: tuple[int, ...]) -> HostStore:
+    def _pack(self, name: str, bits: tuple[int, ...], awq_bits: int = 0) -> HostStore:
         calibration = self._calibration if name in CALIBRATED else None
         experts = self.checkpoint.model_experts(bits, GROUP_SIZE, torch.bfloat16, name)
         if calibration is not None:
             experts = replace(experts, curves=calibration.curves())
         folder = Path(tempfile.mkdtemp(prefix="dymoe-quality-"))
         writer = StoreWriter(folder / "store", Manifest(experts, name, "measured"))
+        if awq_bits:
+            packer = ExpertPacker(experts, QUANTIZERS[name], writer)
+            awq.put(packer, self.checkpoint, self._calibration, self.experts.formats[awq_bits])
+            return packer.finish()
         errors = pack(self.checkpoint, experts, name, writer, calibration)
         if any(errors.fallbacks):
             raise SystemExit("some experts are too rare in the calibration; nothing reported")

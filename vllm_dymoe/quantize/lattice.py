@@ -3,11 +3,12 @@
 Inputs are rotated, and eight rows of a column are rounded together to a point of E8 (``kernels/lattice.py``). What
 rounding a column does to the outputs is made up for by later columns, as in ``gptq`` (LDLQ of Tseng et al., "QuIP#",
 2024). With two readings the base is nearest to a mean of both wishes, weighted with `LOW_SHARE`, and the fine slice to
-what the base leaves of the high one. A sweep of coordinate descent chooses every point once more, if that is for the
-better.
+what the base leaves of the high one. Sweeps of coordinate descent choose every point again, if that is for the better;
+the last one counts the low reading less, which the high one gains by (`SWEEPS`).
 
-Points are made smaller than least squares would have them: the model's own KL is less (`SPREAD`). The low reading has a
-scale of its own, which makes it unbiased: <W, W'> = <W, W> for each row, as its inputs weigh them.
+Points are made smaller than least squares would have them: the model's own KL is less (`SPREAD`). Each reading has a
+scale of its own for each row, as its inputs weigh them: the low one is unbiased, <W, W'> = <W, W>, and the high one as
+large as the row, <W', W'> = <W, W>.
 """
 
 import torch
@@ -18,7 +19,8 @@ from vllm_dymoe.kernels.lattice import FINE, WIDTH, in_point_order, in_row_order
 from vllm_dymoe.quantize.gptq import Curvature
 from vllm_dymoe.residency.matrix import MatrixFormat
 
-LOW_SHARE = 0.45  # what the low reading's wishes count in the mean that the base is nearest to
+LOW_SHARE = 0.55  # what the low reading's wishes count in the mean that the base is nearest to
+SWEEPS = 1.0, 1.0, 0.4  # of LOW_SHARE, in each sweep of coordinate descent
 
 SPREAD = 1.165  # a row's scale, of the root of its mean square
 
@@ -41,30 +43,38 @@ def quantize_lattice(
     scale = (weight.float().square().mean(1, keepdim=True).sqrt() * SPREAD).to(format.dtype)
     units = weight.float() / torch.where(scale > 0, scale, 1).float()
     padded = torch.nn.functional.pad(units, (0, 0, 0, format.padded_rows - format.rows))
-    rounded = _Rounding(in_point_order(padded).t()[curvature.order].contiguous(), 1 + format.nested, low_share)
-    rounded.go(curvature.factor)
-    rounded.descend(curvature.damped())
+    rounded = _Rounding(in_point_order(padded).t()[curvature.order].contiguous(), 1 + format.nested)
+    rounded.go(curvature.factor, low_share)
+    damped = curvature.damped()
+    for part in SWEEPS if format.nested else SWEEPS[:1]:
+        rounded.descend(damped, part * low_share)
     sorted_codes = rounded.codes[0] if base is None else rounded.codes[0] << 2 | rounded.codes[1]
     codes = torch.empty_like(sorted_codes)
     codes[curvature.order] = sorted_codes
     codes = in_row_order(codes.t())
     low = numbers(codes >> 2 if format.nested else codes, nested=False)[: format.rows]
     seen = units @ curvature.hessian
-    gain = (seen * units).sum(1, keepdim=True) / (seen * low).sum(1, keepdim=True)
-    low_scale = (scale.float() * torch.where((gain > 0.5) & (gain < 2), gain, 1)).to(format.dtype)
+    square = (seen * units).sum(1, keepdim=True)
+    low_scale = _scaled(scale, square / (seen * low).sum(1, keepdim=True))
     if base is None:
         pack(format, codes, low_scale, low_scale, section)
     else:
-        pack_nested(format, codes, low_scale, scale, base, section)
+        high = numbers(codes, nested=True)[: format.rows]
+        size = ((high @ curvature.hessian) * high).sum(1, keepdim=True)
+        pack_nested(format, codes, low_scale, _scaled(scale, (square / size).sqrt()), base, section)
+
+
+def _scaled(scale: Tensor, gain: Tensor) -> Tensor:
+    """Scales times gains, but for those that are far from 1 or not finite."""
+    return (scale.float() * torch.where((gain > 0.5) & (gain < 2), gain, 1)).to(scale.dtype)
 
 
 class _Rounding:
     """A matrix [columns, rows] in units of its rows' scales, in the order of rounding, and its points so far: codes
     uint8 [columns, rows], of the base and, for two streams, of the fine slice."""
 
-    def __init__(self, weight: Tensor, streams: int, low_share: float) -> None:
+    def __init__(self, weight: Tensor, streams: int) -> None:
         self._weight = weight.unsqueeze(1).expand(-1, streams, -1).contiguous()  # [columns, streams, rows], high first
-        self._share = low_share
         self.codes = [torch.zeros(weight.shape, dtype=torch.uint8) for _ in range(streams)]
 
     def read(self) -> Tensor:
@@ -72,17 +82,17 @@ class _Rounding:
         base = points(self.codes[0])
         return torch.stack([base + FINE * points(codes) for codes in self.codes[1:]] + [base], 1)
 
-    def go(self, factor: Tensor) -> None:
+    def go(self, factor: Tensor, low_share: float) -> None:
         """Round every column; U, see ``Curvature``, hands errors on."""
         left = self._weight.clone()
         for start in range(0, len(left), _BLOCK):
             block = slice(start, min(start + _BLOCK, len(left)))
             some = factor[block, block]
-            errors = self._round(block, left[block], some, some.diagonal())
+            errors = self._round(low_share, block, left[block], some, some.diagonal())
             left[block.stop :].flatten(1).addmm_(factor[block, block.stop :].t(), errors.flatten(1), alpha=-1)
 
-    def descend(self, hessian: Tensor) -> None:
-        """Choose every column's points once more, given all others."""
+    def descend(self, hessian: Tensor, low_share: float) -> None:
+        """Choose every column's points again, given all others."""
         before = self.read()
         slope = hessian @ (before - self._weight).flatten(1)
         diagonal = hessian.diagonal()
@@ -90,11 +100,17 @@ class _Rounding:
             block = slice(start, min(start + _BLOCK, len(before)))
             left = before[block] - slope[block].view_as(before[block]) / diagonal[block, None, None]
             some = hessian[block, block] / diagonal[block]
-            errors = self._round(block, left, some, torch.ones_like(diagonal[block]), before[block])
+            errors = self._round(low_share, block, left, some, torch.ones_like(diagonal[block]), before[block])
             slope.addmm_(hessian[:, block], errors.flatten(1))
 
     def _round(
-        self, block: slice, left: Tensor, factors: Tensor, divisors: Tensor, before: Tensor | None = None
+        self,
+        low_share: float,
+        block: slice,
+        left: Tensor,
+        factors: Tensor,
+        divisors: Tensor,
+        before: Tensor | None = None,
     ) -> Tensor:
         """Round a block of columns in their order; what it hands on: float32 like left, which is overwritten.
 
@@ -108,16 +124,16 @@ class _Rounding:
         errors = torch.empty_like(left)
         if library is not None:
             parts = left, errors, codes[0], codes[-1], factors.contiguous(), divisors.contiguous()
-            library.round_block(self._share, before, *parts)
+            library.round_block(low_share, before, *parts)
             return errors
         for column, wanted in enumerate(left):
-            base, *fine = choose(wanted, self._share)
+            base, *fine = choose(wanted, low_share)
             made = torch.stack([points(base) + FINE * points(codes) for codes in fine] + [points(base)])
             if before is None:
                 errors[column] = (wanted - made) / divisors[column]
                 taken = torch.ones_like(base, dtype=torch.bool)
             else:
-                weights = torch.tensor([1.0, self._share / (1 - self._share)][: len(wanted)])[:, None]
+                weights = torch.tensor([1.0, low_share / (1 - low_share)][: len(wanted)])[:, None]
                 costs = [((wanted - some).square() * weights).sum(0) for some in (before[column], made)]
                 taken = torch.less(*(cost.view(-1, WIDTH).sum(1) for cost in reversed(costs)))
                 taken = taken.repeat_interleave(WIDTH)

@@ -1,0 +1,55 @@
+"""Points of a lattice for a matrix: what both implementations and more sweeps choose, and the scales of rows."""
+
+import pytest
+import torch
+
+from vllm_dymoe.kernels import native
+from vllm_dymoe.kernels.pack import rotated_weights
+from vllm_dymoe.quantize import lattice
+from vllm_dymoe.quantize.gptq import Curvature
+from vllm_dymoe.residency.code import LATTICES
+from vllm_dymoe.residency.format import Format, Projection
+
+RANDOM = torch.Generator().manual_seed(3)
+WIDE = Format(160, 96, LATTICES["e8+e8"], 64, torch.bfloat16).matrices[Projection.UP]
+INPUTS = torch.randn(512, 160, generator=RANDOM) @ torch.randn(160, 160, generator=RANDOM)
+WEIGHT = torch.randn(96, 160, generator=RANDOM) / 10
+CURVATURE = Curvature.of(INPUTS.t() @ INPUTS)
+
+
+def readings():
+    """The low one and the high one: [rows, columns] of rotated inputs, which the weight's are taken for."""
+    base, fine = (torch.zeros(form.nbytes, dtype=torch.uint8) for form in (WIDE.base, WIDE))
+    lattice.quantize_lattice(WEIGHT, WIDE, CURVATURE, fine, base)
+    low = WIDE.base.view(base)
+    return rotated_weights(low), rotated_weights(WIDE.view(fine, low))
+
+
+def products(left, right):
+    return ((left @ CURVATURE.hessian) * right).sum(1)
+
+
+def test_rows_of_the_low_reading_are_unbiased_and_those_of_the_high_one_as_large_as_they_were():
+    low, high = readings()
+    # Scales have eight bits of a bfloat16.
+    torch.testing.assert_close(products(WEIGHT, low), products(WEIGHT, WEIGHT), rtol=2**-8, atol=0)
+    torch.testing.assert_close(products(high, high), products(WEIGHT, WEIGHT), rtol=2**-7, atol=0)
+
+
+def test_more_sweeps_are_for_the_better_and_the_last_one_for_the_high_reading(monkeypatch):
+    errors = {}
+    for name, sweeps in {"ours": lattice.SWEEPS, "one": (1.0,), "alike": (1.0,) * len(lattice.SWEEPS)}.items():
+        monkeypatch.setattr(lattice, "SWEEPS", sweeps)
+        errors[name] = [CURVATURE.output_norm(read - WEIGHT) for read in readings()]
+    assert all(ours < one for ours, one in zip(errors["ours"], errors["one"], strict=True))
+    assert errors["ours"][1] < errors["alike"][1]
+
+
+@pytest.mark.skipif(native.load() is None, reason="no compiler built the library here")
+def test_both_implementations_choose_the_same_points(monkeypatch):
+    fast = readings()
+    monkeypatch.setattr(native, "load", lambda: None)
+    for ours, theirs in zip(readings(), fast, strict=True):
+        # A tie, or nearly one, may be decided otherwise where sums are taken in another order; what follows differs.
+        assert (ours == theirs).float().mean() > 0.9
+        assert CURVATURE.output_norm(ours - WEIGHT) == pytest.approx(CURVATURE.output_norm(theirs - WEIGHT), rel=0.01)

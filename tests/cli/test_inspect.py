@@ -69,6 +69,9 @@ def test_what_was_measured_of_the_disk(checkpoint):
     assert (found["alignment"], found["disk"]["depth"]) == (4096, rates.depth)
     assert (found["disk"]["cached"], found["disk"]["warm"]) == (rates.cached, rates.warm)
     assert "GB/s" in command("inspect", checkpoint).stdout
+    levels = report(checkpoint, "--budget", "50%", "--host-memory", "25%")["levels"]
+    every = 2 * EXPERTS
+    assert [row["experts"] for row in levels] == [every // 2, every // 4, every]
 
 
 def test_a_checkpoint_that_is_not_quantized_yet(model, original):
@@ -160,3 +163,4 @@ def test_what_cannot_be_inspected_is_refused(model, tmp_path):
     assert "no checksums to verify" in refused("inspect", model.folder, "--verify")
     assert "no config.json" in refused("inspect", tmp_path)
     assert "does not exist" in refused("inspect", tmp_path / "nowhere")
+    assert "25x is no budget" in refused("inspect", tmp_path, "--budget", "25x")

@@ -150,6 +150,19 @@ def test_a_gpu_that_decides_waits_for_the_host_nowhere(skewed):
     assert predicted({}, "25%", skewed, endless).ttft == pytest.approx(48 * endless.in_a_graph().launch_seconds)
 
 
+def test_what_is_in_neither_memory_is_read_from_the_disk(skewed):
+    slow = {"device": replace(DEVICE, disk=1e9)}
+    everything = predicted({"hi": 4}, "25%", skewed)
+    assert predicted({"hi": 4}, "25%", skewed, **slow) == everything, "nothing is"
+    held = [None, 40 * 2**30, 8 * 2**30, 4 * 2**30]
+    rows = [
+        predicted({"hi": 4}, "25%", skewed, device=replace(DEVICE, disk=1e9, host_memory=nbytes)) for nbytes in held
+    ]
+    assert rows[0] == rows[1]
+    assert rows[1].tpot < rows[2].tpot < rows[3].tpot
+    assert rows[1].ttft < rows[2].ttft < rows[3].ttft
+
+
 def test_every_chunk_of_a_prompt_reads_the_experts_again(skewed):
     one, four = (predicted({}, "25%", skewed, prompt=tokens).ttft for tokens in (2048, 8192))
     assert four == pytest.approx(4 * one, rel=0.01)

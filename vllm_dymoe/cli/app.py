@@ -19,6 +19,8 @@ Link = Annotated[
     list[str] | None,
     typer.Option(help="Emulated on a CPU: 12MB/s; several times."),
 ]
+Disk = Annotated[str | None, typer.Option(help="Rate of a disk under host memory: 2GB/s; `bench` emulates it.")]
+HostMemory = Annotated[str | None, typer.Option(help="Bytes of host memory for experts: 16GB.")]
 TensorParallel = Annotated[int, typer.Option(min=1, help="Ranks of tensor parallelism.")]
 ExpertParallel = Annotated[bool, typer.Option("--ep", help="Ranks share out whole experts.")]
 Architecture = Annotated[
@@ -144,11 +146,13 @@ def inspect(
     path: Annotated[Path, typer.Argument(help="Folder of an expert store, a dymoe checkpoint or a MoE checkpoint.")],
     verify: Annotated[bool, typer.Option("--verify", help="Read every expert and check its checksums.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    budget: Annotated[str, typer.Option(help="Budget for which to say what is where.")] = "25%",
+    host_memory: Annotated[str, typer.Option(help="The same of host memory.")] = "auto",
 ) -> None:
-    """Show layers, experts, bytes and feasible budgets of a store or a checkpoint."""
+    """Show layers, experts, bytes and feasible budgets of a store or a checkpoint, and what each level would hold."""
     from vllm_dymoe.cli.inspect import run
 
-    run(path, verify=verify, as_json=as_json)
+    run(path, budget, host_memory, verify=verify, as_json=as_json)
 
 
 @app.command()
@@ -218,8 +222,8 @@ def bench(
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 64,
     options: Annotated[str, typer.Option(help="Options of every system, as JSON: '{\"hi\": 8}'.")] = "{}",
     engine: Engine = "{}",
-    disk: Annotated[str | None, typer.Option(help="Rate of an emulated disk under host memory: 2GB/s.")] = None,
-    host_memory: Annotated[str | None, typer.Option(help="Bytes of host memory for experts: 16GB.")] = None,
+    disk: Disk = None,
+    host_memory: HostMemory = None,
     tp: TensorParallel = 1,
     ep: ExpertParallel = False,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of rows; the same one to go on.")] = Path("bench"),
@@ -252,6 +256,8 @@ def plan(
     max_num_seqs: Annotated[int, typer.Option(min=1, help="As of `vllm serve`.")] = 16,
     gpu_memory_utilization: Annotated[float, typer.Option(min=0.1, max=1, help="As of `vllm serve`.")] = 0.9,
     system: Annotated[list[str] | None, typer.Option(help="Show this system at every budget; repeatable.")] = None,
+    disk: Disk = None,
+    host_memory: HostMemory = None,
     misses: Annotated[
         str, typer.Option(help="fetch, or the rate at which the host computes those that it does not: 60GB/s.")
     ] = "fetch",
@@ -274,4 +280,4 @@ def plan(
         raise ConfigError("say for which device: --gpu rtx4090.")
     serving = Serving(max_model_len, max_num_seqs, gpu_memory_utilization=gpu_memory_utilization)
     ranks = Ranks(tp, dp, pp, ep, nodes, cards_per_switch, parse_rate(network) if network else 0.0)
-    planning.run(model, gpu, link, trace, batch, prompt, serving, system or (), misses, ranks)
+    planning.run(model, gpu, link, trace, batch, prompt, serving, system or (), disk, host_memory, misses, ranks)

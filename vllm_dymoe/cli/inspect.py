@@ -10,13 +10,15 @@ from rich.markup import escape
 
 from vllm_dymoe.cli.display import byte_progress, print_table
 from vllm_dymoe.config import ConfigError, ExpertBudget, Options
+from vllm_dymoe.host_memory import available_host_memory
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.model_config import read_config
 from vllm_dymoe.quantize.readers.base import store_group_sizes
 from vllm_dymoe.quantize.tensors import read_tensors
 from vllm_dymoe.residency.format import ModelExperts, all_keys
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.sizing import limit_in_bytes, minimum_budget, plan_slots, used_tiers, workspace_bytes
-from vllm_dymoe.store import MANIFEST, FileStore, Manifest
+from vllm_dymoe.store import MANIFEST, FileStore, HostRoom, Manifest, choose_host_place, whole_level
 from vllm_dymoe.store.disk import known_rates
 from vllm_dymoe.systems import System
 from vllm_dymoe.systems.dymoe import Dymoe
@@ -27,6 +29,7 @@ _SHARES = (0.25, 0.5, 1.0)
 _TABLES = {
     "versions": "Experts",
     "errors": "Relative errors by bits",
+    "levels": "What each level would hold",
     "budgets": "Budgets, kernel workspace included",
 }
 _SAID = {"ordered": "columns in another order at bits", "fallbacks": "not calibrated"}
@@ -36,12 +39,14 @@ _NOT_KNOWN = {
 }
 
 
-def run(path: Path, *, verify: bool, as_json: bool) -> None:
+def run(path: Path, budget: str = "25%", host_memory: str = "auto", *, verify: bool, as_json: bool) -> None:
     """Print what ``path`` holds; ``verify`` reads all of a store, and is refused for a checkpoint without one."""
+    ExpertBudget.parse(budget)  # also where it is not used
     if (path / MANIFEST).is_file() or _is_ours(path):
         store = FileStore(path)
         try:
             report = _describe_store(store)
+            report["levels"] = _levels(store.experts, budget, host_memory)
             if verify:
                 _verify(store)
                 report["verified"] = True
@@ -82,6 +87,18 @@ def _describe_store(store: FileStore) -> dict[str, Any]:
         "errors": _describe_errors(manifest),
         "budgets": _budgets(experts, Options.model_validate({"hi": bits[0], "lo": bits[1] if len(bits) > 1 else 0})),
     }
+
+
+def _levels(experts: ModelExperts, budget: str, host_memory: str) -> list[dict[str, Any]]:
+    """Experts and bytes of each level at the highest bits, below a device with memory of its own, on this machine."""
+    options, workspace = Options.model_validate({"hi": max(experts.formats), "lo": 0}), workspace_bytes(experts)
+    limit = limit_in_bytes(ExpertBudget.parse(budget), experts, options, workspace, 0)
+    slots = plan_slots(experts, options, Exact(), limit, workspace).slots[Tier.HI]
+    room = HostRoom(available_host_memory(), wanted=ExpertBudget.parse(host_memory))
+    level, all_ = choose_host_place("auto", "cuda", experts, room).level, len(experts.layers) * experts.num_experts
+    rows = ("device", budget, slots, limit), ("host memory", host_memory, level * all_ // whole_level(experts), level)
+    names = "level", "budget", "experts", "bytes"
+    return [dict(zip(names, row, strict=True)) for row in (*rows, ("disk", "", all_, experts.stored_nbytes))]
 
 
 def _describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from vllm_dymoe.cli.display import print_table
-from vllm_dymoe.config import ConfigError
+from vllm_dymoe.config import ConfigError, ExpertBudget
 from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.plan.choice import CANDIDATES, GOOD_ENOUGH, Choice, Serving, choices, recommended, shown
 from vllm_dymoe.plan.device import Device, find_device, parse_rate
@@ -23,7 +23,8 @@ ALONE = Ranks()
 
 def run(
     model: str, gpu: str, link: str | None, trace: Path | None, batch: int, prompt: int, serving: Serving,
-    systems: Sequence[str], misses: str = "fetch", ranks: Ranks = ALONE,
+    systems: Sequence[str], disk: str | None = None, host_memory: str | None = None, misses: str = "fetch",
+    ranks: Ranks = ALONE,
 ) -> None:  # fmt: skip
     planned = {candidate["system"] for candidate in CANDIDATES}
     if unknown := set(systems) - planned:
@@ -31,6 +32,12 @@ def run(
     ranks.check()
     whole, card = read_shape(model), find_device(gpu, link)
     shape, device = ranks.shape(whole), ranks.device(card)
+    if (disk is None) != (host_memory is None):
+        raise ConfigError("experts are read from a disk where host memory has no room: say --disk and --host-memory.")
+    if disk is not None:
+        if (held := ExpertBudget.parse(host_memory).bytes) is None:
+            raise ConfigError(f"--host-memory is {host_memory}, and has to be bytes such as 16GB.")
+        device = replace(device, disk=parse_rate(disk), host_memory=held)
     if misses != "fetch":
         device = replace(device, host=parse_rate(misses))
     asking = batch * ranks.dp if ranks.meets else batch
@@ -46,6 +53,7 @@ def run(
         f"{size(whole.dense_bytes)}.\n{device.name}: {size(device.memory)}, reads {device.bandwidth / 1e9:.0f} GB/s, "
         f"its link {device.link / 1e9:.1f} GB/s, {1e6 * device.layer_seconds:.0f} us of the host for a layer; "
         f"routers are {routers}."
+        + (f"\nHost memory holds {host_memory} of experts, the disk reads {disk}." if disk else "")
     )
     typer.echo(said)
     if ranks != ALONE:
@@ -57,7 +65,7 @@ def run(
     typer.echo(
         f"Recommended: the fastest of which {GOOD_ENOUGH:.0%} of the likeliest tokens are those of 16 bits, as "
         "measured on this project's small model. Measure quality on yours.\n"
-        f"{_command(model, best, shape, serving, ranks)}"
+        f"{_command(model, best, shape, serving, device.host_memory, ranks)}"
     )
 
 
@@ -97,10 +105,13 @@ def _routings(shape: ModelShape, model: str, trace: Path | None, batch: int) -> 
     return Routings(found, batch)
 
 
-def _command(model: str, row: Choice, shape: ModelShape, serving: Serving, ranks: Ranks) -> str:
+def _command(
+    model: str, row: Choice, shape: ModelShape, serving: Serving, host_memory: int | None, ranks: Ranks
+) -> str:
+    held = {} if host_memory is None else {"host_memory": host_memory}
     length = min(serving.max_model_len, shape.longest)
     return (
         f"vllm serve {model} --quantization dymoe --max-model-len {length} --max-num-seqs {serving.max_num_seqs} "
         f"--gpu-memory-utilization {serving.gpu_memory_utilization:g}{ranks.arguments} "
-        f"--additional-config '{json.dumps({'dymoe': {**row.given, 'expert_budget': row.limit}})}'"
+        f"--additional-config '{json.dumps({'dymoe': {**row.given, **held, 'expert_budget': row.limit}})}'"
     )

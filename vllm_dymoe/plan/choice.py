@@ -7,6 +7,9 @@ With every expert resident a step takes
 which is the host's, or that of small kernels where a GPU decides. Each miss adds its bytes / the link, and what it
 costs beside them; a GPU that decides fetches nothing ahead in decode. Each chunk of a prompt streams what is not there
 while it computes, so that it takes the longer of the two, and one expert more (DuoServe-MoE 5.2).
+
+Where host memory holds a part of the experts, what is in neither memory is read from the disk in front of the link. The
+host's rule sees the device's misses, so that both together keep about what one memory of both sizes would.
 """
 
 import json
@@ -20,7 +23,7 @@ from vllm_dymoe.config import ConfigError, ExpertBudget, Options
 from vllm_dymoe.plan.device import Device
 from vllm_dymoe.plan.model import ITEM, ModelShape
 from vllm_dymoe.plan.replay import Routings, replay
-from vllm_dymoe.residency.format import Format
+from vllm_dymoe.residency.format import Format, ModelExperts
 from vllm_dymoe.residency.rule import HIGH, LOW, Ints
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.resolve import resolve_options
@@ -102,7 +105,13 @@ def predict(
     demand = replay(routings, kept, choose, low=options.lo > 0, nested=nested, costs=shared)
     layer_moved = sum(demand.missing[tier] * nbytes for tier, nbytes in slot_bytes.items())
     needed = sum(demand.active.values())
-    deciding = device.in_a_graph() if system.residency.on_device and options.decisions != "host" else device
+    beside, layer_read = _in_host_memory(device, experts), 0.0  # experts of each layer
+    if beside is not None:
+        both = {tier: [min(shape.experts, own + beside) for own in shares] for tier, shares in slots.quotas.items()}
+        far = replay(routings, both, choose, low=options.lo > 0, nested=nested)
+        layer_read = sum(far.missing[tier] * nbytes for tier, nbytes in slot_bytes.items())
+    alone = system.residency.on_device and options.decisions != "host" and beside is None
+    deciding = device.in_a_graph() if alone else device
     bits = {tier: tier_bits(options, tier) for tier in demand.active}
     weights = sum(count * formats[bits[tier]].whole_nbytes for tier, count in demand.active.items() if bits[tier])
     step = (shape.token_weights * ITEM + layers * weights) / device.bandwidth + layers * deciding.layer_seconds
@@ -113,10 +122,12 @@ def predict(
     shares = {Tier.HI: [1.0]} if choose is None else precision.shares(layers, max(1, round(active)))
     high = fmean(shares.get(Tier.HI, [0.0]))
     wanted = {Tier.HI: high, Tier.LO: 1.0 if nested else 1 - high}
-    streamed = 0.0  # bytes that a chunk moves: of its active experts what layers do not keep
+    streamed = read = 0.0  # bytes that a chunk moves, and reads from a disk: of its active experts what is not kept
     for tier in slots.slots:
-        absent = max(0.0, 1 - sum(slots.quotas[tier]) / layers / shape.experts)
-        streamed += layers * max(0.0, wanted[tier]) * active * absent * slot_bytes[tier]
+        of_tier = layers * max(0.0, wanted[tier]) * active * slot_bytes[tier]
+        kept_of_layer = sum(slots.quotas[tier]) / layers
+        streamed += of_tier * max(0.0, 1 - kept_of_layer / shape.experts)
+        read += 0.0 if beside is None else of_tier * max(0.0, 1 - (kept_of_layer + beside) / shape.experts)
     blob = formats[options.hi].whole_nbytes
     computing = _prompt_seconds(blob, active, shape, deciding, prompt / chunks)
     tiers = f"{options.hi}/{options.lo}" if options.system == "dymoe" else f"{options.hi}"
@@ -126,9 +137,16 @@ def predict(
         agreement=_agreement(tiers, options),
         hit_rate=1 - demand.misses / needed if needed else 1.0,
         moved=layers * layer_moved,
-        tpot=step + layers * (waiting + demand.misses * deciding.miss),
-        ttft=chunks * max(computing, streamed / device.link) + bool(streamed) * blob / device.link,
+        tpot=step + layers * (waiting + demand.misses * deciding.miss + layer_read / device.disk),
+        ttft=chunks * max(computing, streamed / device.link, read / device.disk) + bool(streamed) * blob / device.link,
     )  # fmt: skip
+
+
+def _in_host_memory(device: Device, experts: ModelExperts) -> int | None:
+    """Experts of a layer that a level in host memory keeps; None where all experts have room there."""
+    if device.host_memory is None or device.host_memory >= experts.stored_nbytes:
+        return None
+    return int(experts.num_experts * device.host_memory / experts.stored_nbytes)
 
 
 def _shared(formats: Mapping[int, Format], options: Options, device: Device) -> Ints:

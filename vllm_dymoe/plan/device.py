@@ -50,6 +50,8 @@ class Device:
     launch_seconds: float = 0.0  # for each layer of a prompt, of the host beside the device that decides it
     miss: float = 0.0  # seconds of the host for each miss, beside the time of its bytes
     decides: bool = False  # decode steps are graphs, and nothing of a prompt waits for the host
+    host_memory: int | None = None  # bytes for experts; None for as many as there are
+    disk: float = float("inf")  # bytes per second that it reads for experts that are not there
     host: float = 0.0  # bytes per second of experts that the host computes where they lie; 0 if all misses are fetched
 
     def in_a_graph(self) -> "Device":

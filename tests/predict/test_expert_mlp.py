@@ -42,12 +42,10 @@ def test_a_state_is_history_popularity_and_affinity():
     assert torch.allclose(related, (AFFINITY[1, 3] + AFFINITY[1, 4]) / 2)
 
 
-def test_a_shared_network_is_told_the_layer_and_sees_inputs_if_it_shall():
-    states = States(SIZES, Architecture((), history=1, shared=True, router_input=True), POPULARITY, AFFINITY)
+def test_a_network_sees_inputs_if_it_shall():
+    states = States(SIZES, Architecture((), history=1, router_input=True), POPULARITY, AFFINITY)
     x = torch.randn(3, SIZES.hidden).half()
-    state = states(3, TRACE.experts[:3], x)
-    assert torch.equal(state[:, 24:28], torch.tensor([0.0, 0, 0, 1]).expand(3, -1))
-    assert torch.equal(state[:, 28:], x.float())
+    assert torch.equal(states(3, TRACE.experts[:3], x)[:, 24:], x.float())
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -138,4 +138,3 @@ def test_other_slots_begin_the_search_again():
     predictor.slots_changed()
     tuner.record(0, unused=1, missed=0, hits=0)
     assert not any(group.fixed or group.costs for group in tuner._groups)
-    assert not any(group.restarts for group in tuner._groups)

@@ -37,7 +37,6 @@ class Program:
     nested: bool = False  # whether the low version lies inside the high one
     guesses: tuple[tuple[tuple[int, int], ...], ...] = ()  # candidates after each step, by its number
     projections: int = 3  # that are fetched ahead
-    pieces: bool = True  # whether a demand transfer of a device is two copies, of gate and up and of down
     captures: bool = False
     """Whether a graph is captured after each step, with transfers paused from the first to the last."""
     faults: dict[int, str] = field(default_factory=dict)  # what happens to a read, by its number: "fail" or "hang"
@@ -149,19 +148,19 @@ def make_engine(kind, store, history, turns, timeout, program):
         return TransferEngine(IdleDelivery(store), 2, **settings)
     if kind == "link":
         delivery = IdleDelivery(store)
-        delivery.demanded_at_once = lambda key: 1
+        delivery.demanded_at_once = 1
         return TransferEngine(delivery, 1, waiters_move=False, **settings)
-    chance, worth_a_copy = random.Random(len(program.steps)), 0 if program.pieces else LARGEST
+    chance = random.Random(len(program.steps))
     streams = RecordedStreams(history, turns.pause, lambda: chance.random() < 0.5)
     if kind == "pinned":
-        engine = TransferEngine(StreamDelivery(store, streams, (), worth_a_copy), 1, eager=True, concurrency=turns)
+        engine = TransferEngine(StreamDelivery(store, streams), 1, eager=True, concurrency=turns)
         engine.streams = streams
         return engine
     buffers = [torch.zeros(LARGEST, dtype=torch.uint8) for _ in range(2)]
     for number, buffer in enumerate(buffers):
         history.watch(buffer, f"staging buffer {number}", [slice(0, LARGEST)])
     store.staged = True
-    engine = TransferEngine(StreamDelivery(store, streams, buffers, worth_a_copy, turns), 2, **settings)
+    engine = TransferEngine(StreamDelivery(store, streams, buffers, turns), 2, **settings)
     engine.streams = streams
     return engine
 

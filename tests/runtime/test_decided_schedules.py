@@ -167,7 +167,6 @@ programs = st.builds(
     budget=st.sampled_from((0, 0.2, 0.4, 0.6, 1.0)),
     nested=st.booleans(),
     guesses=st.lists(guesses, max_size=8).map(tuple),
-    pieces=st.booleans(),
     resizes=st.dictionaries(st.integers(0, 7), st.sampled_from((0.4, 0.7)), max_size=2),
     ahead=st.sampled_from((0, 2, 3)),
     misses=st.sampled_from(MISSES),

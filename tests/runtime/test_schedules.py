@@ -42,7 +42,6 @@ programs = st.builds(
     nested=st.booleans(),
     guesses=st.lists(guesses, max_size=8).map(tuple),
     projections=st.integers(1, 3),
-    pieces=st.booleans(),
     captures=st.booleans(),
     faults=st.dictionaries(st.integers(0, 30), st.sampled_from(("fail", "hang")), max_size=3),
     resizes=st.dictionaries(st.integers(0, 7), st.sampled_from((0.4, 0.7)), max_size=2),

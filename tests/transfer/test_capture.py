@@ -22,7 +22,7 @@ NBYTES = STORE.experts.formats[4].nbytes
 
 def test_what_is_queued_goes_on_by_itself_afterwards():
     streams = RecordedStreams(History(), lambda: time.sleep(1e-3), lambda: True)
-    engine = TransferEngine(StreamDelivery(STORE, streams, worth_a_copy=0), 1, eager=True)
+    engine = TransferEngine(StreamDelivery(STORE, streams), 1, eager=True)
     slots = [torch.empty(NBYTES, dtype=torch.uint8) for _ in range(4)]
     begun, *others = (engine.submit(BlobKey(0, expert, 4), slot, Reason.PREFETCH) for expert, slot in enumerate(slots))
     assert becomes(lambda: begun.state is State.RUNNING)

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from tests.support.happens_before import History
-from tests.support.memory_writer import MemoryStore, staged
+from tests.support.memory_writer import staged
 from tests.support.recorded_device import COMPUTATION, RecordedStreams
-from vllm_dymoe.residency.code import code_of
-from vllm_dymoe.residency.format import BlobKey, Format, ModelExperts
+from vllm_dymoe.residency.format import BlobKey
 from vllm_dymoe.transfer import Reason
 from vllm_dymoe.transfer.cuda import StreamDelivery
 from vllm_dymoe.transfer.engine import TransferEngine
@@ -32,14 +31,14 @@ class Waits(RecordedStreams):
 
 
 class Device:
-    def __init__(self, kind, store, worth_a_copy=0):
+    def __init__(self, kind, store):
         self.history = History()
         self.streams = Waits(self.history, lambda: None, lambda: True)
         if kind == "pinned":
-            self.engine = TransferEngine(StreamDelivery(store, self.streams, (), worth_a_copy), 0, eager=True)
+            self.engine = TransferEngine(StreamDelivery(store, self.streams), 0, eager=True)
         else:
             buffers = [torch.empty(1 << 16, dtype=torch.uint8) for _ in range(2)]
-            self.engine = TransferEngine(StreamDelivery(staged(store), self.streams, buffers, worth_a_copy), 0)
+            self.engine = TransferEngine(StreamDelivery(staged(store), self.streams, buffers), 0)
         fmt = store.experts.formats[4]
         self.sections = fmt.sections
         self.slot = torch.full((fmt.nbytes,), 0xEE, dtype=torch.uint8)
@@ -83,22 +82,3 @@ def test_what_was_prefetched_is_followed_as_far_as_it_is_read(memory_store):
     device.engine.wait(ticket)
     assert not device.races(1)
     assert not device.races(2)
-
-
-@pytest.mark.parametrize(
-    ("hidden", "intermediate", "bits", "copies"),
-    [
-        (2048, 768, 4, 2),  # Qwen3-30B-A3B
-        (2048, 512, 4, 2),  # Qwen3-Next
-        (4096, 14336, 2, 2),  # Mixtral 8x7B
-        (256, 64, 4, 1),  # the shipped model: its experts travel in a microsecond
-        (64, 32, 4, 1),
-    ],
-)
-def test_a_copy_more_is_made_where_it_is_worth_it(hidden, intermediate, bits, copies):
-    experts = ModelExperts((0,), 1, 1, {bits: Format(hidden, intermediate, code_of(bits), 64, torch.bfloat16)})
-    store = MemoryStore(experts)
-    streams = Waits(History(), lambda: None, lambda: True)
-    engine = TransferEngine(StreamDelivery(store, streams), 0, eager=True)
-    engine.submit(BlobKey(0, 0, bits), torch.empty(experts.formats[bits].nbytes, dtype=torch.uint8), Reason.DEMAND)
-    assert streams.copies == copies

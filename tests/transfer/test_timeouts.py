@@ -83,7 +83,7 @@ def test_the_thread_of_a_piece_that_does_not_end_is_replaced_by_its_like(seed):
             super().read_into(key, destination, projections)
 
     delivery = CpuDelivery(Disk(STORE, threads.history, threads.pause))
-    delivery.demanded_at_once = lambda key: 1
+    delivery.demanded_at_once = 1
     engine = TransferEngine(delivery, 1, timeout=1.0, concurrency=threads)
     with pytest.raises(TransferError, match="took longer"):
         engine.wait(engine.submit(KEYS[0], slot(), Reason.DEMAND))

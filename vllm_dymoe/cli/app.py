@@ -24,7 +24,7 @@ HostMemory = Annotated[str | None, typer.Option(help="Bytes of host memory for e
 TensorParallel = Annotated[int, typer.Option(min=1, help="Ranks of tensor parallelism.")]
 ExpertParallel = Annotated[bool, typer.Option("--ep", help="Ranks share out whole experts.")]
 Architecture = Annotated[
-    Literal["auto", "paper", "paper+input", "paper-shared", "shared", "shared+input", "linear", "linear+input"],
+    Literal["auto", "paper", "paper+input", "paper-shared", "linear", "linear+input"],
     typer.Option(
         help="Kind of network; those with +input need a trace with router inputs. "
         "auto is linear+input for such a trace, else linear."

@@ -14,8 +14,7 @@ The history is ones among zeros here, where the paper pads indices with zeros: a
 amount. The affinity rows of the experts in E_(l-1) are averaged, so that they weigh alike in whatever order they were
 chosen. Both make the first linear layer a sum over experts, which is what ``folded`` lives on.
 
-Beyond the paper a network may see the router's input of layer l-1, may serve all layers together (then the state says
-which layer it is for), and may have no hidden layer at all.
+Beyond the paper a network may see the router's input of layer l-1, and may have no hidden layer at all.
 """
 
 from collections.abc import Sequence
@@ -40,15 +39,12 @@ class Architecture:
     shared: bool = False  # one network for all layers, in place of one for each
     router_input: bool = False  # whether it sees the router's input of the layer before
     dropout: float = 0.1  # share of hidden values that training leaves out
-    named: bool = True  # whether a shared network is told which layer it is for, beside what popularity says
 
 
 ARCHITECTURES = {
     "paper": Architecture(),
     "paper+input": Architecture(router_input=True),
-    "paper-shared": Architecture(shared=True, named=False),
-    "shared": Architecture((128, 64), history=2, shared=True),
-    "shared+input": Architecture((128, 64), history=2, shared=True, router_input=True),
+    "paper-shared": Architecture(shared=True),
     "linear": Architecture((), history=2),
     "linear+input": Architecture((), history=1, router_input=True),
 }
@@ -83,15 +79,9 @@ class States(nn.Module):
 
     @property
     def parts(self) -> Sequence[int]:
-        """Widths of h_l, p_l, a_l-1,l, the layer's name and the router's input, in this order."""
-        experts, alone = self.sizes.num_experts, not self.architecture.shared
-        return (
-            self.history * experts,
-            experts,
-            experts,
-            0 if alone or not self.architecture.named else self.sizes.num_layers,
-            self.sizes.hidden if self.architecture.router_input else 0,
-        )
+        """Widths of h_l, p_l, a_l-1,l and the router's input, in this order."""
+        experts = self.sizes.num_experts
+        return self.history * experts, experts, experts, self.sizes.hidden if self.architecture.router_input else 0
 
     def forward(self, layer: int, experts: torch.Tensor, router_input: torch.Tensor | None = None) -> torch.Tensor:
         """s_l of a layer l, from 1: float32 [tokens, sum of parts], in h_l the layer before first. ``experts`` int
@@ -103,10 +93,6 @@ class States(nn.Module):
         past[:, :seen] = chosen(recent, count)
         rows = self.affinity[layer - 1][experts[:, layer - 1].long()].mean(1)
         parts = [past.flatten(1), self.popularity[layer].expand(tokens, count), rows]
-        if self.architecture.shared and self.architecture.named:
-            name = torch.zeros(self.sizes.num_layers, device=experts.device)
-            name[layer] = 1
-            parts.append(name.expand(tokens, -1))
         if self.architecture.router_input:
             assert router_input is not None
             parts.append(router_input.float())

@@ -83,8 +83,8 @@ def fold(model: ExpertMLP) -> FoldedMLP:
     tables, recents, gates, later = [], [], [], []
     for layer in range(1, states.sizes.num_layers):
         (first, bias), *others = _without_normalisation(model.network(layer))
-        past, popular, related, name, x = first.split(list(states.parts), dim=1)
-        constant = bias + popular @ states.popularity[layer] + (name[:, layer] if name.numel() else 0)
+        past, popular, related, x = first.split(list(states.parts), dim=1)
+        constant = bias + popular @ states.popularity[layer]
         tables.append(past.T)
         recents.append((states.affinity[layer - 1] @ related.T + constant) / top_k)
         gates.append(x.T)

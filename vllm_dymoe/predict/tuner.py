@@ -10,11 +10,7 @@ and n_hit were wanted and on the device before. Every ``update_every`` steps eit
 the other number. (The algorithm as printed turns both at once and does not go back; then K could only ever move in the
 direction in which it began.) After ``rounds`` moves the group keeps the pair of the lowest average cost.
 
-The paper stops there. Here a group begins again when its workload has shifted: once fixed it measures the mean and
-deviation of its cost, and two cumulative sums (Page's CUSUM, one for each direction) add up how far, in deviations,
-later steps lie above or below. Half a deviation counts for nothing, and no step for more than five, so that it takes
-many to make a shift: a sum above ``shift``. Steps of one text are alike, and the next text is another: with each new
-search a group measures twice as long and asks for twice the drift, or every text would begin one.
+As in the paper the search ends there; another budget, whose hits are other ones, begins it again.
 """
 
 import math
@@ -32,21 +28,14 @@ class Setting(NamedTuple):
 
 @dataclass
 class _Average:
-    """Mean and deviation of a stream (Welford)."""
+    """Of a stream of costs."""
 
     count: int = 0
     mean: float = 0.0
-    squares: float = 0.0
 
     def add(self, value: float) -> None:
         self.count += 1
-        step = value - self.mean
-        self.mean += step / self.count
-        self.squares += step * (value - self.mean)
-
-    @property
-    def deviation(self) -> float:
-        return math.sqrt(self.squares / max(1, self.count - 1))
+        self.mean += (value - self.mean) / self.count
 
 
 @dataclass
@@ -60,11 +49,8 @@ class _Group:
     rounds: int = 0
     stale: int = 0
     fixed: bool = False
-    restarts: int = 0
     recent: _Average = field(default_factory=_Average)
     costs: dict[Setting, _Average] = field(default_factory=dict)
-    above: float = 0.0
-    below: float = 0.0
     step_cost: float = 0.0
     step_layers: int = 0
 
@@ -81,7 +67,6 @@ class Heop:
     update_every: int = 10  # decode steps between two moves (N_update)
     patience: int = 2  # moves without a new best before the search turns (Pat)
     rounds: int = 20  # moves before the best is kept
-    shift: float = 25.0  # how much drift, in deviations of a step's cost, starts the search again for the first time
     seed: int = 0  # of the first direction
 
     def __post_init__(self) -> None:
@@ -105,7 +90,7 @@ class Heop:
         group.step_layers += 1
 
     def end_step(self) -> None:
-        """Close a decode step: move, keep the best, or watch for a shift."""
+        """Close a decode step: move, or keep the best."""
         for group in self._groups:
             if not group.step_layers:  # a model of few layers has an empty group
                 continue
@@ -113,7 +98,6 @@ class Heop:
             cost = group.step_cost / group.step_layers
             group.step_cost, group.step_layers = 0.0, 0
             if group.fixed:
-                self._watch(group, cost)
                 continue
             group.recent.add(cost)
             if group.recent.count == self.update_every:
@@ -122,7 +106,9 @@ class Heop:
     def restart(self) -> None:
         """Begin to climb again, from where groups are: hits are those of another cache from now on."""
         for group in self._groups:
-            _begin_again(group)
+            group.costs, group.recent, group.fixed = {}, _Average(), False
+            group.rounds = group.stale = group.step_layers = 0
+            group.step_cost = 0.0
 
     def _update(self, group: _Group) -> None:
         average = group.costs.setdefault(group.setting, _Average())
@@ -163,24 +149,3 @@ class Heop:
     @staticmethod
     def _best(group: _Group) -> Setting:
         return min(group.costs, key=lambda setting: group.costs[setting].mean)
-
-    def _watch(self, group: _Group, cost: float) -> None:
-        reference = group.recent
-        if reference.count < 5 * self.update_every << group.restarts:
-            reference.add(cost)
-            return
-        # Costs are multiples of alpha and beta: a deviation far below them would make a shift of every change.
-        deviation = max(reference.deviation, 0.1 * max(self.alpha, self.beta))
-        drift = max(-5.0, min(5.0, (cost - reference.mean) / deviation))
-        group.above = max(0.0, group.above + drift - 0.5)
-        group.below = max(0.0, group.below - drift - 0.5)
-        if max(group.above, group.below) > self.shift * 2**group.restarts:
-            _begin_again(group)
-            group.restarts += 1
-
-
-def _begin_again(group: _Group) -> None:
-    group.costs, group.recent = {}, _Average()
-    group.rounds = group.stale = group.step_layers = 0
-    group.above = group.below = group.step_cost = 0.0
-    group.fixed = False

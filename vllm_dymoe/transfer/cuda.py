@@ -11,19 +11,10 @@ from typing import Any
 
 import torch
 
-from vllm_dymoe.residency.format import BlobKey, Projection
+from vllm_dymoe.residency.format import Projection
 from vllm_dymoe.store import HostStore
 from vllm_dymoe.transfer.delivery import Delivery
-from vllm_dymoe.transfer.ticket import ALL, Reason, Ticket
-
-WORTH_A_COPY = 256 << 10
-"""Bytes of a down projection from which on it gets a copy of its own, behind that of gate and up.
-
-A layer that misses ends with its last expert: gate and up, one launch, are computed while down travels. For one token
-of Qwen3-30B-A3B at 4 bits that hides 5 us of the 106 us that an expert travels at 25 GB/s, of Mixtral 66 us of 3.7 ms.
-It costs another copy and event for each miss, 5 to 10 us of the host, in which PCIe moves 60 KB (third generation, 16
-lanes) to 500 KB (fifth). Served experts have more, 590 KB at 4 bits even in Qwen3-Next.
-"""
+from vllm_dymoe.transfer.ticket import Reason, Ticket
 
 
 class CudaStreams:
@@ -66,6 +57,13 @@ class StreamDelivery(Delivery):
     """Copies by a copy engine: straight out of memory that is locked for it, all else through page-locked buffers,
     uint8 and as large as the largest blob each; as many transfers can be under way through them."""
 
+    demanded_at_once = int(Projection.DOWN)
+    """Gate and up, which one launch computes while down travels.
+
+    For one token of Qwen3-30B-A3B at 4 bits that hides 5 us of the 106 us that an expert travels at 25 GB/s, of Mixtral
+    66 us of 3.7 ms. It costs another copy and event for each miss, 5 to 10 us of the host, in which PCIe moves 60 KB
+    (third generation, 16 lanes) to 500 KB (fifth); served experts have more, 590 KB at 4 bits even in Qwen3-Next.
+    """
     streams: CudaStreams
 
     def __init__(
@@ -73,22 +71,14 @@ class StreamDelivery(Delivery):
         store: HostStore,
         streams: CudaStreams,
         buffers: Sequence[torch.Tensor] = (),
-        worth_a_copy: int = WORTH_A_COPY,  # bytes of a down projection from which on it gets a copy of its own
         concurrency: Any = threading,  # has Lock and Condition
     ) -> None:
         super().__init__(store)
         self.streams = streams
-        self._at_once = {
-            bits: Projection.DOWN if fmt.matrices[Projection.DOWN].nbytes >= worth_a_copy else ALL
-            for bits, fmt in store.experts.formats.items()
-        }
         # Oldest first: each buffer with the event of the copy that still may read it.
         self._buffers: deque[tuple[torch.Tensor, Any]] = deque((buffer, None) for buffer in buffers)
         self._returned = concurrency.Condition(concurrency.Lock())
 
-    def demanded_at_once(self, key: BlobKey) -> int:
-        """Gate and up, which one launch computes, and down by itself where that is worth another copy."""
-        return self._at_once[key.bits]
 
     def deliver(self, ticket: Ticket, projections: range, destination: torch.Tensor, *, wait: bool = True) -> Any:
         with self.store.hold(ticket.key, projections, wait=wait) as held:

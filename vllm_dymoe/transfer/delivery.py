@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_dymoe.residency.format import BlobKey
 from vllm_dymoe.store import HostStore
 from vllm_dymoe.store.disk import Pacer
 from vllm_dymoe.transfer.ticket import ALL, Ticket
@@ -22,6 +21,9 @@ _BLOCK_BYTES = 512  # the unit of getrusage
 class Delivery(ABC):
     """Moves bytes from a store into slots."""
 
+    demanded_at_once = ALL
+    """Projections of a blob that one piece of a demand transfer holds; computation begins with the first piece. All
+    other transfers move one at a time."""
     streams: "CudaStreams | None" = None
     """Of a device that copies asynchronously; None where the bytes are there when ``deliver`` returns."""
 
@@ -32,13 +34,6 @@ class Delivery(ABC):
     def occupies_cores(self) -> bool:
         """Whether moving bytes takes the cores that compute."""
         return False
-
-    def demanded_at_once(self, key: BlobKey) -> int:
-        """How many projections of a blob one piece of a demand transfer holds; computation begins with the first piece.
-
-        All other transfers move one at a time.
-        """
-        return ALL
 
     @abstractmethod
     def deliver(self, ticket: Ticket, projections: range, destination: torch.Tensor, *, wait: bool = True) -> Any:
@@ -80,13 +75,11 @@ class EmulatedLink(Delivery):
     beside computation and takes no core but for the copy itself. So it sleeps until the last byte would arrive.
     """
 
+    demanded_at_once = 1  # an emulated transfer has no fixed cost
+
     def __init__(self, delivery: Delivery, bytes_per_second: float) -> None:
         super().__init__(delivery.store)
         self._delivery, self._bytes_per_second, self._pacer = delivery, bytes_per_second, Pacer()
-
-    def demanded_at_once(self, key: BlobKey) -> int:
-        """One: an emulated transfer has no fixed cost."""
-        return 1
 
     def deliver(self, ticket: Ticket, projections: range, destination: torch.Tensor, *, wait: bool = True) -> None:
         self._delivery.deliver(ticket, projections, destination, wait=wait)

@@ -68,7 +68,7 @@ class TransferEngine:
         self, key: BlobKey, destination: torch.Tensor, reason: Reason, after: Any = None, projections: int = ALL
     ) -> Ticket:
         """Ask for a transfer and return at once; arguments as in :class:`Ticket`. RuntimeError if it is closed."""
-        at_once = self._delivery.demanded_at_once(key)
+        at_once = self._delivery.demanded_at_once
         ticket = Ticket(key, destination, reason, after, projections, at_once, ready=time.perf_counter())
         piece = self._queue.submit(ticket)
         if piece is not None:

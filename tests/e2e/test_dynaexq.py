@@ -2,7 +2,6 @@
 
 import threading
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +19,7 @@ from tests.e2e.engines import (
 )
 from tests.e2e.full_replays import replayed_steps
 from vllm_dymoe.residency.rule import HIGH
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.vllm_adapter.worker import _runtime
 
 pytestmark = pytest.mark.engine
@@ -147,11 +147,10 @@ def test_two_ranks_publish_in_the_same_step_and_answer_like_one_with_their_map(t
     assert (np.diff(one, axis=0) != 0).any(), "nothing moved"
     assert [rank["misses"] for rank in stats] == [0, 0]
     with engine(dymoe=TWO | {"expert_budget": "100%"}) as llm:
-        runtime, high = runtime_of(llm), held == HIGH
-        runtime._spending = replace(runtime._spending, hotness=high.astype(float))
-        least, fine = runtime.minimum_budget, runtime.experts.formats[4].nbytes
-        runtime.resize(least + (int(high.sum()) - 1) * fine)
+        runtime = runtime_of(llm)
         runtime.serving.migration = None
+        for place in np.argwhere(held != HIGH).tolist():
+            runtime.memory.evict(*place, Tier.HI)
         assert np.array_equal(runtime.memory.table.tier, held)
         alone = answer(llm, prompts(), max_tokens=16)
     check_logprobs_close(answers, alone)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from vllm_dymoe.residency.hotness import averaged, even_shares, hottest, share_out, swaps
+from vllm_dymoe.residency.hotness import averaged, even_shares, hottest, swaps
 
 LAYERS, EXPERTS = 2, 8
 counts = arrays(np.int64, (LAYERS, EXPERTS), elements=st.integers(0, 1000))
@@ -16,7 +16,8 @@ margins = st.floats(0.01, 1)
 
 
 def top(score, places):
-    return hottest(score, share_out(score, places))
+    """The hottest of all layers: bool like scores."""
+    return hottest(score.reshape(1, -1), np.array([places])).reshape(score.shape)
 
 
 def move(high, plan):
@@ -83,8 +84,3 @@ def test_the_first_window_counts_for_itself_and_windows_count_alike_whatever_the
 def test_free_places_go_to_the_hottest_and_to_no_unused_expert():
     score, none = np.array([[0.0, 3, 0, 1]]), np.zeros((1, 4), bool)
     assert [swap.up for swap in swaps(score, none, 3, 9)] == [(0, 1), (0, 3)]
-
-
-@pytest.mark.parametrize(("places", "expected"), [(0, [0, 0]), (3, [2, 1]), (8, [4, 4])])
-def test_layers_get_places_by_what_these_bring(places, expected):
-    assert share_out(np.array([[3.0, 0.5, 0.4, 0.1], [1.1, 0.3, 0.2, 0.1]]), places).tolist() == expected

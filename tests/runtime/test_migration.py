@@ -43,7 +43,6 @@ from vllm_dymoe.residency.rule import HIGH, LOW
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.fetcher import Fetcher
-from vllm_dymoe.runtime.kept_hotness import keep_hotness
 from vllm_dymoe.runtime.migration import ARRIVED, FAILED, UNDER_WAY, Migration
 from vllm_dymoe.runtime.sizing import expert_worth, minimum_budget, plan_slots, workspace_bytes
 from vllm_dymoe.systems.dynaexq import DynaExq
@@ -77,14 +76,14 @@ def frozen_output(store, bits_map, layer, step):
     return forward(runtime, layer, *step)
 
 
-def dynaexq(store, high=4, engine=None, parts=None, agree=list, hi=4, lo=2, hotness_file=None, **options):
+def dynaexq(store, high=4, engine=None, parts=None, agree=list, hi=4, lo=2, **options):
     system = DynaExq(**(AT_ONCE | options))
     chosen = Options(hi=hi, lo=lo, group_size=32, expert_budget="100%")
     least = minimum_budget(store.experts, chosen, system, workspace_bytes(store.experts))
     formats = store.experts.formats
     step = formats[hi].nbytes - (0 if formats[hi].nested else formats[lo].nbytes)
     chosen = Options(hi=hi, lo=lo, group_size=32, expert_budget=least + (high - 1) * step)
-    more = {"system": system, "engine": engine, "agree": agree, "parts": parts, "hotness": hotness_file}
+    more = {"system": system, "engine": engine, "agree": agree, "parts": parts}
     return MoERuntime(store, chosen, CPU, **more)
 
 
@@ -399,21 +398,9 @@ def test_every_plan_holds_everybody_and_as_many_high_as_it_can(kind, nbytes):
     assert high >= 23 or nbytes - spent < one_more
 
 
-def test_layers_have_places_by_their_traffic():
-    experts, options = make_experts(layers=3, num_experts=8, nested=True), Options(hi=4, lo=2, group_size=32)
-    limit = minimum_budget(experts, options, DynaExq(), 0) + 5 * experts.formats[4].nbytes
-
-    def places(hotness=None):
-        return plan_slots(experts, options, DynaExq(), limit, 0, hotness=hotness).quotas[Tier.HI]
-
-    assert places() == [2, 2, 2]
-    traffic = np.array([[3.1, 2.4, 1.2, 0.7], [5.0, 2.9, 0.1, 0], [2.5, 2.45, 2.42, 1.4]])
-    assert places(np.pad(traffic, ((0, 0), (0, 4)))) == [1, 2, 3]
-
-
 def test_places_are_for_experts_whose_low_versions_lose_most():
-    """Where traffic is even, and before there was any; the paper's ranking counts uses alone."""
-    experts, options = make_experts(layers=2, num_experts=8, nested=True), Options(hi=4, lo=2, group_size=32)
+    """Before there was any traffic; the paper's ranking counts uses alone."""
+    experts = make_experts(layers=2, num_experts=8, nested=True)
     lost = {layer: tuple(1.0 if expert < 6 else 16.0 * layer for expert in range(8)) for layer in experts.layers}
     store = make_store(replace(experts, lost=lost))
     runtime = dynaexq(store, high=4)
@@ -423,9 +410,6 @@ def test_places_are_for_experts_whose_low_versions_lose_most():
     worth = expert_worth(store.experts, DynaExq().residency.migrating, (1.0, 3.0))
     assert worth[1, 7] / worth[1, 0] == pytest.approx(32**0.5)
     assert worth[1, 7] == pytest.approx(3 * (32 / 8.75) ** 0.5), "beside its own layer's"
-    limit = minimum_budget(experts, options, DynaExq(), 0) + 3 * experts.formats[4].nbytes
-    plan = plan_slots(store.experts, options, DynaExq(), limit, 0, hotness=np.ones((2, 8)))
-    assert plan.quotas[Tier.HI] == [2, 2]
 
 
 @pytest.mark.parametrize("nested", [True, False])
@@ -458,27 +442,3 @@ def test_a_transfer_that_is_not_wanted_holds_no_other_up():
     assert becomes(lambda: engine.arrived(other))
     store.gate.set()
     engine.close()
-
-
-@pytest.mark.parametrize("damage", [None, b"", b"\x93NUMPY and no more", "shape", "ranks"])
-def test_hotness_is_kept_for_the_next_start(tmp_path, damage):
-    """Beside the store; what is damaged, another model's, or not the same on all ranks is as none."""
-    path = tmp_path / "folder" / "hotness.npy"
-    hot = np.zeros((LAYERS, EXPERTS))
-    hot[2, 3:] = 2
-    keep_hotness(path, np.zeros((1, 2)) if damage == "shape" else hot)
-    if isinstance(damage, bytes):
-        path.write_bytes(damage)
-    agree = (lambda said: [number - 1 for number in said]) if damage == "ranks" else list
-    runtime = dynaexq(STORES[True], 3, agree=agree, hotness_file=path, window_uses=0.001)
-    assert ((runtime.memory.table.tier == HIGH)[2, 3:].all()) == (damage is None)
-    if damage is None:
-        for number in range(40):
-            runtime.serving.begin_step(Phase.DECODE)
-            forward(runtime, 0, *random_step(number, 2, runtime.experts))
-        assert not np.array_equal(np.load(path), hot)
-        runtime.resize("100%")
-        assert runtime.serving.migration.hotness[0].any(), "another budget forgets nothing"
-    (tmp_path / "file").touch()
-    keep_hotness(tmp_path / "file" / "hotness.npy", hot)  # no folder: a warning, and nothing else
-    runtime.engine.close()

@@ -53,16 +53,6 @@ def hottest(score: NDArray[np.float64], places: NDArray[np.int64]) -> NDArray[np
     return ranks < places[:, None]
 
 
-def share_out(score: NDArray[np.float64], places: int) -> NDArray[np.int64]:
-    """Places of each layer, int64 [layers], of so many in all, so that high experts get as much as they can.
-
-    Every layer routes the same tokens, so that a place is worth the share of its layer's traffic that comes with it,
-    times what high versions are worth in that layer: ``score``, float64 [layers, experts], is that product.
-    """
-    order = np.argsort(-score, axis=None, kind="stable")[:places]
-    return np.bincount(order // score.shape[1], minlength=score.shape[0])
-
-
 def swaps(score: NDArray[np.float64], high: NDArray[np.bool_], places: int, margin: float) -> list[Swap]:
     """The moves from the set that is high to the hottest ones of all layers, what is worth most first.
 

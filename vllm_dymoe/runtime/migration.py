@@ -35,7 +35,6 @@ Agree = Callable[[Sequence[int]], Sequence[int]]
 FAILED, UNDER_WAY, ARRIVED = 0, 1, 2  # what a rank says of a move: the least of all holds for each
 OUTCOMES = ("published", "failed", "late", "refused", "outdated")
 _LOADING = 8  # transfers that are on their way at once before the first request
-_KEPT_EVERY = 32  # windows; by their number, so that all ranks keep the same
 _LOOK = 16  # turns from one look at the clocks of several ranks to the next: each costs a message of all
 
 
@@ -68,7 +67,6 @@ class Migration:
         hotness: float64 [layers, experts] to begin with; nothing is known if None.
         agree: with other ranks.
         decoded: counts what routers choose in steps without the host; None where there are no such steps.
-        keep: is given the hotness now and then, for the next start.
     """
 
     def __init__(
@@ -79,11 +77,10 @@ class Migration:
         agree: Agree = list,
         decoded: DecodeCounts | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        keep: Callable[[NDArray[np.float64]], None] | None = None,
     ) -> None:
         memory = fetcher.memory
         self._memory, self._fetcher, self._engine, self._migrating = memory, fetcher, fetcher.engine, migrating
-        self._agree, self._clock, self._decoded, self._keep = agree, clock, decoded, keep
+        self._agree, self._clock, self._decoded = agree, clock, decoded
         self._stats = MigrationStats()
         self._chosen: list[tuple[int, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]] = []
         shape = memory.table.tier.shape
@@ -278,8 +275,6 @@ class Migration:
             rest = [min(parts)] * (len(self._worth) - len(parts) - 1)  # a draft decides no token
             layers = np.maximum([*parts, parts[-1], *rest], 1) / max(1.0, np.mean(parts))
             self._worth, self._changes = expert_worth(self._memory.experts, migrating, layers), None
-        if self._keep is not None and self.stats.windows % _KEPT_EVERY == 0:
-            self._keep(self.hotness)
         self._planned = deque(swaps(self.hotness * self._worth, held, self._places, migrating.margin))
 
 

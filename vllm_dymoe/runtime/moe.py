@@ -2,13 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from vllm_dymoe.config import ConfigError, ExpertBudget, Options
 from vllm_dymoe.host_memory import whole_pages
@@ -23,7 +20,6 @@ from vllm_dymoe.runtime.decode_plain import PlainDecode
 from vllm_dymoe.runtime.device_memory import make_device_memory
 from vllm_dymoe.runtime.device_side import DecodeCounts
 from vllm_dymoe.runtime.host_side import HostSide
-from vllm_dymoe.runtime.kept_hotness import keep_hotness, read_hotness
 from vllm_dymoe.runtime.memory import Budget, ExpertMemory, Writer, check_memory
 from vllm_dymoe.runtime.migration import Agree, Migration
 from vllm_dymoe.runtime.precision import changed_precision
@@ -82,15 +78,13 @@ class _Spending:
 
     experts: ModelExperts  # of the rank
     filled: bool  # slots for every expert are filled at start
-    hotness: NDArray[np.float64] | None  # float64 [layers, experts], where the last start left one
     automatic: int  # bytes to use if the budget is automatic
 
     def plan(self, budget: ExpertBudget | int, options: Options, system: System, beside: int) -> SlotPlan:
         """Of a budget, or a limit in bytes, of which ``beside`` bytes are no slots; ConfigError as ``plan_slots``."""
         if isinstance(budget, ExpertBudget):
             budget = limit_in_bytes(budget, self.experts, options, beside, self.automatic)
-        spent = self.experts, options, system, budget, beside
-        return plan_slots(*spent, filled=self.filled, hotness=self.hotness)
+        return plan_slots(self.experts, options, system, budget, beside, filled=self.filled)
 
 
 class MoERuntime:
@@ -98,7 +92,6 @@ class MoERuntime:
 
     Args:
         agree: with the ranks that have other parts of the same experts, for a system that moves versions.
-        hotness: file that says from start to start which experts are hot, for a system that moves versions.
         rates: file that keeps how fast link and host are; None to measure anew.
     """
 
@@ -119,7 +112,6 @@ class MoERuntime:
         obstacle: str = "",  # why the host has to decide in decode, if the model is such a one
         agree: Agree = list,
         parts: Parts | None = None,  # in place of those of the device
-        hotness: Path | None = None,
         rates: Path | None = None,
     ) -> None:
         self.store, self.experts, self.device = store, store.experts, device
@@ -161,10 +153,7 @@ class MoERuntime:
         self._agree = agree
         self._counts: DecodeCounts | None = None
         self.asleep = 0  # at which level
-        hotness = hotness if system.residency.migrating is not None else None
-        known = None if hotness is None else read_hotness(hotness, self.experts, agree)
-        self._keep = None if hotness is None else partial(keep_hotness, hotness)
-        self._spending = _Spending(self.experts, decoding is not None, known, automatic_budget)
+        self._spending = _Spending(self.experts, decoding is not None, automatic_budget)
         self._allocate(options, system, self._spending.plan(options.expert_budget, options, system, self.beside))
 
     # -- what can change between two steps --------------------------------------------------------
@@ -236,9 +225,8 @@ class MoERuntime:
             decoded = self._counts
             if decoded is not None:
                 decoded.clear()
-            start = before.hotness if before and before.hotness.any() else self._spending.hotness
-            args = serving.fetcher, migrating, start, self._agree, decoded
-            serving.migration = Migration(*args, keep=self._keep)
+            known = before.hotness if before and before.hotness.any() else None
+            serving.migration = Migration(serving.fetcher, migrating, known, self._agree, decoded)
 
     def _serve_with(self, options: Options, system: System) -> None:
         self.options = options
@@ -299,7 +287,7 @@ class MoERuntime:
         """AssertionError unless, between steps, nothing is pinned, no slot is lost, and the budget is kept."""
         self.serving.fetcher.collect()
         flying = ((fetch.tier, fetch.slot, fetch.kept) for fetch in self.serving.on_their_way())
-        check_memory(self.memory, flying, moving=self.serving.migration is not None)
+        check_memory(self.memory, flying, moving=self.system.residency.migrating is not None)
         if self.level is not None:
             self.level.check_integrity()
 

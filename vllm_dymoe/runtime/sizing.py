@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from vllm_dymoe.config import ConfigError, ExpertBudget, Options
 from vllm_dymoe.kernels.cpu import MINIMUM_WORKSPACE_BYTES
 from vllm_dymoe.residency.format import ModelExperts
-from vllm_dymoe.residency.hotness import share_out
 from vllm_dymoe.residency.table import layer_shares
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.systems import System
@@ -89,7 +88,6 @@ def plan_slots(
     workspace_bytes: int,
     *,
     filled: bool = False,
-    hotness: NDArray[np.float64] | None = None,
 ) -> SlotPlan:
     """Spend ``limit`` bytes on slots; ConfigError if it cannot hold one expert of each tier, or every one where none is
     fetched.
@@ -100,12 +98,11 @@ def plan_slots(
     Args:
         workspace_bytes: what the kernel and the predictor take of it.
         filled: slots for every expert are filled at start, and others not before a device decides: the host streams.
-        hotness: float64 [layers, experts], of a system whose high set follows traffic; all alike if None.
     """
     migrating = system.residency.migrating
     _check_budget(experts, options, system, limit, workspace_bytes)
     if migrating is not None:
-        return _plan_residents(experts, options, migrating, limit, workspace_bytes, hotness)
+        return _plan_residents(experts, options, migrating, limit, workspace_bytes)
     bits = slot_bits(experts, options, system.precision.tiers)
     layers = len(experts.layers)
     every_expert = layers * experts.num_experts
@@ -177,7 +174,6 @@ def _plan_residents(
     migrating: Migrating,
     limit: int,
     workspace_bytes: int,
-    hotness: NDArray[np.float64] | None,
 ) -> SlotPlan:
     """A place for every expert, as many of them high as there is room for (DynaExq 3.5)."""
     layers, each = len(experts.layers), experts.num_experts
@@ -187,8 +183,6 @@ def _plan_residents(
     if limit - workspace_bytes >= _resident_bytes(experts, options, migrating, every):
         high = every
     places = layer_shares(high, [1.0] * layers, 0, each)
-    if hotness is not None:
-        places = share_out(hotness * expert_worth(experts, migrating, [1.0] * layers), high).tolist()
     low = [each if nested else each - count for count in places]
     staging = 0 if nested or high == every else migrating.in_flight
     slots, quotas = {Tier.HI: high + staging}, {Tier.HI: places}

@@ -196,8 +196,6 @@ class Loading:
         if options.misses == "auto" and on_cpu and store.whole:
             options = options.model_copy(update={"misses": "compute"})  # a slot is the same memory
         given: dict[str, Any] = {"predictor": predictor, "obstacle": obstacle, "agree": _agreement(config)}
-        if not self._model.dummy and make_system(mine).residency.migrating is not None:
-            given["hotness"] = self._model.hotness_file
         given["rates"] = self._model.rates
         return MoERuntime(store, options, device, budget, **given)
 

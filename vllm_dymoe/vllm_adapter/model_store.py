@@ -215,11 +215,6 @@ class ModelStore:
         name, spec = Path(self._vllm_config.model_config.model).name, self.layers[0]
         return root.expanduser() / f"{name}-{self._manifest.model}" / f"rank-{spec.rank}-{spec.expert_rank}"
 
-    @property
-    def hotness_file(self) -> Path:
-        """Beside the store that this rank has or would have, and of the same model."""
-        return self._folder.with_name(f"{self._folder.name}.hotness.npy")
-
     def _open(self) -> None:
         config, experts = self._vllm_config, self.experts
         device = config.device_config.device_type

@@ -48,7 +48,7 @@ def problems(row: dict) -> list[str]:
     name = " ".join(str(row[column]) for column in COLUMNS if row[column])
     grouped = row["kernel"].startswith("grouped")
     # A launch that fetches waits for the link, and one program for a layer for itself: a few bytes do not matter there.
-    waits = "device" in row["note"] or row["kernel"] in ("decide", "name_ahead")
+    waits = "device" in row["note"] or row["kernel"] == "decide"
     allowed = 64 if waits else SPILLS.get(row["triton"], 0)
     if row["spill_bytes"] > allowed and not grouped:
         found.append(f"{name} spills {row['spill_bytes']} bytes")

@@ -4,7 +4,7 @@ All combinations of tiers, tiles, dtype, bias, activation, group size and way of
 them in the interpreter. Compiled are, on the H100's architecture, every width by itself, the mixes 4/2 and 16/4, each
 kind of published floats and points of a lattice, in decode and grouped on the largest tile; in decode these as the
 device's own steps launch them, too (fetching, weighted, with indices of 32 bits), which the oldest and the newest
-architecture have as well; the weighted sum, rotations, and what places experts, decides a step, and fetches ahead.
+architecture have as well; the weighted sum, rotations, and what places experts, decides a step, and copies.
 
 Codes of 4/2 and 8/4 are two sections, as they are stored.
 """
@@ -29,7 +29,6 @@ from vllm_dymoe.kernels.triton import (
     Scratch,
     Weighting,
     WorkList,
-    ahead,
     choose_tiles,
     combine,
     decide,
@@ -41,12 +40,12 @@ from vllm_dymoe.kernels.triton import (
     launch,
     place,
     rotate,
+    spans,
     wide,
 )
 from vllm_dymoe.kernels.triton.wide import plan_wide
 from vllm_dymoe.residency.code import CODEBOOKS, E8, E8_NESTED, WHOLE
 from vllm_dymoe.residency.decision import Decision
-from vllm_dymoe.residency.decode_ahead import Copies
 from vllm_dymoe.residency.table import Table
 from vllm_dymoe.residency.wide_rule import WideShape, WideWork
 
@@ -70,8 +69,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gate_up", "down"), _DECODE),
     **dict.fromkeys(("grouped_gate_up", "grouped_down"), _GROUPED_CODE),
     **{name: (name,) for name in ("rotate", "combine", "place", "decide")},
-    "name_ahead": ("ahead", "decide"),
-    "fetch_ahead": ("ahead",),
+    "copy_spans": ("spans",),
     **dict.fromkeys(_WIDE, ("decide", "wide")),
     **dict.fromkeys(("post", "wait", "collect"), ("doorbell",)),
 }
@@ -83,7 +81,7 @@ class Variant:
     """One kernel to compile."""
 
     architecture: int  # such as 90
-    kernel: str  # gate_up, down, grouped_gate_up, grouped_down, combine, place, decide, ..._ahead, post, wait, collect
+    kernel: str  # gate_up, down, grouped_gate_up, grouped_down, combine, place, decide, copy_spans, post, wait, collect
     shape: str  # hidden x intermediate; of combine, hidden; of what decides, experts
     tiers: str  # bit-widths of a launch, if it reads experts
     note: str  # what is special about it
@@ -94,7 +92,7 @@ class Variant:
     @property
     def code(self) -> Any:
         """The kernel itself; by name, because Triton's functions cannot travel to another process."""
-        name, modules = f"{self.kernel}_kernel", (launch, combine, place, decide, rotate, ahead, wide, doorbell)
+        name, modules = f"{self.kernel}_kernel", (launch, combine, place, decide, rotate, spans, wide, doorbell)
         return next(vars(module)[name] for module in modules if name in vars(module))
 
     @property
@@ -178,7 +176,7 @@ def _experts(architecture: int, kernel: str, case: Case) -> Variant:
 
 
 def _others(architecture: int) -> Iterator[Variant]:
-    """The weighted sum, and what places experts, decides a step and fetches ahead."""
+    """The weighted sum, and what places experts, decides a step and copies."""
     for hidden, top_k, dtype, absent in _SUMS:
         name = str(dtype).removeprefix("torch.") + ", absent and skipped, renormalized" * absent
         ids = torch.empty(1, top_k, dtype=torch.int32)
@@ -207,10 +205,8 @@ def _others(architecture: int) -> Iterator[Variant]:
                 described = *key[:4], f"{key[4]}, shared with the host"
                 shared = partial(decide.decide, there=True)
                 yield _noted(described, shared, vars(columns), 0, ids, scores, rows, decision)
-        key, copies = (architecture, "name_ahead", *key[2:]), Copies.allocate(1, top_k, experts, "cpu")
-        yield _noted(key, ahead.name_ahead, vars(tables[0]), 0, ids.long(), scores, rows, vars(copies))
-    key = architecture, "fetch_ahead", "", "", ""
-    yield _noted(key, ahead.fetch_ahead, vars(Copies.allocate(1, 1, 1, "cpu")))
+    key = architecture, "copy_spans", "", "", ""
+    yield _noted(key, spans.copy_spans, torch.zeros(1, 3, dtype=torch.int64))
     for nested in (False, True):
         yield from _wide(architecture, *_ROUTERS[1], nested)
     yield from _doorbell(architecture)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from vllm_dymoe.kernels.activation import Activation
 from vllm_dymoe.kernels.combine import combine
-from vllm_dymoe.kernels.triton.ahead import fetch_ahead
 from vllm_dymoe.kernels.triton.launch import (
     ExpertShape,
     ExpertTable,
@@ -24,6 +23,7 @@ from vllm_dymoe.kernels.triton.launch import (
     grouped_gate_up,
 )
 from vllm_dymoe.kernels.triton.rotate import rotated_inputs
+from vllm_dymoe.kernels.triton.spans import copy_spans
 from vllm_dymoe.kernels.triton.start import prepared
 from vllm_dymoe.kernels.triton.tiles import Tiles
 from vllm_dymoe.kernels.triton.wide import plan_wide
@@ -67,7 +67,7 @@ class TritonWide:
         self._wide, self._decision = WideWork.allocate(shape, self._steps[:classes], device), decision.tensors
         self.ids = self._wide.ids
         groups = range(KEPT, PASSING + shape.passes + (shape.passes > 0))
-        self._spans = {group: {"spans": self._wide.spans[shape.spans(group)]} for group in groups}
+        self._spans = {group: self._wide.spans[shape.spans(group)] for group in groups}
         fine = decision.addresses[-1] if experts.nested else None
         self._rotation = experts.rotation(tiers)
         self._experts = ExpertTable(experts, tiers, decision.addresses[0], decision.bits, fine=fine)
@@ -94,7 +94,7 @@ class TritonWide:
 
     def copy(self, group: int) -> None:
         """One launch."""
-        fetch_ahead(self._spans[group])
+        copy_spans(self._spans[group])
 
     def compute(self, group: int) -> None:
         """Two launches for each class."""

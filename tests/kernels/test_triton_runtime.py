@@ -11,8 +11,6 @@ from tests.runtime.steps import ByNumber, make_runtime, random_step, run, with_b
 from tests.small_model import make_experts, make_store
 from tests.support.memory_writer import MemoryWriter
 from vllm_dymoe.kernels.triton import TritonKernel
-from vllm_dymoe.predict import Gate
-from vllm_dymoe.predict.next_gate import NextGate
 from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.residency.format import ModelExperts
 from vllm_dymoe.runtime import moe
@@ -93,20 +91,6 @@ def test_rows_without_an_expert_are_zero(memory_store, on_triton):
     ids[1], ids[2, 0] = -1, -1
     out = decode(decided_runtime(memory_store, "50%"), 0, x, weights, ids, rows=3)
     assert out.any(1).tolist() == [True, False, True, False]
-
-
-def test_what_is_fetched_ahead_changes_no_bit(on_triton):
-    """Named by one program, copied by another, and read through by those that compute."""
-    store = make_store(make_experts(dtype=torch.float16, num_experts=16, layers=3))
-    chosen = random_step(0, 1, store.experts)[2][0].long()
-    gates = [Gate(lambda x: torch.zeros(len(x), 16).index_fill_(1, chosen, 1.0))] * 3
-    steps = [(seed, layer, 1 + seed) for seed in range(2) for layer in range(3)]
-    system = Dymoe(retention=0.8, reuse_high=False, ahead_in_graph=5)
-    want = run(with_budget(store, "100%", system), steps)
-    runtime = decided_runtime(store, "75%", system, predictor=NextGate(gates, 2))
-    assert isinstance(runtime.decode.kernel, TritonDecode)
-    assert all(torch.equal(a, b) for a, b in zip(run_decided(runtime, steps), want, strict=True))
-    assert runtime.stats().prefetches["useful"] > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,15 +1,15 @@
 """A table twice: one for the plain rule, one for the programs, which have to leave it bit for bit the same."""
 
+import numpy as np
 import torch
 
 from tests.kernels.sections import DEVICE
 from tests.support.decode_steps import make_table, rows
-from vllm_dymoe.kernels.triton.ahead import name_ahead
 from vllm_dymoe.kernels.triton.decide import decide
 from vllm_dymoe.kernels.triton.wide import plan_wide
 from vllm_dymoe.residency.decision import Decision
-from vllm_dymoe.residency.decode_ahead import Copies, name_ahead_plain
-from vllm_dymoe.residency.decode_rule import decide_plain
+from vllm_dymoe.residency.decode_rule import PROJECTIONS, decide_plain
+from vllm_dymoe.residency.rule import HIGH, LOW
 from vllm_dymoe.residency.wide_rule import WideWork, plan_wide_plain
 
 STEPS = 2, 4, 8  # positions of an expert in each class of a wide step
@@ -29,17 +29,17 @@ class Twins:
         self.plain, self.place = make_table(shares, **options), place
         self.table = moved(self.plain, place)
 
-    def foresee(self, layer, ids, scores, real=None):
-        """Name what is fetched ahead with both; the plain copies, once everything was compared."""
-        tokens, guesses = ids.shape
-        count = rows(tokens if real is None else real)
-        expected = Copies.allocate(tokens, guesses, self.plain.experts, "cpu")
-        name_ahead_plain(self.plain, layer, ids, scores, count, expected)
-        found = moved(Copies.allocate(tokens, guesses, self.plain.experts, "cpu"), self._soiled)
-        name_ahead(vars(self.table), layer, *map(self.place, (ids, scores, count)), vars(found))
-        assert torch.equal(expected.spans, found.spans.cpu())
-        self.compare()
-        return expected
+    def stage(self, layer, seed):
+        """Some experts of a layer lie in staging slots, whole or in part, as if they had been fetched ahead."""
+        rng, half = np.random.default_rng(seed), layer % 2
+        order, staged = iter(rng.permutation(self.plain.experts)), torch.zeros_like(self.plain.staged[half])
+        for code in (LOW, HIGH):
+            first, count = self.plain.staging[code].tolist()
+            for slot, expert in zip(range(first, first + count), order, strict=False):
+                staged[:, expert] = torch.tensor((slot, code, rng.integers(1, PROJECTIONS + 1)))
+        for table in (self.plain, self.table):
+            table.staged[half].copy_(staged)
+            table.staged_for[half] = layer
 
     def step(self, layer, ids, weights, real=None):
         """Decide with both; the plain decision, once everything was compared."""

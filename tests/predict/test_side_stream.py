@@ -7,13 +7,14 @@ import torch
 
 from tests.predict.gates import random_gates, random_inputs
 from tests.predict.streams import RecordedStream
-from tests.predict.test_on_device import EXPERTS, HIDDEN, LAYERS, TOP_K, random_network
 from vllm_dymoe.predict import TrainedPredictor
+from vllm_dymoe.predict.folded import FoldedMLP
 from vllm_dymoe.predict.meeting_of_layers import MeetingOfLayers
 from vllm_dymoe.predict.next_gate import NextGate
 from vllm_dymoe.predict.side_stream import Inline
 from vllm_dymoe.residency.routing import Phase, Routing
 
+LAYERS, EXPERTS, TOP_K, HIDDEN = 4, 8, 2, 16
 GATES, _ = random_gates(LAYERS, EXPERTS, HIDDEN)
 PREDICTORS = {
     "gate": lambda stream: NextGate(GATES, TOP_K, layers=2, side_stream=stream),
@@ -21,6 +22,13 @@ PREDICTORS = {
     "meeting of three": lambda stream: MeetingOfLayers(GATES, 5, 3, side_stream=stream),
     "network": lambda stream: TrainedPredictor(random_network(2), TOP_K, stream),
 }
+
+
+def random_network(history):
+    generator = torch.Generator().manual_seed(history)
+    sizes = (3, history * EXPERTS, 12), (3, HIDDEN, 12), (3, 12, EXPERTS), (3, EXPERTS), (LAYERS, EXPERTS)
+    names = "tables", "gates", "matrix.0", "bias.0", "popularity"
+    return FoldedMLP({name: torch.randn(size, generator=generator) for name, size in zip(names, sizes, strict=True)})
 
 
 def observe(predictor, layer, seed, tokens, phase):

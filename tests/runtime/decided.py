@@ -50,8 +50,6 @@ def decode(runtime, layer, x, weights, ids, activation=Activation.SILU, rows=Non
 
 
 def decode_wide(runtime, layer, x, weights, ids, activation=Activation.SILU, rows=None, **told):
-    if runtime.decode.ahead is not None:  # as where a step begins
-        runtime.decode.ahead.join()
     runtime.decode.tell(len(x) if rows is None else rows)
     out = runtime.decode.forward_wide(layer, x, weights, ids, activation, **told)
     runtime.decode.tell(0)

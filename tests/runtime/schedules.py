@@ -42,7 +42,6 @@ class Program:
     faults: dict[int, str] = field(default_factory=dict)  # what happens to a read, by its number: "fail" or "hang"
     resizes: dict[int, float] = field(default_factory=dict)
     """Share of the experts that has a slot from a step on, by the step's number."""
-    ahead: int = 0  # projections that steps without the host fetch ahead
     misses: str = "fetch"  # what becomes of them in narrow steps without the host
     late: float = 0.0  # probability, at each turn, that an answer of the host is given up
 

@@ -29,7 +29,6 @@ from vllm_dymoe.kernels import native
 from vllm_dymoe.kernels.doorbell import RingShape, post_plain
 from vllm_dymoe.residency.table import Table, check_integrity
 from vllm_dymoe.runtime import decode_plain, host_side, there
-from vllm_dymoe.runtime.ahead import Ahead
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS
 from vllm_dymoe.runtime.decode_plain import PlainDecode
 from vllm_dymoe.runtime.wide_path import WidePath
@@ -56,8 +55,8 @@ class RecordedBranch:
     def mark(self):
         return self._history.now("branch")
 
-    def join(self, mark=None):
-        self._history.follow(COMPUTATION, self.mark() if mark is None else mark)
+    def join(self, mark):
+        self._history.follow(COMPUTATION, mark)
 
 
 class RecordedDecode(PlainDecode):
@@ -81,24 +80,10 @@ class RecordedDecode(PlainDecode):
 
 
 class Roomy(Exact):
-    """Has a slot for a guess about an even layer, one for an odd one, and two groups of two for what passes."""
+    """Has two groups of two slots for what passes."""
 
     def staging_slots(self, slots):
-        return min(6, slots)
-
-
-class AnyExperts:
-    """Names experts of the next layer by lot, some of which it wants."""
-
-    guesses = 2
-
-    def __init__(self, seed):
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def foresee(self, layer, x, ids):
-        scores = torch.rand(len(x), EXPERTS, generator=self._generator)
-        best = scores.topk(self.guesses)
-        return best.indices, best.values
+        return min(4, slots)
 
 
 class DecidedParts(RecordedParts):
@@ -128,11 +113,8 @@ def execute(program, turns, history):
             decisions="device",
             misses=program.misses,
         )
-    if program.ahead:
-        runtime.decode.look_ahead(AnyExperts(program.steps[0][0]), runtime._parts.branch())
-        runtime.memory.device_side.fetch_ahead(program.ahead)
-    if program.ahead or not program.budget:
-        runtime.resize(program.budget or runtime.minimum_budget)
+    if not program.budget:
+        runtime.resize(runtime.minimum_budget)
     runtime.kernel.asynchronous = True
     record_reads(runtime.kernel, history, COMPUTATION, turns.pause)
     outputs, before, failed, doorbell = [], LAYERS, False, runtime.host_side.doorbell
@@ -168,7 +150,6 @@ programs = st.builds(
     nested=st.booleans(),
     guesses=st.lists(guesses, max_size=8).map(tuple),
     resizes=st.dictionaries(st.integers(0, 7), st.sampled_from((0.4, 0.7)), max_size=2),
-    ahead=st.sampled_from((0, 2, 3)),
     misses=st.sampled_from(MISSES),
     late=st.sampled_from((0.0, 0.03)),
 )
@@ -200,7 +181,6 @@ def random_program(seed, misses=MISSES[:1]):
         guesses=tuple(
             tuple((min(layer + 1, LAYERS - 1), chosen.randrange(EXPERTS)) for _ in range(4)) for layer in layers
         ),
-        ahead=3,
         misses=misses[seed % len(misses)],
         late=0.2 if seed % 4 > 1 else 0.0,
     )
@@ -223,11 +203,6 @@ def elsewhere(self, source, destination):
     if self._branch.stream == COMPUTATION:
         self._history.write("another", destination)
     return PlainDecode.fetch(self, source, destination)
-
-
-def join_everything_or_nothing(self, mark=None):
-    if mark is None:
-        self._history.follow(COMPUTATION, self.mark())
 
 
 @contextlib.contextmanager
@@ -253,8 +228,7 @@ def as_deep_as_a_step(depth, *sizes):
 
 
 PLANTED = {
-    "a layer is decided before what was fetched ahead is there": (Ahead, "join", lambda self: None, "while the branch"),
-    "a slot for guesses is filled while a layer reads it": (
+    "a slot is filled while a layer reads it": (
         RecordedBranch,
         "fork",
         fork_at_once,
@@ -262,7 +236,7 @@ PLANTED = {
     ),
     "what was copied ahead counts for another step": (Table, "forget_ahead", lambda self: None, "wrong"),
     "another step begins beside copies for a wide one": (WidePath, "settle", lambda self: None, "while the branch"),
-    "a group is computed before it is there": (RecordedBranch, "join", join_everything_or_nothing, "reads"),
+    "a group is computed before it is there": (RecordedBranch, "join", lambda self, mark: None, "reads"),
     "a row is published before another stream has filled its slot": (RecordedDecode, "fetch", elsewhere, "writes"),
 }
 RUNG = {
@@ -273,7 +247,7 @@ RUNG = {
         lambda self, me: None,
         "that answers reads",
     ),
-    "rows are summed before they are answered": (RecordedDoorbell, "wait", lambda *_: 0, "of entry"),
+    "rows are summed before they are answered": (RecordedDoorbell, "wait", lambda *_: 0, "wrong"),
     "an answer is given before its rows are written": (RecordedDoorbell, "answer", answer_first, "out of entry"),
     "a step behind one that failed writes over its entries": (there, "RingShape", as_deep_as_a_step, "stream writes"),
 }

@@ -36,7 +36,6 @@ def make_table(
     depth=2,
     tokens=TOKENS,
     nested=False,
-    most_ahead=0,
     costs=None,
 ):
     """A table whose addresses say which slot or which expert they belong to."""
@@ -48,8 +47,7 @@ def make_table(
     precision = system.precision
     set_precision(table, formats, precision.critical_counts(LAYERS, experts), precision.thresholds)
     pools = {code: (POOL[code], 1 << 12, sum(shares[code]) + staging) for code in (LOW, HIGH)}
-    set_pools(table, pools, shares, foreseen=-(-most_ahead // 3))
-    table.most_ahead.fill_(most_ahead)
+    set_pools(table, pools, shares)
     table.reuse_high.fill_(system.precision.reuses_high)
     for code, base in SOURCE.items():
         table.source[:, :, code] = base + (torch.arange(LAYERS * experts).view(LAYERS, experts) << 12)

@@ -47,8 +47,6 @@ def as_launch(plain: Callable[..., Any], capturing: Callable[[], list[Launch] | 
 
 def decode_as_launches(put: Callable[[type, str, Any], object], capturing: Callable[[], list[Launch] | None]) -> None:
     """Put launches in place of what the plain twin of the decode path does, by ``setattr`` or something like it."""
-    for name in ("forward", "fetch_ahead"):
-        put(PlainDecode, name, as_launch(getattr(PlainDecode, name), capturing))
-    put(PlainDecode, "name_ahead", staticmethod(as_launch(PlainDecode.name_ahead, capturing)))
+    put(PlainDecode, "forward", as_launch(PlainDecode.forward, capturing))
     for name in ("plan", "copy", "compute", "finish"):
         put(PlainWide, name, as_launch(getattr(PlainWide, name), capturing))

@@ -136,10 +136,7 @@ def test_a_batch_counts_on_the_scale_of_one_token():
     ("options", "sentence"),
     [
         ({"retention": 1.5}, r"retention: input should be less than or equal to 1"),
-        (
-            {"retension": 0.5},
-            r"retension: extra inputs are not permitted\); it has look_ahead, ahead_in_graph, retention, high",
-        ),
+        ({"retension": 0.5}, r"retension: extra inputs are not permitted\); it has look_ahead, retention, high"),
         ({"heavy_share": 0}, r"heavy_share: input should be greater than 0"),
         ({"rounding": "down"}, r"rounding: input should be 'up' or 'nearest'"),
     ],

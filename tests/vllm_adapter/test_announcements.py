@@ -104,7 +104,7 @@ def test_what_decides_in_decode_is_said(memory_store):
     )
     assert "decode is decided by the host; " in describe_runtime(host)
     assert "decode is decided by the device (" in describe_runtime(device)
-    of_each_kind = f"prefetch none (ahead_in_graph is 0) in steps of up to {DECODE_ROWS} tokens, the next"
+    of_each_kind = f"prefetch none in steps of up to {DECODE_ROWS} tokens, the next"
     assert of_each_kind in describe_runtime(device)
     assert "; each chunk of a prompt moves up to" in describe_runtime(device)
     host.host_decides_because = "of a test"

@@ -12,7 +12,7 @@ from tests.support.no_host import NoHost
 from tests.vllm_adapter.steps import rank_of, scheduled
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.residency.table import Counter, Table
-from vllm_dymoe.runtime.ahead import Branch
+from vllm_dymoe.runtime.branch import Branch
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS, DecodePath
 from vllm_dymoe.vllm_adapter import running as module
 from vllm_dymoe.vllm_adapter import step as step_module

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,21 +19,6 @@ class Candidate(NamedTuple):
 
     layer: int  # position of its layer among the model's MoE layers, later than the one that was observed
     expert: int  # its number on this rank
-
-
-class OnDevice(Protocol):
-    """Names the next layer's experts by tensor operations alone, so that a captured step can hold it (DuoServe 5.3)."""
-
-    guesses: int  # experts that are named for each token
-
-    def foresee(self, layer: int, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Name experts of the layer behind one; called for the layers of a step in order, but for the last.
-
-        Returns this rank's experts, int64 [tokens, guesses], negative for another rank's, and how likely each is, 0 to
-        1. ``x`` [tokens, hidden] is the router's input of the layer that is computed, where rows that only fill up a
-        batch may hold anything; ``ids`` int [tokens, top_k] are what it chose, negative for another rank's.
-        """
-        ...
 
 
 class Predictor(ABC):
@@ -81,10 +66,6 @@ class Predictor(ABC):
     @abstractmethod
     def predict(self, layer: int) -> Sequence[Candidate]:
         """Experts that layers after ``layer``, which was observed last, will want, the most useful first."""
-
-    def on_device(self, device: torch.device) -> OnDevice | None:
-        """The same prediction inside a captured step; None for a predictor that needs the host."""
-        return None
 
 
 @dataclass

@@ -13,9 +13,8 @@ layer's gate alone; the gates of layers further on can be asked too, whose answe
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from vllm_dymoe.predict.base import Candidate, OnDevice, Predictor
+from vllm_dymoe.predict.base import Candidate, Predictor
 from vllm_dymoe.predict.gate import Gate
 from vllm_dymoe.predict.side_stream import Answer, Inline
 from vllm_dymoe.residency.routing import Phase, Routing
@@ -62,20 +61,3 @@ class NextGate(Predictor):
     def _coming(self, layer: int) -> range:
         depth = self._layers if self._phase is Phase.DECODE else 1
         return range(layer + 1, min(layer + 1 + depth, len(self._gates)))
-
-    def on_device(self, device: torch.device) -> OnDevice:
-        return GatesOnDevice(self._gates, self._top_k, device)
-
-
-class GatesOnDevice:
-    """The next layer's gate on this layer's input (DyMoE 4.4.1, Eq. 8), which names so many experts for each token."""
-
-    def __init__(self, gates: Sequence[Gate], amount: int, device: torch.device) -> None:
-        self._gates, self.guesses = gates, amount
-        self._local = [None if gate.local is None else torch.tensor(gate.local, device=device) for gate in gates]
-
-    def foresee(self, layer: int, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        experts, scores = self._gates[layer + 1].best(x, self.guesses)
-        local = self._local[layer + 1]
-        here = experts if local is None else local[experts]
-        return here, scores.clamp(0, 1)  # corrected scores may be anything

@@ -5,9 +5,8 @@ step of both the network is asked about the rows that decode, and its names come
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from vllm_dymoe.predict.base import Candidate, OnDevice, Predictor, rank
+from vllm_dymoe.predict.base import Candidate, Predictor, rank
 from vllm_dymoe.predict.checkpoint import PredictorError, load_predictor
 from vllm_dymoe.predict.folded import FoldedMLP
 from vllm_dymoe.predict.gate import RoutedModel
@@ -88,9 +87,6 @@ class TrainedPredictor(Predictor):
             named += [candidate for candidate in self._favourites[following] if candidate.expert not in known]
         return named
 
-    def on_device(self, device: torch.device) -> OnDevice:
-        return NetworkOnDevice(self.network, self._amount)
-
     def _has_network_for(self, layer: int) -> bool:
         return layer < self.network.num_layers and self._decodes
 
@@ -99,18 +95,3 @@ def _ranked(layer: int, shares: torch.Tensor) -> list[Candidate]:
     """Every expert of a layer that was ever chosen, the most popular first."""
     order = shares.argsort(descending=True).tolist()
     return [Candidate(layer, expert) for expert in order if shares[expert] > 0]
-
-
-class NetworkOnDevice:
-    """A trained network, which is told what the layers before chose, and names ``amount`` experts for each token."""
-
-    def __init__(self, network: FoldedMLP, amount: int) -> None:
-        self._network, self.guesses = network, amount
-        self._past: Tensor | None = None
-
-    def foresee(self, layer: int, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        network = self._network
-        chosen = ids.clamp(min=0)  # rows that fill up a batch may have none
-        self._past = network.remember(chosen, None if layer == 0 else self._past)
-        best = network.logits(layer + 1, self._past, None if network.gates is None else x).topk(self.guesses)
-        return best.indices, best.values.float().sigmoid()

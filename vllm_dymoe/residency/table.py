@@ -73,9 +73,6 @@ class Table:
     """Where the layer's own range in a pool begins. Where the device decides a free slot is the lowest of the range
     that no row names, and no list has to be kept."""
     staging: Any = _column(3, 2, dtype="int32")  # first and number of the slots that no layer keeps, for what passes
-    ahead: Any = _column(3, 2, dtype="int32")
-    """First and number of those for guesses about even layers; as many about odd ones follow."""
-    most_ahead: Any = _column(1, dtype="int32")  # projections that are fetched ahead for a layer at most
     staged: Any = _column(2, 3, "experts", dtype="int32")
     """What was fetched ahead for an even and an odd layer: of each expert its slot, its tier, and how many of its
     projections, gate first. It counts until the next guess about a layer of its kind."""
@@ -256,11 +253,10 @@ def check_integrity(table: Table, *, ranges: bool = False, moving: bool = False)
             assert ((own >= 0) & (own < share[there.nonzero()[0]])).all(), "a layer names a slot of another layer"
         for half in (table.staged_for >= 0).nonzero()[0].tolist():
             staged, tiers, projections = table.staged[half]
-            (begin, count), (passing, most) = table.ahead[code].tolist(), table.staging[code].tolist()
+            first, count = table.staging[code].tolist()
             guessed = staged[(projections > 0) & (tiers == code)]
-            own = (guessed >= begin + half * count) & (guessed < begin + (half + 1) * count)
-            own |= (guessed >= passing) & (guessed < passing + most)  # in a wide step
-            assert own.all(), "a guess lies in a slot that is not for guesses"
+            own = (guessed >= first) & (guessed < first + count)
+            assert own.all(), "a guess lies in a slot that a layer keeps"
             assert len(np.unique(guessed)) == len(guessed), "two guesses lie in one slot"
 
 
@@ -295,7 +291,7 @@ def set_precision(
 
 
 def set_pools(
-    table: Table, pools: Mapping[int, tuple[int, int, int]], shares: Mapping[int, Sequence[int]], *, foreseen: int = 0
+    table: Table, pools: Mapping[int, tuple[int, int, int]], shares: Mapping[int, Sequence[int]]
 ) -> dict[int, int]:
     """Where slots are and how layers share them; no expert is there from now on. Returns the number of staging slots.
     ValueError if layers would keep more than a pool has, or one more than it has experts.
@@ -303,10 +299,8 @@ def set_pools(
     Args:
         pools: address of slot 0, bytes of a slot and number of slots, by LOW and HIGH.
         shares: experts that each layer may keep, by LOW and HIGH.
-        foreseen: experts that are fetched ahead for a layer at most. While one layer's are read the next one's are
-            fetched; two thirds of the slots that no layer keeps are for that at most.
     """
-    names = ("first_slot", "shares", "staging", "ahead", "pool", "slot_bytes")
+    names = ("first_slot", "shares", "staging", "pool", "slot_bytes")
     columns = {name: np.zeros(tuple(getattr(table, name).shape), np.int64) for name in names}
     for code, (base, slot_bytes, count) in pools.items():
         share = np.array(shares[code], np.int64)
@@ -315,10 +309,8 @@ def set_pools(
             raise ValueError(f"a layer would keep {share.max()} of its {table.experts} experts")
         if stops[-1] > count:
             raise ValueError(f"shares sum to {stops[-1]} slots of tier {code}, but the pool has {count}")
-        half = min(foreseen, (count - int(stops[-1])) // 3)
         columns["shares"][:, code], columns["first_slot"][:, code] = share, stops - share
-        columns["ahead"][code] = stops[-1], half
-        columns["staging"][code] = stops[-1] + 2 * half, count - stops[-1] - 2 * half
+        columns["staging"][code] = stops[-1], count - stops[-1]
         columns["pool"][code], columns["slot_bytes"][code] = base, slot_bytes
     for name, values in columns.items():
         column = getattr(table, name)

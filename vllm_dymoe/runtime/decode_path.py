@@ -12,20 +12,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_dymoe.kernels import Activation
-from vllm_dymoe.predict import OnDevice
 from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.format import ModelExperts
 from vllm_dymoe.residency.table import Table
 from vllm_dymoe.residency.wide_rule import MOST_PARTS, narrow_parts
-from vllm_dymoe.runtime.ahead import Ahead, AheadKernel, Branch
+from vllm_dymoe.runtime.branch import Branch
 from vllm_dymoe.runtime.there import Doorbell
 from vllm_dymoe.runtime.wide_path import WideKernel, WidePath
 
 DECODE_ROWS = 16  # most rows of a step that take this path; with more of them tensor cores are worth a wide one
 
 
-class DecodeKernel(AheadKernel, WideKernel, Protocol):
-    """Decides and computes one layer's step, and fetches ahead for the next layer."""
+class DecodeKernel(WideKernel, Protocol):
+    """Decides and computes one layer's step."""
 
     name: str  # which implementation, for logs and reports
     doorbell: Doorbell | None  # through which the host computes some misses; None if all are fetched
@@ -47,9 +46,8 @@ class DecodeKernel(AheadKernel, WideKernel, Protocol):
 
 
 class DecodePath:
-    """Every MoE layer of one rank, in steps that need no host: narrow ones here, others and prompts are ``wide``. While
-    a layer is computed the next one is fetched ``ahead``, if something names it. If they are ``recorded``, decisions of
-    all layers are kept until the next step."""
+    """Every MoE layer of one rank, in steps that need no host: narrow ones here, others and prompts are ``wide``.
+    If they are ``recorded``, decisions of all layers are kept until the next step."""
 
     def __init__(
         self, experts: ModelExperts, table: Table, kernel: DecodeKernel, device: torch.device, branch: Branch,
@@ -71,11 +69,6 @@ class DecodePath:
         self._told = 0
         self.costs: NDArray[np.int64] | None = None
         """``Table.there`` where wide steps may be computed in narrow ones: all experts are wanted in one version."""
-        self.ahead: Ahead | None = None
-
-    def look_ahead(self, predictor: OnDevice, branch: Branch) -> None:
-        """Fetch ahead what a predictor names, in every step from now on; before the first capture."""
-        self.ahead = Ahead(self.table, self.kernel, predictor, branch, DECODE_ROWS)
 
     @property
     def nbytes(self) -> int:
@@ -83,8 +76,7 @@ class DecodePath:
         doorbell = self.kernel.doorbell
         tensors = *vars(self.table).values(), self._rows, self._firsts, self._of_parts
         tensors += tuple(tensor for of_layer in self._decisions for tensor in of_layer[-1].tensors.values())
-        others = (part.nbytes for part in (self.ahead, doorbell) if part is not None)
-        return sum(tensor.nbytes for tensor in tensors) + sum(others)
+        return sum(tensor.nbytes for tensor in tensors) + (0 if doorbell is None else doorbell.nbytes)
 
     def warm_up(self, activation: Activation) -> None:
         """Compile and load what layers will launch, by a step without tokens: neither requests nor captures wait."""
@@ -109,13 +101,8 @@ class DecodePath:
 
     def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> Tensor:
         self.wide.settle()
-        decision, ahead = self._decisions[layer % len(self._decisions)][len(x)], self.ahead
-        if ahead is not None:
-            ahead.name(layer, x, ids, self._rows)
-        out = self.kernel.forward(self.table, layer, self._rows, decision, x, weights, ids, activation)
-        if ahead is not None:
-            ahead.fetch()
-        return out
+        decision = self._decisions[layer % len(self._decisions)][len(x)]
+        return self.kernel.forward(self.table, layer, self._rows, decision, x, weights, ids, activation)
 
     def forward_wide(
         self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation, marks: Tensor | None = None,
@@ -130,8 +117,6 @@ class DecodePath:
         if not parts:
             return self.wide.forward(layer, x, weights, ids, activation, marks, captured=captured)
         self.wide.settle()
-        if self.ahead is not None:
-            self.table.forget_ahead()
         decisions, outs = self._decisions[layer % len(self._decisions)], []
         for part, rows in enumerate(self._of_parts[:parts]):
             some = slice(part * DECODE_ROWS, (part + 1) * DECODE_ROWS)
@@ -146,10 +131,8 @@ class DecodePath:
         return self._decisions[layer][-1].fates(ids, self.table.experts)
 
     def settle(self) -> None:
-        """The computing stream waits for what is fetched ahead, and no other step finds what a wide one has."""
+        """A step begins: no other one finds what a wide one has copied ahead."""
         self.wide.settle()
-        if self.ahead is not None:
-            self.ahead.join()
         if (doorbell := self.kernel.doorbell) is not None and doorbell.failed:
             self.table.there.zero_()  # from now on everything is fetched
             self.costs = None

@@ -11,7 +11,6 @@ from vllm_dymoe.kernels import Activation, ExpertKernel, combine
 from vllm_dymoe.kernels.doorbell import collect_plain, post_plain
 from vllm_dymoe.residency.constants import Fate
 from vllm_dymoe.residency.decision import Decision, Grouped
-from vllm_dymoe.residency.decode_ahead import Copies, name_ahead_plain
 from vllm_dymoe.residency.decode_rule import decide_plain
 from vllm_dymoe.residency.format import Expert, Format
 from vllm_dymoe.residency.matrix import MatrixFormat, PackedMatrix
@@ -71,11 +70,6 @@ class PlainDecode:
         return step, out
 
     decide = staticmethod(decide_plain)
-
-    name_ahead = staticmethod(name_ahead_plain)
-
-    def fetch_ahead(self, copies: Copies) -> None:
-        self.copy_spans(copies.spans)
 
     def wide_step(self, table: Table, shape: WideShape, activation: Activation) -> "PlainWide":
         return PlainWide(self, table, shape, activation)

@@ -7,13 +7,11 @@ from torch import Tensor
 
 from vllm_dymoe.kernels import Activation, ExpertKernel
 from vllm_dymoe.kernels.triton import TritonKernel
-from vllm_dymoe.kernels.triton.ahead import fetch_ahead, name_ahead
 from vllm_dymoe.kernels.triton.doorbell import Door
 from vllm_dymoe.kernels.triton.step import DecodeStep
 from vllm_dymoe.kernels.triton.wide_step import TritonWide
 from vllm_dymoe.residency.constants import check_experts
 from vllm_dymoe.residency.decision import Decision
-from vllm_dymoe.residency.decode_ahead import Copies
 from vllm_dymoe.residency.format import ModelExperts
 from vllm_dymoe.residency.table import Table
 from vllm_dymoe.residency.wide_rule import WideShape
@@ -61,12 +59,6 @@ class TritonDecode:
             door = Door(doorbell.ring.shape, doorbell.turn, doorbell.present)
         step.run(vars(table), layer, x, ids, weights, rows, decision.tensors, out, door)
         return out
-
-    def name_ahead(self, table: Table, layer: int, ids: Tensor, scores: Tensor, rows: Tensor, copies: Copies) -> None:
-        name_ahead(vars(table), layer, ids, scores, rows, vars(copies))
-
-    def fetch_ahead(self, copies: Copies) -> None:
-        fetch_ahead(vars(copies))
 
     def wide_step(self, table: Table, shape: WideShape, activation: Activation) -> TritonWide:
         return self._kernel.wide_step(vars(table), shape, self._formats, activation)

@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_dymoe.residency.decode_rule import PROJECTIONS
 from vllm_dymoe.residency.format import BlobKey
 from vllm_dymoe.residency.hotness import squared_gates
 from vllm_dymoe.residency.rule import HIGH, LOW
@@ -30,11 +29,11 @@ class DeviceSide:
     """Beside an ExpertMemory whose store the device can read."""
 
     shares: Mapping[int, Sequence[int]]  # experts that each layer keeps, by LOW and HIGH of the tiers in use
-    staging: Mapping[int, int]  # slots of each that no layer keeps, and that are not for guesses
+    staging: Mapping[int, int]  # slots of each that no layer keeps
 
     def __init__(self, store: HostStore, device: torch.device) -> None:
         experts = store.experts
-        self._store, self.most_ahead = store, 0
+        self._store = store
         self.table = Table.allocate(
             len(experts.layers),
             experts.num_experts,
@@ -51,7 +50,7 @@ class DeviceSide:
         self.shares = {CODES[tier]: quotas[tier] for tier in pools}
         codes = {CODES[tier]: pool for tier, pool in pools.items()}
         at = {code: (pool.slots[0].blob.data_ptr(), pool.format.nbytes, pool.count) for code, pool in codes.items()}
-        self.staging = set_pools(self.table, at, self.shares, foreseen=-(-self.most_ahead // PROJECTIONS))
+        self.staging = set_pools(self.table, at, self.shares)
 
     def fill(self, pools: Mapping[Tier, SlotPool], quotas: Mapping[Tier, Sequence[int]]) -> None:
         """Where every expert has a slot, bring them all: then no step ever misses one."""
@@ -68,11 +67,6 @@ class DeviceSide:
             named = torch.arange(everything, dtype=torch.int32).view(len(experts.layers), -1)
             table.slot[int(table.nested and tier is Tier.HI)].copy_(named)
             table.tier.fill_(CODES[tier])
-
-    def fetch_ahead(self, projections: int) -> None:
-        """Fetch so many projections ahead for a layer; slots for them come with the next plan, none at once."""
-        self.most_ahead = projections
-        self.table.most_ahead.fill_(projections)
 
     def store_moved(self) -> None:
         self._sources = ()

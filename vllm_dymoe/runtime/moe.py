@@ -13,7 +13,7 @@ from vllm_dymoe.kernels import CpuKernel, ExpertKernel, make_kernel
 from vllm_dymoe.predict import Measured, Predictor
 from vllm_dymoe.residency.format import ModelExperts
 from vllm_dymoe.residency.tier import Tier
-from vllm_dymoe.runtime.ahead import Branch, make_branch
+from vllm_dymoe.runtime.branch import Branch, make_branch
 from vllm_dymoe.runtime.decisions import DRAFTED, device_decides
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS, DecodeKernel, DecodePath
 from vllm_dymoe.runtime.decode_plain import PlainDecode
@@ -141,7 +141,10 @@ class MoERuntime:
         self.host_decides_because = why_not  # if the device was to decide
         writer = Writer.DEVICE if system.residency.migrating is None else Writer.PLANNER
         memory = self.memory = parts.memory(store, Writer.HOST if decoding is None else writer)
-        self.decode = None if decoding is None else _decode_path(parts, memory, decoding, options, system, predictor)
+        self.decode: DecodePath | None = None
+        if decoding is not None and (side := memory.device_side) is not None:
+            recorded = options.trace is not None
+            self.decode = DecodePath(self.experts, side.table, decoding, device, parts.branch(), recorded=recorded)
         measured = None if predictor is None else Measured(predictor)
         self.level = store if isinstance(store, HostLevel) and not store.whole else None
         self.serving = Serving(self.memory, self.kernel, self.engine, measured, self.level, foresees=decoding is None)
@@ -185,10 +188,8 @@ class MoERuntime:
             self._replace("precision", options, system, plan)
 
     def drop_predictor(self) -> None:
-        """Foresee nothing from now on; captured decode steps fetch nothing ahead any more."""
+        """Foresee nothing from now on."""
         self.serving.predictor = None
-        if self.memory.device_side is not None:
-            self.memory.device_side.fetch_ahead(0)
 
     def _replace(self, what: str, options: Options, system: System, plan: SlotPlan) -> None:
         """Go on with other slots; if they cannot be had, with the old ones and a ConfigError: slots cannot go now, or
@@ -374,18 +375,3 @@ def _make_decode_kernel(
         if options.decisions == "device":
             raise ConfigError(f'vllm-dymoe: decisions = "device" is impossible, because {error}.') from error
         return None, str(error)
-
-
-def _decode_path(
-    parts: Parts, memory: ExpertMemory, kernel: DecodeKernel, options: Options, system: System,
-    predictor: Predictor | None,
-) -> DecodePath:  # fmt: skip
-    side, recorded = memory.device_side, options.trace is not None
-    assert side is not None
-    path = DecodePath(memory.experts, side.table, kernel, parts.device, parts.branch(), recorded=recorded)
-    named = None if predictor is None else predictor.on_device(parts.device)
-    ahead = system.foresight.projections_in_graph if system.foresight else 0
-    if named is not None and ahead > 0 and not side.table.nested:
-        path.look_ahead(named, parts.branch())
-        side.fetch_ahead(ahead)
-    return path

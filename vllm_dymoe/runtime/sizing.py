@@ -152,7 +152,7 @@ def _check_budget(experts: ModelExperts, options: Options, system: System, limit
 
 def _staging(experts: ModelExperts, system: System, count: int) -> int:
     # C of Eq. 10 bounds what is fetched ahead: a quarter of the slots at most, or layers would keep too little.
-    wide = system.foresight.slots(experts.top_k) if system.foresight else 0
+    wide = system.foresight.wide(experts.top_k) if system.foresight else 0
     ahead = min(FEWEST_STAGING + wide, count // 4)
     return max(system.staging_slots(count), ahead if wide else 0)
 

@@ -21,7 +21,7 @@ from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.format import ModelExperts
 from vllm_dymoe.residency.table import Table
 from vllm_dymoe.residency.wide_rule import KEPT, PASSING, THERE, WideShape
-from vllm_dymoe.runtime.ahead import Branch
+from vllm_dymoe.runtime.branch import Branch
 
 _LEAST_HALF = 2  # staging slots of a group; with fewer there would be as many launches as experts
 _MOST_ACTIVE = 0.9

@@ -145,14 +145,8 @@ class Foresight:
     paced: bool = False  # predictions are acted on only as often as they pay
     projections: int = len(EVERY_PROJECTION)
     """How many of an expert's three are fetched ahead, in the order gate, up, down."""
-    projections_in_graph: int = 0
-    """The most that a decode step which the device decides fetches ahead for the next layer."""
     wide: Callable[[int], int] = lambda top_k: 0
     """Experts to have on their way at once for so many per token; 0 for the usual number."""
-
-    def slots(self, top_k: int) -> int:
-        """Staging slots that it needs beyond what is usual; in a graph two layers' guesses, one read, one fetched."""
-        return self.wide(top_k) + 2 * -(-self.projections_in_graph // len(EVERY_PROJECTION))
 
 
 class System(BaseModel):

@@ -3,7 +3,7 @@
 from functools import cached_property
 from typing import ClassVar
 
-from pydantic import Field, NonNegativeInt, ValidationInfo, field_validator
+from pydantic import NonNegativeInt
 
 from vllm_dymoe.predict import Predictor, RoutedModel, TrainedPredictor
 from vllm_dymoe.predict.next_gate import NextGate
@@ -19,15 +19,6 @@ class Exact(System):
 
     look_ahead: NonNegativeInt = 1
     """Layers ahead that gates, or a predictor, are asked about; more where experts come from a disk, 0 for none."""
-    ahead_in_graph: int = Field(default=0, ge=0, le=24)
-    """Projections of the next layer's experts that a step fetches ahead where the device decides."""
-
-    @field_validator("ahead_in_graph")
-    @classmethod
-    def _check_ahead(cls, projections: int, info: ValidationInfo) -> int:
-        if projections and not info.data.get("look_ahead"):
-            raise ValueError("something has to name experts ahead, so that look_ahead must be 1 or more")
-        return projections
 
     @cached_property
     def residency(self) -> Residency:
@@ -38,14 +29,7 @@ class Exact(System):
         """The next layers' gates on this layer's input, or the trained predictor that was given."""
         if not self.look_ahead:
             return None
-        return Foresight(
-            "next gate",
-            self._predictor,
-            needs_gates=True,
-            takes_predictor=True,
-            paced=True,
-            projections_in_graph=self.ahead_in_graph,
-        )
+        return Foresight("next gate", self._predictor, needs_gates=True, takes_predictor=True, paced=True)
 
     def _predictor(self, model: RoutedModel) -> Predictor:
         if model.predictor is not None:

@@ -79,7 +79,6 @@ class StreamDelivery(Delivery):
         self._buffers: deque[tuple[torch.Tensor, Any]] = deque((buffer, None) for buffer in buffers)
         self._returned = concurrency.Condition(concurrency.Lock())
 
-
     def deliver(self, ticket: Ticket, projections: range, destination: torch.Tensor, *, wait: bool = True) -> Any:
         with self.store.hold(ticket.key, projections, wait=wait) as held:
             if held is None or not held.locked:

@@ -83,17 +83,12 @@ def _decisions(runtime: MoERuntime) -> str:
 
 def _prefetch(runtime: MoERuntime) -> str:
     """What is fetched ahead, in each kind of step."""
-    foresight, side = runtime.system.foresight, runtime.memory.device_side
-    if foresight is None:
+    if runtime.system.foresight is None:
         return "none"
     host = "none, because the cores that would copy compute" if runtime.engine.occupies_cores else _named(runtime)
-    if runtime.decode is None or side is None:
+    if runtime.decode is None:
         return host
-    most, needs = side.most_ahead, "ahead_in_graph is 0"
-    if foresight.projections_in_graph:
-        needs = "ahead_in_graph needs a predictor, and low versions that do not lie inside the high ones"
-    decode = f"up to {most} projections of the next layer" if most else f"none ({needs})"
-    return f"{decode} in steps of up to {DECODE_ROWS} tokens, the next layer's experts by themselves in larger ones"
+    return f"none in steps of up to {DECODE_ROWS} tokens, the next layer's experts by themselves in larger ones"
 
 
 def _named(runtime: MoERuntime) -> str:

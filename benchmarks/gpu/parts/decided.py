@@ -12,11 +12,10 @@ from vllm_dymoe.systems.exact import Exact
 
 
 def runtime_of(
-    stack: Stack, store: Any, bits: int, budget: str, projections: int, kind: type[Exact] = Exact, **options: Any
+    stack: Stack, store: Any, bits: int, budget: str, kind: type[Exact] = Exact, **options: Any
 ) -> MoERuntime:
-    """A runtime whose device decides, and fetches so many projections ahead."""
-    given = options | {"system": kind(ahead_in_graph=projections), "decisions": "device"}
-    return stack.runtime(store, bits, budget=budget, prefetch="next-gate", **given)
+    """A runtime whose device decides."""
+    return stack.runtime(store, bits, budget=budget, system=kind(look_ahead=0), decisions="device", **options)
 
 
 class DecidedSteps:

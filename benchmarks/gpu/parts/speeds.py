@@ -27,8 +27,6 @@ BUDGETS = ("25%", "50%", "100%")
 PREFETCH = ("none", "next-gate")
 STEPS = {"decode": (1, 50), "prefill": (2048, 4)}
 """Tokens of a step, and how many steps are measured."""
-AHEAD = (0, 1, 3)
-"""Projections that a step which the device decides fetches ahead for a layer."""
 WARM = 20
 """Steps of decode before those that are measured, behind a prefill that fills what is there for all experts."""
 
@@ -110,13 +108,12 @@ def _measure_decided(record: Recorder, machine: Machine, store: HostStore, stack
     Decode of one token is one graph; a prompt is launched, and streams through the staging slots. Misses that the host
     computes count as if they had been fetched, so that a share above 1 is what they gain.
     """
-    alone = [("decode", budget, ahead) for budget in BUDGETS[:-1] for ahead in AHEAD[1:]]
-    cases = [(phase, budget, 0) for phase in STEPS for budget in BUDGETS] + alone
-    for phase, budget, ahead in cases if misses == "fetch" else [("decode", budget, 0) for budget in BUDGETS[:-1]]:
+    cases = [(phase, budget) for phase in STEPS for budget in BUDGETS]
+    for phase, budget in cases if misses == "fetch" else [("decode", budget) for budget in BUDGETS[:-1]]:
         (tokens, steps), wide = STEPS[phase], phase == "prefill"
-        name = f"{phase} decided on the device, misses {misses}, {budget}, {ahead} projections ahead"
+        name = f"{phase} decided on the device, misses {misses}, {budget}"
         with record.check(f"{name}, could be measured"):
-            runtime = runtime_of(stack, store, BITS, budget, ahead, OfAllLayers, misses=misses)
+            runtime = runtime_of(stack, store, BITS, budget, OfAllLayers, misses=misses)
             replayed = DecidedSteps(stack, runtime, tokens, launched=wide, wide=wide)
             for seed in range(1 if wide else WARM):
                 replayed.step(stack.inputs(tokens, steps + seed))
@@ -140,7 +137,7 @@ def _measure_decided(record: Recorder, machine: Machine, store: HostStore, stack
 def _measure_doorbell(record: Recorder, machine: Machine, store: HostStore, stack: Stack) -> None:
     """Both bandwidths, each while the other works, and the way to the host and back without a row to compute."""
     with record.check("the doorbell could be measured") as wrong:
-        runtime = runtime_of(stack, store, BITS, BUDGETS[0], 0, misses="share")
+        runtime = runtime_of(stack, store, BITS, BUDGETS[0], misses="share")
         path, rates = runtime.decode, runtime.host_side.rates
         assert path is not None
         assert rates is not None

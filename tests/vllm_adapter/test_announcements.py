@@ -107,5 +107,8 @@ def test_what_decides_in_decode_is_said(memory_store):
     of_each_kind = f"prefetch none in steps of up to {DECODE_ROWS} tokens, the next"
     assert of_each_kind in describe_runtime(device)
     assert "; each chunk of a prompt moves up to" in describe_runtime(device)
+    for name in ("host", "device"):
+        asked = MoERuntime(memory_store, chosen(decisions=name, predictor="file", link_gbps=1.0), CPU, 10**9)
+        assert any("predictor is not asked" in sentence for sentence in warnings(asked)) == (name == "device")
     host.host_decides_because = "of a test"
     assert "decode is decided by the host, because of a test; " in describe_runtime(host)

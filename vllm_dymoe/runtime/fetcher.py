@@ -4,7 +4,7 @@ It decides nothing. Giving up is written once, for guesses that were wrong and f
 while anything still writes it. A copy that was given up while it moved is *orphaned* until it ends.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,14 +87,13 @@ class Fetcher:
 
     def collect(self) -> bool:
         """Take back the slots of orphaned copies that have ended; whether there were any."""
-        return self._take_back(lambda fetch: fetch.ticket.ended and self.engine.settle(fetch.ticket))
+        return self._take_back(fetch for fetch in self.orphaned if fetch.ticket.ended)
 
     def settle(self) -> bool:
         """Wait for the slot of an orphaned copy; False if there is none, or it does not end."""
         if self.collect():
             return True
-        found = next((fetch for fetch in self.orphaned if self.engine.settle(fetch.ticket)), None)
-        return found is not None and self._take_back(lambda fetch: fetch is found)
+        return any(self._take_back([fetch]) for fetch in list(self.orphaned))
 
     def settle_all(self) -> bool:
         """Wait for every orphaned copy; whether all slots came back."""
@@ -102,16 +101,12 @@ class Fetcher:
             pass
         return not self.orphaned
 
-    def _take_back(self, ended: Callable[[Fetch], bool]) -> bool:
-        left = []
-        for fetch in self.orphaned:
-            if ended(fetch):
-                self._free(fetch)
-            else:
-                left.append(fetch)
-        some = len(left) < len(self.orphaned)
-        self.orphaned = left
-        return some
+    def _take_back(self, among: Iterable[Fetch]) -> bool:
+        back = [fetch for fetch in among if self.engine.settle(fetch.ticket)]
+        for fetch in back:
+            self.orphaned.remove(fetch)
+            self._free(fetch)
+        return bool(back)
 
     def _free(self, fetch: Fetch) -> None:
         self.memory.pools[fetch.tier].give_back(fetch.slot, kept=fetch.kept)

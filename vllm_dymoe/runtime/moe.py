@@ -145,9 +145,9 @@ class MoERuntime:
         if decoding is not None and (side := memory.device_side) is not None:
             recorded = options.trace is not None
             self.decode = DecodePath(self.experts, side.table, decoding, device, parts.branch(), recorded=recorded)
-        measured = None if predictor is None else Measured(predictor)
+        measured = None if predictor is None or decoding is not None else Measured(predictor)  # a device asks none
         self.level = store if isinstance(store, HostLevel) and not store.whole else None
-        self.serving = Serving(self.memory, self.kernel, self.engine, measured, self.level, foresees=decoding is None)
+        self.serving = Serving(self.memory, self.kernel, self.engine, measured, self.level)
         self.serving.records_fates = options.trace is not None
         self.host_side.join(self.serving, rates)
         files = self.level.files if self.level else store

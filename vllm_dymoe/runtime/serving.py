@@ -49,12 +49,10 @@ class Serving:
         engine: TransferEngine,
         predictor: Measured | None,
         level: HostLevel | None = None,
-        *,
-        foresees: bool = True,
     ) -> None:
         self.level, self.disk = level, DiskCounts()  # host memory over a disk, if it is; what was read from files
         self.memory, self.kernel, self.engine = memory, kernel, engine
-        self.predictor, self._foresees = predictor, foresees
+        self.predictor = predictor
         self.counts, self.prefetch_stats = ResidencyCounts(), PrefetchStats()
 
     # -- between steps ----------------------------------------------------------------------------
@@ -66,7 +64,7 @@ class Serving:
         overlaps = self.system.residency.overlaps and self.system.residency.migrating is None
         self.fetcher, self.prefetcher = Fetcher(self.memory, self.engine, overlaps=overlaps), None
         self.migration = None
-        if self.predictor is not None and self._foresees:
+        if self.predictor is not None:
             self.predictor.predictor.slots_changed()
             experts = self.memory.experts
             layers = len(experts.layers) - experts.draft_layers

@@ -112,6 +112,11 @@ def warnings(runtime: MoERuntime, expert_ranks: int = 1) -> list[str]:
             "because the cores that would copy them are computing; it works where they come from a disk, on a GPU, and "
             "with link_gbps."
         )
+    if options.predictor is not None and runtime.decode is not None:
+        found.append(
+            "predictor is not asked, because the device decides about experts; leave it out, or set decisions to "
+            '"host".'
+        )
     if options.lo == 0 and Tier.LO in runtime.system.precision.tiers:
         found.append(
             "lo is 0, so experts that matter less are skipped, which loses about ten times as much on a prompt as 2 "

@@ -35,6 +35,7 @@ pytestmark = [pytest.mark.engine, needs_two_cores]
 OPTIONS = {"hi": 16, "lo": 4, "group_size": 32, "expert_budget": "100%"}
 IN_MEMORY = {"host_store": "pinned", "misses": "fetch"}
 BUDGETS = ("100%", "25%", "minimum")
+STAGED = {"system": "dymoe", "system_options": {"high_by": "depth", "retention": 0.6, "reuse_high": False}}
 SYSTEMS = {"16 bits": Exact(look_ahead=0), "4 bits": Dymoe(retention=0, look_ahead=0)}
 
 
@@ -89,7 +90,8 @@ def serve_two_ranks(log, settings):
     prepare_rank(log)
     result = {"answers": {}, "stats": {}}
     stages = "pipeline_parallel_size" in settings
-    options = OPTIONS if stages else OPTIONS | IN_MEMORY | {"trace": {"folder": f"{log}.traces", "inputs": True}}
+    traced = IN_MEMORY | {"trace": {"folder": f"{log}.traces", "inputs": True}}
+    options = OPTIONS | (STAGED if stages else traced)
     with engine(dymoe=options, distributed_executor_backend="mp", **settings) as llm:
         result["ranks"] = llm.collective_rpc(describe_rank)
         if stages:
@@ -142,6 +144,8 @@ def one_rank(tmp_path_factory):
     folder = tmp_path_factory.mktemp("one-rank")
     with engine(dymoe=OPTIONS | {"trace": {"folder": str(folder), "inputs": True}}) as llm:
         runtime = runtime_of(llm)
+        runtime.serving.system = Dymoe(**STAGED["system_options"])
+        runtime.resize("100%")
         result["outputs"] = [layer_output(runtime, position) for position in range(8)]
         for bits, system in SYSTEMS.items():
             runtime.serving.system = system
@@ -244,7 +248,7 @@ def test_each_rank_has_a_store_of_its_own_part(parallel):
         assert first["num_experts"] == second["num_experts"] == 16
 
 
-def test_a_pipeline_stage_has_its_own_layers_and_nothing_else(pipeline, one_rank):
+def test_a_pipeline_stage_has_its_own_layers_and_knows_how_deep_they_lie(pipeline, one_rank):
     """vLLM 0.32's CPU build loads a pipeline but cannot run it, with or without the plugin: so it is not asked to."""
     stages = pipeline["ranks"]
     assert [stage["layers"] for stage in stages] == [[0, 1, 2, 3], [4, 5, 6, 7]]

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_dymoe.systems.dymoe import Dymoe
 from vllm_dymoe.systems.schedule import Schedule
 
 
@@ -23,6 +24,17 @@ def test_the_paper_s_ends(retention, floor):
     assert schedule.ratio(0, 32) == 1
     assert schedule.ratio(31, 32) == pytest.approx(floor)
     assert schedule.ratio(10, 21) == pytest.approx((1 + floor) / 2), "the middle of a cosine"
+
+
+@pytest.mark.parametrize("stages", [(8,), (3, 5), (1, 0, 1, 6)])
+def test_stages_of_a_pipeline_count_through(stages):
+    whole, found = Dymoe(retention=0.6, high_by="depth"), []
+    expected = whole.precision.critical_counts(8, 16).tolist()  # asked first: a stage keeps nothing of what this found
+    for number, layers in enumerate(stages):
+        stage = whole.of_stage(sum(stages[:number]), sum(stages[number + 1 :]))
+        assert stage.high_by == "depth"
+        found += stage.precision.critical_counts(layers, 16).tolist()
+    assert found == expected
 
 
 def test_below_a_half_the_curve_is_scaled():

@@ -75,12 +75,11 @@ def test_wrong_options_are_refused(monkeypatch):
     assert "DYMOE_HI = 5: input should be 16, 8, 4 or 2." in refusal()
 
 
-def test_depth_needs_all_layers_in_one_process():
-    by_depth = {"system": "dymoe", "system_options": {"high_by": "depth"}}
-    message = refusal(by_depth, pipeline_parallel_size=2)
-    assert "leave --pipeline-parallel-size 2 out" in message
-    configure({"system": "dymoe"}, pipeline_parallel_size=2)
-    configure(by_depth)
+def test_a_trace_needs_all_layers_in_one_process(tmp_path):
+    traced = {"trace": {"folder": str(tmp_path)}}
+    assert "leave --pipeline-parallel-size 2 out" in refusal(traced, pipeline_parallel_size=2)
+    configure({"system": "dymoe", "system_options": {"high_by": "depth"}}, pipeline_parallel_size=2)
+    configure(traced)
 
 
 def test_what_cannot_meet_at_the_experts_of_several_engines_is_refused(tmp_path):

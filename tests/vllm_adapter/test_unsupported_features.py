@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from tests.vllm_adapter.test_prepare import MODEL, configure, refusal
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.store import MANIFEST, Manifest
-from vllm_dymoe.vllm_adapter import patches, prepare
+from vllm_dymoe.vllm_adapter import moe_method, patches, prepare
 from vllm_dymoe.vllm_adapter.balance import refuse_balancing
 from vllm_dymoe.vllm_adapter.moe_method import DymoeMoEMethod
 from vllm_dymoe.vllm_adapter.patches import PATCHES, apply_patches
@@ -112,7 +112,7 @@ def test_an_adapter_of_packed_experts_is_refused(ours, name):
 
 @pytest.mark.parametrize(
     ("method", "stages", "layers", "refused"),
-    [("dymoe", 1, {}, True), ("dymoe", 2, {}, False), (None, 1, {}, False), ("dymoe", 1, {"layer": True}, False)],
+    [("dymoe", 1, {}, True), (None, 1, {}, False), ("dymoe", 1, {"layer": True}, False)],
 )
 def test_a_model_with_experts_of_its_own_code_is_refused(method, stages, layers, refused):
     made, layers = [], {name: DymoeMoEMethod.__new__(DymoeMoEMethod) for name in layers}
@@ -127,6 +127,22 @@ def test_a_model_with_experts_of_its_own_code_is_refused(method, stages, layers,
     else:
         assert initialize(vllm_config=config, prefix="") == 7
         assert made == [7] * bool(layers)
+
+
+@pytest.mark.parametrize("layers", [0, 3])
+def test_every_stage_says_how_many_layers_are_its_own_once(monkeypatch, layers):
+    """One without any, too: the others wait for it. A draft is on the last stage alone."""
+    said, method = [], DymoeMoEMethod.__new__(DymoeMoEMethod)
+    method.loading = SimpleNamespace(model_made=lambda _: None, layers=layers, around=(0, 0))
+    monkeypatch.setattr(moe_method, "layers_around", lambda own: said.append(own) or (5, 7))
+    forward_context = {"layer": method} if layers else {}
+    config = engine_config(compilation_config=SimpleNamespace(static_forward_context=forward_context))
+    config.model_config.quantization, config.parallel_config.pipeline_parallel_size = "dymoe", 2
+    initialize = patched("initialize_model", lambda **_: 7)
+    for runner in ("generate", "draft"):
+        initialize(vllm_config=config, prefix="", model_config=SimpleNamespace(runner_type=runner))
+        assert said == [layers]
+    assert method.loading.around == ((5, 7) if layers else (0, 0))
 
 
 def test_beside_a_draft_with_experts_the_device_cannot_decide():

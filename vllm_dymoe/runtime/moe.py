@@ -92,6 +92,7 @@ class MoERuntime:
 
     Args:
         agree: with the ranks that have other parts of the same experts, for a system that moves versions.
+        around: MoE layers of a pipeline's stages before this one and behind it.
         rates: file that keeps how fast link and host are; None to measure anew.
     """
 
@@ -111,12 +112,13 @@ class MoERuntime:
         *,
         obstacle: str = "",  # why the host has to decide in decode, if the model is such a one
         agree: Agree = list,
+        around: tuple[int, int] = (0, 0),
         parts: Parts | None = None,  # in place of those of the device
         rates: Path | None = None,
     ) -> None:
         self.store, self.experts, self.device = store, store.experts, device
         self._parts = parts = parts or Parts(device)
-        formats, system = self.experts.formats.values(), system or make_system(options)
+        formats, system = self.experts.formats.values(), system or make_system(options).of_stage(*around)
         matrices = [matrix for fmt in formats for matrix in fmt.matrices]
         try:
             workspace = workspace_bytes(self.experts, device.type)
@@ -153,7 +155,7 @@ class MoERuntime:
         files = self.level.files if self.level else store
         if isinstance(files, FileStore):
             self.serving.disk = files.counts
-        self._agree = agree
+        self._agree, self._around = agree, around
         self._counts: DecodeCounts | None = None
         self.asleep = 0  # at which level
         self._spending = _Spending(self.experts, decoding is not None, automatic_budget)
@@ -174,7 +176,7 @@ class MoERuntime:
         shared out in another way the cache starts empty. With a ConfigError all stays as it was: a value cannot be
         honoured, or a read that was given up has not ended."""
         options = changed_precision(self.options, self.experts.formats, changes)
-        system = make_system(options)
+        system = make_system(options).of_stage(*self._around)
         if self.decode is not None and not system.residency.on_device:
             raise ConfigError(
                 "vllm-dymoe: the precision stays as it was: the device decides about experts in decode, and this needs "

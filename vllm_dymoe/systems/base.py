@@ -41,11 +41,6 @@ class Precision:
     """Above which experts of prompts' tokens and of others are high, int64 [2] each, see
     :mod:`~vllm_dymoe.residency.threshold`; where the host decides they move. Empty where there are none."""
 
-    @property
-    def by_depth(self) -> bool:
-        """Whether the tiers of a layer follow from how deep it lies in the whole model."""
-        return False
-
     def shares(self, num_layers: int, top_k: int) -> Mapping[Tier, Sequence[float]]:
         """What share of a layer's active experts gets each tier when one token is decoded, for every layer."""
         return {Tier.HI: [1.0] * num_layers}
@@ -166,6 +161,10 @@ class System(BaseModel):
     """Bits of the low tier if the user does not say."""
     precision_parameters: ClassVar[tuple[str, ...]] = ()
     """Parameters that decide precision, and can change while the model is served."""
+
+    def of_stage(self, before: int, behind: int) -> "System":
+        """The same for a stage of a pipeline, with so many MoE layers before its own and behind them."""
+        return self
 
     @cached_property
     def precision(self) -> Precision:

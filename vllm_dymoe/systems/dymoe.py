@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from vllm_dymoe.residency.importance import high_experts, importance
 from vllm_dymoe.residency.routing import Routing
@@ -31,10 +31,6 @@ class CriticalHigh(Precision):
 
     schedule: Schedule = field(default_factory=lambda: Schedule(0.75))
     """How many experts are critical, by depth (Eqs. 4 and 5), where there are no thresholds."""
-
-    @property
-    def by_depth(self) -> bool:
-        return self.schedule.depth and not self.thresholds and len(self.tiers) > 1
 
     def shares(self, num_layers: int, top_k: int) -> Mapping[Tier, Sequence[float]]:
         """Of ``top_k`` active experts: retention, or what rounding makes of r(l)."""
@@ -121,6 +117,13 @@ class Dymoe(Exact):
     reuse_high: bool = True
     """Whether a low expert is computed high where its high version is on the device."""
 
+    _around: tuple[int, int] = PrivateAttr((0, 0))  # MoE layers of other stages
+
+    def of_stage(self, before: int, behind: int) -> "Dymoe":
+        placed = type(self)(**{name: getattr(self, name) for name in type(self).model_fields})  # and not its precision
+        placed._around = before, behind
+        return placed
+
     @cached_property
     def precision(self) -> CriticalHigh:
         """Both tiers, or only one at the two ends of the scale, where there is nothing to choose."""
@@ -130,7 +133,7 @@ class Dymoe(Exact):
             heavy_hitters=self.heavy_share,
             reuses_high=self.reuse_high,
             renormalizes=self.skipped_weights == "renormalize",
-            schedule=Schedule(self.retention, self.rounding, self.high_by != "equal"),
+            schedule=Schedule(self.retention, self.rounding, self.high_by != "equal", *self._around),
             thresholds=(threshold_for(self.retention), threshold_for(self.retention)) if by_threshold else (),
         )
 

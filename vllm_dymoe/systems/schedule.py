@@ -31,6 +31,8 @@ class Schedule:
     """With "up" it is Eq. 5's ceiling, and the share of critical experts above r where few are active; "nearest" stays
     around r. Of two tiers at least one expert is high: a layer without any costs the most."""
     depth: bool = True  # Eq. 4; else every layer has r.
+    before: int = 0  # layers of the model in front of those that are counted here, as in a stage of a pipeline
+    behind: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.retention <= 1:
@@ -38,6 +40,7 @@ class Schedule:
 
     def ratio(self, layer: int, num_layers: int) -> float:
         """r(l), Eq. 4: the share of critical experts at a depth. A single layer has r itself."""
+        layer, num_layers = layer + self.before, num_layers + self.before + self.behind
         if num_layers == 1 or not self.depth:
             return self.retention
         depth = min(1.0, layer / (num_layers - 1))  # a draft's layers lie behind the last

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.host_memory import available_host_memory
@@ -56,6 +56,7 @@ class Loading:
         moving = "experts move from rank to rank (--enable-eplb)" if vllm_config.parallel_config.enable_eplb else ""
         self._foresight = Foresight(options, moving)
         self.model_made = self._foresight.model_made
+        self.around = 0, 0  # MoE layers of a pipeline's stages before this one and behind it
         # Before any rank of this machine fills its share.
         self._host_memory = available_host_memory()
         self._model = ModelStore(vllm_config, options, checkpoint, reader, self._host_memory)
@@ -81,6 +82,11 @@ class Loading:
                 "supported yet; leave --speculative-config out."
             )
         return len(self._model.layers) + len(self._draft.layers) - 1
+
+    @property
+    def layers(self) -> int:
+        """MoE layers of the model on this rank, so far."""
+        return len(self._model.layers)
 
     @property
     def experts(self) -> ModelExperts:
@@ -183,7 +189,8 @@ class Loading:
     ) -> MoERuntime:
         experts, config = store.experts, self.config
         mine = self.options
-        least = minimum_budget(experts, mine, make_system(mine), workspace_bytes(experts, device.type))
+        system = make_system(mine).of_stage(*self.around)
+        least = minimum_budget(experts, mine, system, workspace_bytes(experts, device.type))
         try:
             budget = automatic_budget(config, device, experts, least)
         except ConfigError:
@@ -195,7 +202,12 @@ class Loading:
         on_cpu = device.type == "cpu" and options.link_gbps is None and options.decisions != "device"
         if options.misses == "auto" and on_cpu and store.whole:
             options = options.model_copy(update={"misses": "compute"})  # a slot is the same memory
-        given: dict[str, Any] = {"predictor": predictor, "obstacle": obstacle, "agree": _agreement(config)}
+        given: dict[str, Any] = {
+            "predictor": predictor,
+            "obstacle": obstacle,
+            "agree": _agreement(config),
+            "around": self.around,
+        }
         given["rates"] = self._model.rates
         return MoERuntime(store, options, device, budget, **given)
 
@@ -230,6 +242,15 @@ class Loading:
             "dtype": str(spec.dtype).removeprefix("torch."),
             "activation": [str(layer.activation) for layer in self._model.layers],
         }
+
+
+def layers_around(own: int) -> tuple[int, int]:
+    """MoE layers in the stages of a pipeline before this one and behind it; every stage says how many are its own."""
+    stages = get_pp_group()
+    here, counts = stages.rank_in_group, torch.zeros(stages.world_size, dtype=torch.int64, device="cpu")
+    counts[here] = own
+    torch.distributed.all_reduce(counts, group=stages.cpu_group)
+    return int(counts[:here].sum()), int(counts[here + 1 :].sum())
 
 
 def _agreement(config: VllmConfig) -> Agree:

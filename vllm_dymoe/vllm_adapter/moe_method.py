@@ -30,7 +30,7 @@ from vllm_dymoe.config import ConfigError
 from vllm_dymoe.vllm_adapter.activations import activation_of
 from vllm_dymoe.vllm_adapter.balance import owned
 from vllm_dymoe.vllm_adapter.expert_loader import ExpertLoader
-from vllm_dymoe.vllm_adapter.loading import Loading
+from vllm_dymoe.vllm_adapter.loading import Loading, layers_around
 from vllm_dymoe.vllm_adapter.model_store import LayerSpec
 from vllm_dymoe.vllm_adapter.sleep import past_the_pool
 from vllm_dymoe.vllm_adapter.step import RankLayer
@@ -153,11 +153,17 @@ def loading_of(config: VllmConfig) -> Loading | None:
     return next((layer.loading for layer in layers if isinstance(layer, DymoeMoEMethod)), None)
 
 
-def model_made(config: VllmConfig, model: torch.nn.Module) -> None:
+def model_made(config: VllmConfig, model: torch.nn.Module, *, draft: bool) -> None:
     """vLLM has made a model; ConfigError if no layer came to us, as for a draft or a stage of a pipeline may be."""
-    if (loading := loading_of(config)) is not None:
+    loading, ours = loading_of(config), config.model_config.quantization == "dymoe"
+    stages = ours and config.parallel_config.pipeline_parallel_size > 1
+    if stages and not draft:  # only the last one has a draft
+        around = layers_around(0 if loading is None else loading.layers)
+    if loading is not None:
         loading.model_made(model)
-    elif config.model_config.quantization == "dymoe" and config.parallel_config.pipeline_parallel_size == 1:
+        if stages and not draft:
+            loading.around = around
+    elif ours and not stages:
         raise ConfigError(
             f"vllm-dymoe: {type(model).__name__} runs none of its experts in vLLM's MoE layer, so that all of them "
             "would be on the device; leave --moe-backend out if it is set, else serve this model without "

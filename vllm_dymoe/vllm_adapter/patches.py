@@ -102,7 +102,8 @@ def _initialize_model(original: Original, vllm_config: Any, **kwargs: Any) -> An
     from vllm_dymoe.vllm_adapter.moe_method import model_made  # not before vLLM has decided about graphs
 
     model = original(vllm_config=vllm_config, **kwargs)
-    model_made(vllm_config, model)
+    made = kwargs.get("model_config") or vllm_config.model_config
+    model_made(vllm_config, model, draft=getattr(made, "runner_type", "") == "draft")
     return model
 
 

@@ -54,7 +54,7 @@ def prepare(config: VllmConfig) -> None:
         if ours is not None and config.load_config.load_format != "dummy":
             check_ranks(Path(config.model_config.model), config.parallel_config.tensor_parallel_size)
         _refuse_data_parallel(config, options)
-        _refuse_pipeline(config, options)
+        _refuse_recorded_stages(config, options)
         drafted, traced = drafted_by_experts(config), options.trace is not None
         refuse_balancing(config.parallel_config, {"--speculative-config": drafted, "trace": traced})
         experts = experts_of(config, options)
@@ -156,18 +156,12 @@ def _refuse_data_parallel(config: VllmConfig, options: Options) -> None:
             raise ConfigError(f"vllm-dymoe: data parallelism {sentence}.")
 
 
-def _refuse_pipeline(config: VllmConfig, options: Options) -> None:
+def _refuse_recorded_stages(config: VllmConfig, options: Options) -> None:
     stages = config.parallel_config.pipeline_parallel_size
-    instead = f"leave --pipeline-parallel-size {stages} out, or use --tensor-parallel-size."
-    if stages > 1 and make_system(options).precision.by_depth:
-        raise ConfigError(
-            f'vllm-dymoe: high_by "depth" goes by how deep a layer lies, which a stage of a pipeline does not know; '
-            f'set it to "threshold" in system_options, or {instead}'
-        )
     if stages > 1 and options.trace is not None:
         raise ConfigError(
             "vllm-dymoe: trace records what all layers choose, and a stage of a pipeline has only some of them; "
-            f"{instead}"
+            f"leave --pipeline-parallel-size {stages} out, or use --tensor-parallel-size."
         )
 
 

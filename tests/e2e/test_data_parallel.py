@@ -1,11 +1,13 @@
 """Two engines whose tokens meet at each other's experts: data parallelism with expert parallelism on two cores."""
 
+import contextlib
 import itertools
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
+import torch
 
 from tests.e2e.engines import (
     Answer,
@@ -50,7 +52,7 @@ def describe(worker):
     return runtime.experts.num_experts, runtime.store.description, pss()
 
 
-def serve(rank, port, folder, options, meets):
+def serve(rank, port, folder, options, settings):
     """What one of two engines answers: to prompts of its own, without any, and when an expert cannot be read."""
     from vllm import SamplingParams
 
@@ -59,8 +61,13 @@ def serve(rank, port, folder, options, meets):
     os.environ |= {"VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port)}
     os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     os.environ["DYMOE_STORE_DIR"] = str(folder / "stores")
+    configurable = contextlib.nullcontext
+    if "enable_eplb" in settings:
+        from tests.e2e.balanced import SETTINGS, configurable
+
+        settings |= SETTINGS
     sampling, result = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=5), {}
-    with engine(dymoe=options, enable_expert_parallel=meets, max_num_batched_tokens=128) as llm:
+    with configurable(), engine(dymoe=options, max_num_batched_tokens=128, **settings) as llm:
         core, asked = llm.llm_engine, itertools.count()
 
         def together(texts):
@@ -78,6 +85,7 @@ def serve(rank, port, folder, options, meets):
             return list(map(Answer.of, together(texts)))
 
         together([])  # both are there
+        numbers = [llm.collective_rpc("numbers")[0]] if "enable_eplb" in settings else []
         result["experts"] = llm.collective_rpc(describe)[0]
         own = prompts()[:5] if rank == 0 else prompts()[5:7]
         for budget in ("100%", "25%"):
@@ -100,18 +108,19 @@ def serve(rank, port, folder, options, meets):
         if rank == 1:
             llm.collective_rpc(break_disk, args=(False,))
         result["after"] = answers(own)
+        result["numbers"] = [*numbers, *(llm.collective_rpc("numbers")[0] for _ in numbers)]
     return result
 
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory):
-    return serve_two(tmp_path_factory.mktemp("data-parallel"), OPTIONS, meets=True)
+    return serve_two(tmp_path_factory.mktemp("data-parallel"), OPTIONS, enable_expert_parallel=True)
 
 
-def serve_two(folder, options, *, meets):
+def serve_two(folder, options, **settings):
     port = free_port()
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-        running = [pool.submit(serve, rank, port, folder, options, meets) for rank in (0, 1)]
+        running = [pool.submit(serve, rank, port, folder, options, settings) for rank in (0, 1)]
         try:
             return [one.result(400) for one in running]
         except BaseException:
@@ -161,7 +170,7 @@ def test_an_expert_that_one_engine_cannot_read_fails_the_requests_of_both(engine
 def test_engines_with_all_experts_each_have_one_copy_of_them_and_fail_alone(tmp_path, alone):
     """One of them packs the store, and its experts are in host memory once."""
     options = OPTIONS | {"host_store": "pinned", "link_gbps": 8.0, "misses": "fetch"}
-    engines = serve_two(tmp_path, options, meets=False)
+    engines = serve_two(tmp_path, options)
     said = [(tmp_path / f"log-{rank}").read_text() for rank in (0, 1)]
     assert sorted("the experts are packed already" in log for log in said) == [False, True]
     assert [result["experts"][0] for result in engines] == [32, 32]
@@ -177,3 +186,21 @@ def test_engines_with_all_experts_each_have_one_copy_of_them_and_fail_alone(tmp_
     ((reason, sentence),) = engines[1]["failed"]
     assert (reason, "the disk is on fire" in sentence) == ("error", True)
     assert engines[1]["after"] == engines[1]["both", "25%"]
+
+
+def test_vllm_balances_experts_of_two_engines(tmp_path, alone):
+    """A machine stores all of them once, and between two budgets only the order of sums changes."""
+    options = OPTIONS | {"host_store": "pinned", "link_gbps": 8.0, "misses": "fetch"}
+    engines = serve_two(tmp_path, options, enable_expert_parallel=True, enable_eplb=True)
+    for which in (("both", "100%"), ("both", "25%"), "awake", "after"):
+        check_logprobs_close(alone[0], engines[0][which] + engines[1][which])
+    before, after = zip(*(result["numbers"] for result in engines), strict=True)
+    for everywhere, mine in (zip(*ranks, strict=True) for ranks in (before, after)):
+        assert torch.equal(*everywhere), "engines differ about who has which expert"
+        assert torch.equal(torch.cat(mine, 1), everywhere[0])
+        assert all(set(layer.tolist()) == set(range(32)) for layer in everywhere[0])
+    assert not torch.equal(before[0][0], after[0][0]), "vLLM moved nothing"
+    assert all(result["experts"][0] == 32 and "shared by ranks" in result["experts"][1] for result in engines)
+    assert all(result["uses", "25%"] > 0 for result in engines)
+    for number, result in enumerate(engines):
+        assert [reason for reason, _ in result["failed"]] == ["error"] * (2 - number)

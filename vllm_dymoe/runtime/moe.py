@@ -130,11 +130,7 @@ class MoERuntime:
         obstacle = DRAFTED if self.experts.draft_layers else obstacle
         if store.readable and not obstacle and not parts.device_memory.shares_addresses():
             obstacle = "this device has other addresses for page-locked host memory than the host"
-        if options.computes_misses and not store.readable:
-            raise ConfigError(
-                f'vllm-dymoe: misses = "{options.misses}" is impossible, because the experts are not in memory; use '
-                'host_store "pinned", or leave the option out.'
-            )
+        _check_misses(options, store)
         decides, why_not = device_decides(options, system, device.type, readable=store.readable, obstacle=obstacle)
         decoding = None
         if decides:
@@ -365,6 +361,14 @@ def precision_of(runtime: MoERuntime) -> Mapping[str, Any]:
         "share_of_tiers_in_decode": {tier.value: sum(shares[tier]) / layers for tier in Tier if tier in shares},
         "slots": {tier.value: count for tier, count in runtime.plan.slots.items()},
     }
+
+
+def _check_misses(options: Options, store: HostStore) -> None:
+    if options.computes_misses and not store.readable:
+        raise ConfigError(
+            f'vllm-dymoe: misses = "{options.misses}" is impossible, because the experts are not in memory; use '
+            'host_store "pinned", or leave the option out.'
+        )
 
 
 def _make_decode_kernel(

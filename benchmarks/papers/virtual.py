@@ -40,7 +40,7 @@ from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.store import disk
 from vllm_dymoe.systems import make_system
-from vllm_dymoe.transfer import engine, mover, queue
+from vllm_dymoe.transfer import engine, queue
 from vllm_dymoe.transfer.delivery import CpuDelivery, EmulatedLink
 from vllm_dymoe.transfer.engine import TransferEngine
 
@@ -141,7 +141,7 @@ class Replay:
         threads = VirtualTime()
         clock = SimpleNamespace(perf_counter=lambda: threads.now, monotonic=time.monotonic)
         with contextlib.ExitStack() as stack:
-            for module in (engine, disk, mover, queue, base):
+            for module in (engine, disk, queue, base):
                 stack.enter_context(patch.object(module, "time", clock))
             stack.enter_context(patch.object(disk, "sleep_until", threads.sleep_until))
             return self._serve(threads, options, budget, link_share)

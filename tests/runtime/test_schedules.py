@@ -26,7 +26,6 @@ from vllm_dymoe.runtime.fetcher import Fetcher
 from vllm_dymoe.runtime.prefetch import Prefetcher
 from vllm_dymoe.runtime.stream import LayerStep
 from vllm_dymoe.transfer.engine import TransferEngine
-from vllm_dymoe.transfer.mover import Mover
 from vllm_dymoe.transfer.queue import TicketQueue
 from vllm_dymoe.transfer.ticket import State
 
@@ -138,7 +137,7 @@ def a_prefetched_projection_counts_before_its_copy_has_ended(monkeypatch):
     def deliver(self, ticket, piece, destination, wait):
         return self._delivery.deliver(ticket, piece.projections, destination, wait=wait)
 
-    monkeypatch.setattr(Mover, "_deliver", deliver)
+    monkeypatch.setattr(TransferEngine, "_deliver", deliver)
 
 
 def a_guess_is_given_up_without_asking(monkeypatch):

@@ -74,7 +74,7 @@ def test_gate_and_up_do_not_wait_for_the_copy_of_down(memory_store, kind):
 def test_what_was_prefetched_is_followed_as_far_as_it_is_read(memory_store):
     device = Device("pinned", memory_store)
     ticket = device.engine.submit(KEY, device.slot, Reason.PREFETCH, projections=1)
-    device.engine._mover.run(ticket, device.engine._queue._begin(ticket))  # as a thread would
+    device.engine._run(ticket, device.engine._queue._begin(ticket))  # as a thread would
     device.engine.wait(ticket, 1)
     assert not device.races(0)
     assert device.races(1)

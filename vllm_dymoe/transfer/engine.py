@@ -1,25 +1,29 @@
-"""The transfer engine: what the runtime asks for, and how long it waits.
+"""The transfer engine: what the runtime asks for, how long it waits, and the order of copies with each other and with
+computation.
 
 A ticket that has not begun is moved by the thread that waits for it, as far as the bytes are in memory. So a miss on
 the critical path costs a copy and no switch of threads, while threads fetch ahead in the time that computation leaves.
-Where a copy takes a core that computes, no thread is woken for what is in demand.
+Where a copy takes a core that computes, no thread is woken for what is in demand. Where copies are asynchronous, a
+background copy is issued when the demand copies before it have ended, and its piece has ended when its copy has.
 """
 
 import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from vllm_dymoe.residency.format import BlobKey
 from vllm_dymoe.store import blob_name
 from vllm_dymoe.transfer.delivery import Delivery
-from vllm_dymoe.transfer.mover import Mover
 from vllm_dymoe.transfer.queue import TicketQueue
-from vllm_dymoe.transfer.ticket import ALL, Reason, State, Ticket, TransferError, TransferStats
+from vllm_dymoe.transfer.ticket import ALL, Piece, Reason, State, Ticket, TransferError, TransferStats
 from vllm_dymoe.transfer.workers import Workers
+
+if TYPE_CHECKING:
+    from vllm_dymoe.transfer.cuda import CudaStreams
 
 # After a failure the reads of its step that still run are waited for this long; then they count as orphaned.
 _SECONDS_TO_SETTLE = 1.0
@@ -44,12 +48,13 @@ class TransferEngine:
         enter: Callable[[], None] = lambda: None,  # called first by every thread of the engine
         concurrency: Any = threading,
     ) -> None:
-        self._delivery = delivery
+        self._delivery, self._formats = delivery, delivery.store.experts.formats
+        self._streams = cast("CudaStreams", delivery.streams)  # used only with events, which it alone makes
+        self._last_demand: Any = None  # event behind the last demand copy
         self._timeout = timeout
         self._waiters_move = waiters_move
         self._queue = TicketQueue(threads > 0, eager, lambda: waiters_move and delivery.occupies_cores, concurrency)
-        self._mover = Mover(delivery, self._queue)
-        self._workers = Workers(self._queue, self._mover.run, threads, timeout is not None, concurrency, enter)
+        self._workers = Workers(self._queue, self._run, threads, timeout is not None, concurrency, enter)
 
     @property
     def occupies_cores(self) -> bool:
@@ -72,13 +77,13 @@ class TransferEngine:
         ticket = Ticket(key, destination, reason, after, projections, at_once, ready=time.perf_counter())
         piece = self._queue.submit(ticket)
         if piece is not None:
-            self._mover.run(ticket, piece)
+            self._run(ticket, piece)
         return ticket
 
     def demand(self, ticket: Ticket) -> None:
         """All of it is needed now: what has not arrived becomes a demand transfer."""
         if ticket.reason is not Reason.DEMAND:
-            self._mover.run(ticket, self._queue.demand(ticket))
+            self._run(ticket, self._queue.demand(ticket))
 
     def wait(self, ticket: Ticket, projections: int = ALL) -> None:
         """Return when computation issued from now on will see the first ``projections`` of a blob; demands all of it.
@@ -104,20 +109,24 @@ class TransferEngine:
                     break
                 if piece is None:
                     break
-                if not self._mover.run(ticket, piece, wait=self._timeout is None):
+                if not self._run(ticket, piece, wait=self._timeout is None):
                     self._workers.hand_over(ticket, piece)
             if ticket.state is State.FAILED:
                 raise TransferError(str(ticket.error)) from ticket.error
             if ticket.state is State.CANCELLED:
                 raise TransferError(f"the transfer of {ticket.key} was cancelled")
-            if ticket.followed < len(ticket.fences):
-                self._mover.follow(ticket, projections)
+            while ticket.followed < len(ticket.fences):
+                first, event = ticket.fences[ticket.followed]
+                if first >= projections:  # which may still be running
+                    break
+                self._streams.computation_waits(event)
+                ticket.followed += 1
         finally:
             self._queue.stats.exposed_wait_seconds += time.perf_counter() - begin
 
     def arrived(self, ticket: Ticket) -> bool:
         """Whether the whole blob is there, so that ``wait`` would not block and computation would not stand still."""
-        return ticket.state is State.DONE and self._mover.copied(ticket)
+        return ticket.state is State.DONE and all(self._streams.happened(event) for _, event in ticket.fences)
 
     def cancel(self, ticket: Ticket) -> bool:
         """Take a transfer back, or what follows the piece that is moving. Whether it is cancelled now."""
@@ -137,12 +146,13 @@ class TransferEngine:
             except TimeoutError:
                 if self._workers.orphan(ticket):
                     return False
-        self._mover.synchronize(ticket)
+        for _, event in ticket.fences:
+            self._streams.synchronize(event)
         return True
 
     def fence(self) -> Any:
         """The event behind the computation issued so far, for ``submit``; None where computation is synchronous."""
-        return self._mover.fence()
+        return None if self._delivery.streams is None else self._streams.record_computation()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -165,3 +175,35 @@ class TransferEngine:
     def close(self) -> None:
         """Cancel what is pending, finish what runs, and end all threads but those whose reads do not end."""
         self._workers.close()
+
+    def _run(self, ticket: Ticket, piece: Piece | None, *, wait: bool = True) -> bool:
+        """Move a piece and those that follow as long as they are the caller's. False if a disk has to be waited for and
+        ``wait`` is not set; then the piece is still running."""
+        while piece is not None:
+            destination = ticket.destination
+            if len(piece.projections) != ALL:
+                destination = destination[self._formats[ticket.key.bits].span(piece.projections)]
+            try:
+                event = self._deliver(ticket, piece, destination, wait)
+            except Exception as error:  # raised again where the ticket is waited for
+                if isinstance(error, BlockingIOError) and not wait:
+                    return False
+                piece = self._queue.failed(ticket, piece, error)
+            else:
+                piece = self._queue.arrived(ticket, piece, destination.numel(), event)
+        return True
+
+    def _deliver(self, ticket: Ticket, piece: Piece, destination: torch.Tensor, wait: bool) -> Any:
+        """Returns the event behind the copy, if there is one."""
+        background = piece.reason is not Reason.DEMAND
+        if background and self._last_demand is not None:
+            self._streams.synchronize(self._last_demand)
+        ticket.began = time.perf_counter()
+        event = self._delivery.deliver(ticket, piece.projections, destination, wait=wait)
+        if event is not None:
+            if background:
+                self._streams.synchronize(event)
+            else:
+                self._last_demand = event
+        ticket.moved_seconds += time.perf_counter() - ticket.began
+        return event

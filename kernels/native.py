@@ -23,10 +23,12 @@ ISAS = {
     "AVX512_BF16": (3, "AVX-512 with BF16"),
     "AVX512": (2, "AVX-512"),
     "AVX2": (1, "AVX2"),
+    "NEON_I8MM": (-2, "NEON with i8mm"),
+    "NEON_DOTPROD": (-1, "NEON with dotprod"),
     "DEFAULT": (0, "portable vectors"),
 }
 """Number and name, by torch's name of what it uses: variables that hold torch down hold this library down, too. Beside
-AVX512 torch uses BF16 and AMX where there are."""
+AVX512 torch uses BF16 and AMX where there are; where it names none of these, as on ARM, NEON is asked for."""
 _CURVES = {curve: number for number, curve in enumerate(Curve)}
 _SCALES = {torch.float8_e8m0fnu: 1, torch.float8_e4m3fn: 2, torch.float32: 3}
 READ, GATE_UP, DOWN = 0, 1, 2
@@ -168,7 +170,8 @@ def load(isa: str | None = None) -> Library | None:
     none, because no compiler was there."""
     built = Path(__file__).parent / "_cpu.so"
     used = torch.backends.cpu.get_cpu_capability()
-    return Library(built, isa or {"AVX512": "AMX"}.get(used, used)) if built.exists() else None
+    largest = isa or {"AVX512": "AMX", "AVX2": "AVX2"}.get(used, "NEON_I8MM")
+    return Library(built, largest) if built.exists() else None
 
 
 def _openmp() -> int | None:

@@ -3,7 +3,7 @@ VECTORS_OF(8)
 #define APART(v) asm("" : "+x"(v))
 typedef __m256i Q;
 constexpr int QS = 4, STEP = 2, COPIES = 2, PER_Q = 2, MOST_TOKENS = 2, ROWS_OF_MOST = 2, TILE_VECTORS = 2;
-constexpr bool WHOLE_BYTES = false;  // products of 8 by 8 bits do not fit 16
+constexpr int LARGEST_CODE = 24;  // or 16 bits are too few for a SPAN of products
 
 INLINE I load_words(const uint16_t* p) { return (I)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)); }
 

@@ -3,7 +3,7 @@ VECTORS_OF(16)
 #define APART(v) asm("" : "+v"(v))
 typedef __m512i Q;
 constexpr int QS = 4, STEP = 4, COPIES = 1, PER_Q = 1, MOST_TOKENS = 4, ROWS_OF_MOST = 2, TILE_VECTORS = 4;
-constexpr bool WHOLE_BYTES = true;  // products of 8 by 8 bits are added exactly
+constexpr int LARGEST_CODE = 255;
 
 INLINE I load_words(const uint16_t* p) { return (I)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)); }
 INLINE int row_of(int v) { return 32 * (v & 1) + 16 * (v >> 1); }

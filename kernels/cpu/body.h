@@ -168,7 +168,7 @@ struct Codes {             // where the codes of a block begin
 };
 enum Kind { FOUR, LEVELS, TWO, TWO_AND_TWO, EIGHT, POINTS, TWO_POINTS };
 // High and low halves are multiplied apart: bits of the low ones, or 0.
-constexpr int in_planes(Kind kind) { return WHOLE_BYTES ? 0 : kind == EIGHT ? 4 : kind == TWO_POINTS ? 2 : 0; }
+constexpr int in_planes(Kind kind) { return kind == EIGHT && LARGEST_CODE < 255 ? 4 : kind == TWO_POINTS && LARGEST_CODE < 70 ? 2 : 0; }
 
 // STEP columns of a block, as bytes in registers Q from `first` on, R of them.
 template <Kind kind, int R> INLINE void codes(Codes at, i64 column, i64 fold, int first, Q* out) {
@@ -324,6 +324,7 @@ static void strip(const Matrix& m, const uint8_t* section, Codes at, i64 block, 
 #include "amx.h"
 #endif
 
+constexpr int ROWS_OF_ONE = std::min(QS, MOST_TOKENS * ROWS_OF_MOST);  // no more sums than those of most tokens
 template <Kind kind, int DIGITS, int WIDTH>
 static void strips(const Matrix& m, const uint8_t* section, Codes at, i64 block, const Row* x, i64 n, const Layer& k, float* out) {
 #ifdef TILES
@@ -333,7 +334,7 @@ static void strips(const Matrix& m, const uint8_t* section, Codes at, i64 block,
         strip<kind, MOST_TOKENS, ROWS_OF_MOST, DIGITS, WIDTH>(m, section, at, block, x, out);
     if constexpr (MOST_TOKENS > 2 && DIGITS == 2)
         for (; n >= 2; n -= 2, x += 2, out += 2 * BLOCK) strip<kind, 2, ROWS_OF_MOST, DIGITS, WIDTH>(m, section, at, block, x, out);
-    for (; n > 0; n--, x++, out += BLOCK) strip<kind, 1, QS, DIGITS, WIDTH>(m, section, at, block, x, out);
+    for (; n > 0; n--, x++, out += BLOCK) strip<kind, 1, ROWS_OF_ONE, DIGITS, WIDTH>(m, section, at, block, x, out);
 }
 template <Kind kind>
 static void quantized(const Matrix& m, const uint8_t* section, Codes at, i64 block, const Row* x, i64 n, const Layer& k, float* out) {

@@ -20,6 +20,10 @@
 #include <unistd.h>
 #define AMX_KNOWN
 #endif
+#elif defined(__aarch64__) && (defined(__clang__) ? __clang_major__ >= 16 : __GNUC__ >= 10)  // older ones lack i8mm in a function
+#define NEON
+#include <arm_neon.h>
+#include <sys/auxv.h>
 #endif
 
 #define API extern "C" __attribute__((visibility("default")))
@@ -105,16 +109,47 @@ namespace avx2 {
 #include "nearest.h"
 }
 #pragma GCC pop_options
+#elif defined(NEON)
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("arch=armv8.2-a+dotprod"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("arch=armv8.2-a+dotprod")
+#endif
+namespace neon_dotprod {
+#include "neon.h"
+#include "rotation.h"
+#include "body.h"
+#include "nearest.h"
+}
+#ifdef __clang__
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("arch=armv8.2-a+i8mm"))), apply_to = function)
+#else
+#pragma GCC target("arch=armv8.2-a+i8mm")
+#endif
+#define I8MM
+namespace neon_i8mm {
+#include "neon.h"
+#include "rotation.h"
+#include "body.h"
+#include "nearest.h"
+}
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
 #endif
 
-namespace portable {  // NEON on ARM, SSE2 on x86-64
+namespace portable {  // NEON of every ARM processor, SSE2 on x86-64
 #include "portable.h"
 #include "rotation.h"
 #include "body.h"
 #include "nearest.h"
 }
 
-enum Isa { PORTABLE, AVX2, AVX512, AVX512_BF16, AMX };
+enum Isa { NEON_I8MM = -2, NEON_DOTPROD, PORTABLE, AVX2, AVX512, AVX512_BF16, AMX };
 using Body = void (*)(void*);
 using Parallel = void (*)(Body, void*, unsigned, unsigned);
 
@@ -139,6 +174,9 @@ API int dymoe_supports(int isa) {
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi");
     if (isa == AVX2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+#elif defined(NEON)  // bits that Linux will not change; the C library may not know the second
+    if (isa == NEON_DOTPROD) return getauxval(AT_HWCAP) >> 20 & 1;
+    if (isa == NEON_I8MM) return getauxval(AT_HWCAP2) >> 13 & 1;
 #endif
     return isa == PORTABLE;
 }
@@ -147,6 +185,9 @@ static Body body_of(int isa, bool sum) {
 #if defined(__x86_64__)
     if (isa >= AVX512) return sum ? avx512::weighted_sum : avx512::work;
     if (isa == AVX2) return sum ? avx2::weighted_sum : avx2::work;
+#elif defined(NEON)
+    if (isa == NEON_I8MM) return sum ? neon_i8mm::weighted_sum : neon_i8mm::work;
+    if (isa == NEON_DOTPROD) return sum ? neon_dotprod::weighted_sum : neon_dotprod::work;
 #endif
     return sum ? portable::weighted_sum : portable::work;
 }
@@ -184,6 +225,9 @@ API void dymoe_round_block(Rounding* block, int isa) {
 #if defined(__x86_64__)
     if (isa >= AVX512) return avx512::round_block(block);
     if (isa == AVX2) return avx2::round_block(block);
+#elif defined(NEON)
+    if (isa == NEON_I8MM) return neon_i8mm::round_block(block);
+    if (isa == NEON_DOTPROD) return neon_dotprod::round_block(block);
 #endif
     portable::round_block(block);
 }

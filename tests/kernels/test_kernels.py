@@ -157,6 +157,17 @@ def test_tiles_have_the_bits_of_vectors(emulated, monkeypatch, code, activations
         assert torch.equal(tiles, vectors), tokens
 
 
+@pytest.mark.parametrize("isa", [isa for isa in NATIVE if str(isa.values[0]).startswith("NEON")])
+@pytest.mark.parametrize("code", [*KINDS.values(), *LATTICES.values()], ids=lambda code: code.name)
+@pytest.mark.parametrize("activations", [16, 8])
+def test_neon_has_the_bits_of_portable_vectors(isa, code, activations):
+    """Vectors are as wide, and sums of integers exact; floats are added in one order."""
+    expert, rows = random_expert(150, 100, code, bias=True), list(range(7))
+    x, work = random_tokens(7, 150, torch.bfloat16), [expert.work(rows, rows)]
+    neon, portable = (compute(CpuKernel(isa=some, activations=activations), x, work, 7) for some in (isa, "DEFAULT"))
+    assert torch.equal(neon, portable)
+
+
 @pytest.mark.parametrize("isa", NATIVE)
 @pytest.mark.parametrize("code", [*KINDS.values(), *LATTICES.values()], ids=lambda code: code.name)
 def test_activations_of_very_different_sizes_keep_sixteen_bits(isa, code):

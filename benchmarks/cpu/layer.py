@@ -2,7 +2,7 @@
 
 Qwen3-30B-A3B's shape: 128 experts [768, 2048], 8 for each token, random ones of more bytes than caches hold. The bound
 is the time that all threads take to read the bytes of the experts in use, measured between the steps. llama.cpp (Q4_0,
-repacked) and kt-kernel compute the layer at 4 bits in turns with it, and are left out with a sentence where
+repacked) computes the layer at 4 bits in turns with it, kt-kernel behind it; they are left out with a sentence where
 `pip install xllamacpp` or `pip install --no-deps kt-kernel==0.7.2` is missing.
 
     python benchmarks/cpu/layer.py [--tokens 1 4 16 64 512] [--codes 4 2 8 4/2 mxfp4 nvfp4 fp8 16 e8 e8+e8] [--isa AVX2]
@@ -102,14 +102,12 @@ def main() -> None:
         global clock
         clock = llama_cpp.clock = kt.clock = time.thread_time
         torch.set_num_threads(1)
-    threads, rows, peers = torch.get_num_threads(), [], {}
-    if not options.alone and "4" in options.codes:
-        for name, module, kind in (("llama_cpp_ms", llama_cpp, LlamaCpp), ("kt_kernel_ms", kt, KtKernel)):
-            if library := module.find():
-                peers[name] = kind(library, (EXPERTS, TOP_K, HIDDEN, INTERMEDIATE), threads)
-            print(
-                f"{peers[name].name} beside it" if library else f"{kind.__name__} is not measured: it is not installed"
-            )
+    threads, rows, peer, shape = torch.get_num_threads(), [], None, (EXPERTS, TOP_K, HIDDEN, INTERMEDIATE)
+    beside = not options.alone and "4" in options.codes
+    if beside:
+        if library := llama_cpp.find():
+            peer = LlamaCpp(library, shape, threads)
+        print(f"{peer.name} beside it" if peer else "llama.cpp is not measured: pip install xllamacpp")
     for code in options.codes:
         layer = Layer(code, options.group, options.isa, options.activations)
         if code == options.codes[0]:
@@ -120,21 +118,29 @@ def main() -> None:
             )
         nbytes = layer.arena.shape[1]
         for tokens in options.tokens:
-            steps, taken = max(8, options.steps // max(1, tokens // 8)), []
-            others: dict[str, list[float]] = {name: [] for name in peers if code == "4"}
+            steps, taken, others = max(8, options.steps // max(1, tokens // 8)), [], []
             for _ in range(steps):
                 taken.append((*layer.step(tokens), layer.read(min(EXPERTS, tokens * TOP_K))))
-                for name, steps_of in others.items():
-                    steps_of.append(peers[name].step(tokens))
+                if peer is not None and code == "4":
+                    others.append(peer.step(tokens))
             seconds, experts = statistics.median(t for t, _, _ in taken[2:]), statistics.mean(n for _, n, _ in taken)
             bound = statistics.median(r / min(EXPERTS, tokens * TOP_K) for _, _, r in taken) * experts
             rate = experts * nbytes / seconds / 1e9
-            row = {"code": code, "tokens": tokens, "bound_ms": 1e3 * bound, "layer_ms": 1e3 * seconds}
-            beside = {name: 1e3 * statistics.median(steps_of[2:]) for name, steps_of in others.items()}
-            said = "".join(f"   {ms:.3f} {peers[name].name.split(',')[0]}" for name, ms in beside.items())
-            rows.append(row | beside)
+            row, said = {"code": code, "tokens": tokens, "bound_ms": 1e3 * bound, "layer_ms": 1e3 * seconds}, ""
+            if others:
+                row["llama_cpp_ms"] = 1e3 * statistics.median(others[2:])
+                said = f"   {row['llama_cpp_ms']:.3f} llama.cpp"
+            rows.append(row)
             times = f"{1e3 * bound:9.3f} {1e3 * seconds:9.3f} {bound / seconds:11.2f} {rate:6.1f}"
             print(f"{code:>6} {tokens:>6} {times}{said}", flush=True)
+    if beside and (library := kt.find()):  # last, since its threads do not sleep between steps
+        last = KtKernel(library, shape, threads)
+        for row in (row for row in rows if row["code"] == "4"):
+            spent = [last.step(row["tokens"]) for _ in range(max(8, options.steps // max(1, row["tokens"] // 8)))]
+            row["kt_kernel_ms"] = 1e3 * statistics.median(spent[2:])
+            print(f"{last.name}: {row['tokens']} tokens {row['kt_kernel_ms']:.3f} ms", flush=True)
+    elif beside:
+        print("kt-kernel is not measured: pip install --no-deps kt-kernel==0.7.2")
     print(json.dumps({"kernel": layer.kernel.name, "threads": threads, "rows": rows}))
 
 

@@ -30,12 +30,14 @@ class Observer:
     """
 
     needs_inputs: ClassVar[bool] = False
+    needs_fates: ClassVar[bool] = False
+    """It hears of a layer when that has run; others before, while x is what the router was given."""
 
     def begin_step(self, scheduler_output: Any) -> None:
         """A step begins, or, without tokens, only ends some requests."""
 
     def see(self, routing: Routing) -> None:
-        """One layer has run; not called any more in a step that has failed."""
+        """One layer is about to run, or has run; not called any more in a step that has failed."""
         raise NotImplementedError
 
     def end_step(self, runner: Any, scheduler_output: Any, step: int, *, failed: bool) -> None:
@@ -116,6 +118,8 @@ class _Request(NamedTuple):
 
 class TraceObserver(Observer):
     """Records a trace, and follows requests for it from first to last step; gates are asked for anew each time."""
+
+    needs_fates = True
 
     def __init__(self, recorder: Recorder, gates: Callable[[], Sequence[Gate]] = tuple) -> None:
         self.recorder = recorder

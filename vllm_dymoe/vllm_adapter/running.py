@@ -91,8 +91,11 @@ class Running:
                 with runtime.serving.unobserved():
                     out = runtime.serving.forward(routing, layer.activation)
             else:
+                observers = () if draft else self.observation.observers
+                for observer in (one for one in observers if not one.needs_fates):
+                    observer.see(routing)
                 out = runtime.serving.forward(routing, layer.activation)
-                for observer in () if draft else self.observation.observers:
+                for observer in (one for one in observers if one.needs_fates):
                     observer.see(routing)
         except TransferError as error:
             self._failed(error)

@@ -33,6 +33,8 @@ def llm(folder):
 class Watched(Observer):
     """Hears what a trace hears, and keeps it in the order in which it comes."""
 
+    needs_fates = True
+
     def __init__(self):
         self.layers = []
 

@@ -61,6 +61,7 @@ class Account:
     @classmethod
     def take(cls, runtime):
         becomes(lambda: not runtime.engine._queue._pending, 5)  # what others have run a thread takes out in its turn
+        runtime.kernel._kept.clear()  # as large as the largest step so far, up to a bound
         gc.collect()
         tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
         return cls(

@@ -31,7 +31,7 @@ class Observer:
 
     needs_inputs: ClassVar[bool] = False
     needs_fates: ClassVar[bool] = False
-    """It hears of a layer when that has run; others before, while x is what the router was given."""
+    """It hears of a layer when that has run; others before, as a gate is checked before it foresees."""
 
     def begin_step(self, scheduler_output: Any) -> None:
         """A step begins, or, without tokens, only ends some requests."""

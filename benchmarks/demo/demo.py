@@ -1,8 +1,7 @@
 """`make demo`: the shipped model through vLLM with a quarter of its experts on the device.
 
-Three engines answer the same prompts one after the other, each in a process of its
-own: vLLM as it is, and vllm-dymoe with 16-bit and with 4-bit experts. The parent
-prints the texts, what serving them cost, and how many tokens are the same.
+Three engines answer the same prompts one after the other, each in a process of its own: vLLM as it is, and vllm-dymoe
+with 16-bit and with 4-bit experts. Printed are texts, what serving them cost, and how many tokens are the same.
 """
 
 import argparse
@@ -10,10 +9,11 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,8 @@ ENGINES: dict[str, dict[str, Any] | None] = {
 }
 
 
-def serve(options: dict[str, Any] | None, result: Path) -> None:
-    """Child: answer all prompts with one engine and write what happened as JSON."""
+def serve(options: dict[str, Any] | None) -> dict[str, Any]:
+    """Answer all prompts with one engine, in this process."""
     from vllm import LLM, SamplingParams
 
     settings = {} if options is None else {"quantization": "dymoe", "additional_config": {"dymoe": options}}
@@ -53,7 +53,7 @@ def serve(options: dict[str, Any] | None, result: Path) -> None:
     begin = time.perf_counter()
     outputs = llm.generate(prompts, sampling, use_tqdm=False)
     seconds = time.perf_counter() - begin
-    data = {
+    return {
         "ttft_ms": [1e3 * m.first_token_latency for m in singles],
         "tpot_ms": [1e3 * (m.last_token_ts - m.first_token_ts) / (m.num_generation_tokens - 1) for m in singles],
         "batch_tokens_per_second": sum(len(o.outputs[0].token_ids) for o in outputs) / seconds,
@@ -62,23 +62,21 @@ def serve(options: dict[str, Any] | None, result: Path) -> None:
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "stats": llm.collective_rpc("dymoe_stats")[0] if options is not None else None,
     }
-    result.write_text(json.dumps(data))
 
 
 def run_engine(name: str, log: Path) -> dict[str, Any]:
-    """Parent: run one child and return its data; its log is shown if it fails."""
-    with tempfile.TemporaryDirectory() as folder, log.open("w") as output:
-        result = Path(folder) / "result.json"
-        environment = os.environ | {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_LOGGING_COLOR": "0",
-        }
-        command = [sys.executable, __file__, "--engine", name, "--result", str(result)]
-        if subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment, check=False).returncode:
-            sys.exit(f"{name} failed; the end of its log {log}:\n" + "".join(log.open().readlines()[-30:]))
-        data: dict[str, Any] = json.loads(result.read_text())
-        return data
+    """What it did in a process of its own; its log is shown if it fails."""
+    with ProcessPoolExecutor(1, get_context("spawn"), _print_into, (log,)) as pool:
+        try:
+            return pool.submit(serve, ENGINES[name]).result()
+        except Exception as error:
+            sys.exit(f"{name} failed ({error}); the end of its log {log}:\n" + "".join(log.open().readlines()[-30:]))
+
+
+def _print_into(log: Path) -> None:
+    with log.open("w") as output:
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
 
 
 def equal_shares(tokens: list[list[int]], reference: list[list[int]]) -> tuple[float, float]:
@@ -119,14 +117,9 @@ def rows(results: dict[str, dict[str, Any]]) -> list[list[str]]:
 def main() -> None:
     """Parse the command line; without arguments run the whole demonstration."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=ENGINES, help=argparse.SUPPRESS)
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--readme", action="store_true", help="also put the table into this folder's README")
     arguments = parser.parse_args()
-    if arguments.engine:
-        serve(ENGINES[arguments.engine], arguments.result)
-        return
-
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_COLOR": "0"}
     console = Console(highlight=False)
     logs = Path(tempfile.mkdtemp(prefix="dymoe-demo-"))
     results = {}

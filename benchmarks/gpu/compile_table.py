@@ -16,18 +16,15 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
-from checkout import find_package
+sys.path += map(str, Path(__file__).resolve().parents[1:3])  # an installed package stays the one that is used
 
-find_package()
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
-import triton  # noqa: E402
-from flow import digests  # noqa: E402
-from launched import wrong_numbers  # noqa: E402
-from machine_code import compile_variant, compiled_ptx  # noqa: E402
-from readme import markdown as table  # noqa: E402
-from readme import put  # noqa: E402
-from variants import ARCHITECTURES, MAIN, Variant, all_variants  # noqa: E402
+import triton
+from flow import digests
+from launched import wrong_numbers
+from machine_code import compile_variant, compiled_ptx
+from readme import markdown as table
+from readme import put
+from variants import ARCHITECTURES, MAIN, Variant, all_variants
 
 HERE = Path(__file__).parent
 TABLE, README = HERE / "compiled.json", HERE / "README.md"

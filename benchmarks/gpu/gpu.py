@@ -7,7 +7,7 @@ everything was right.
 
 import argparse
 import faulthandler
-import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -19,12 +19,12 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from checkout import find_package, missing
 from processes import run_part
 from record import Found, PartEndedError, Recorder
 
 HERE = Path(__file__).parent
 README = HERE / "README.md"
+sys.path.append(str(HERE.parents[1]))  # an installed package stays the one that is used
 _PACKAGE = ("numpy", "pydantic", "psutil", "safetensors", "xxhash")
 
 
@@ -85,11 +85,15 @@ def main(argv: list[str] | None = None) -> int:
     return _run(arguments.parts, arguments.output, None if arguments.no_readme else README)
 
 
+def missing(*modules: str) -> list[str]:
+    """Those of the modules that are not installed."""
+    return sorted(name for name in modules if importlib.util.find_spec(name) is None)
+
+
 def _child(name: str, result: Path, deadline: float) -> int:
     """One part, in this process."""
     if name not in SPEEDS:  # it runs beside others
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    find_package()
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(deadline - time.time() - 1, 0.1))  # before this process is ended
     record = Recorder(result)

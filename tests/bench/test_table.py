@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_dymoe.bench.summary import Answers, distribution, summarise
+from vllm_dymoe.bench.summary import Answers, distribution, side_by_side, summarise
 from vllm_dymoe.bench.table import Bounds, lines
 
 COUNTED = {
@@ -16,6 +16,17 @@ def answers(**changes):
         "first": [0.1, 0.2], "between": [0.01, 0.03, 0.02, 0.02], "seconds": 0.3,
         "lengths": [3, 3], "outputs": ["a", "b"], "decode": COUNTED,
     } | changes))  # fmt: skip
+
+
+def test_engines_beside_each_other_are_one_round_as_long_as_the_slowest():
+    ours, theirs = answers(), answers(first=[0.2], between=[0.05, 0.05], seconds=0.5, lengths=[3], outputs=["c"])
+    (both,) = side_by_side([[ours], [theirs]])
+    assert (both.seconds, both.first, both.outputs) == (0.5, [0.1, 0.2, 0.2], ["a", "b", "c"])
+    found = summarise([both])
+    assert found["decode_tokens_per_second"] == pytest.approx(6 / 0.3)
+    assert (found["decode"]["hits"], found["decode"]["resident_experts"]) == (60, {"hi": 6})
+    assert side_by_side([[ours, theirs]]) == [ours, theirs]
+    assert side_by_side([[answers(decode={})]] * 2)[0].decode == {}, "of a peer nothing is counted"
 
 
 def row(label, measured, **changes):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.cli.checkpoints import command
-from tests.e2e.engines import MODEL
+from tests.e2e.engines import MODEL, needs_two_cores
 from vllm_dymoe.bench import run
 from vllm_dymoe.bench.rows import read_rows
 
@@ -31,3 +31,17 @@ def test_a_table_of_a_system_beside_full_load(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "run_job", lambda job, folder: pytest.fail(json.dumps(job)[:200]))
     assert command(*map(str, asked)).exit_code == 0
     assert (tmp_path / "table.md").read_text() == table
+
+
+@needs_two_cores
+def test_engines_of_data_parallelism_are_one_row(tmp_path):
+    asked = ["bench", MODEL, "--system", "exact", "--budget", "25%", "--requests", 5, "--warm-up", 2, "--max-tokens", 6,
+             "--dp", 2, "--ep", "--engine", '{"max_model_len": 256}', "--out", tmp_path]  # fmt: skip
+    result = command(*map(str, asked))
+    assert result.exit_code == 0, result.output
+    for row in read_rows(tmp_path / "rows.jsonl")[1:]:
+        measured = row["measured"]
+        assert len(measured["outputs"]) == 4, "each engine has as many"
+        assert measured["decode_tokens"] == 4 * 5
+        # Layers, experts for a token, tokens: of both engines, each of which counts at its own experts.
+        assert measured["decode"]["hits"] + measured["decode"]["misses"] > 8 * 4 * 4 * 4

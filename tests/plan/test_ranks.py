@@ -97,6 +97,16 @@ def test_what_cannot_be_spread_is_a_sentence(ranks, sentence):
         ranks.check()
 
 
+def test_arguments_of_engines_are_those_of_serve():
+    assert Ranks(tp=2, dp=2, ep=True).for_engines() == {
+        "tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True,
+    }  # fmt: skip
+    assert Ranks(pp=2, nodes=2).for_engines() == {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray"}
+    for ranks, sentence in ((Ranks(dp=2, nodes=2), "leave --nodes out"), (Ranks(tp=3, nodes=2), "change --nodes")):
+        with pytest.raises(ConfigError, match=sentence):
+            ranks.for_engines()
+
+
 @pytest.mark.parametrize(("ranks", "share"), [(1, 1.0), (4, 1.0), (4, 0.25), (16, 0.5)])
 def test_every_layer_waits_for_the_rank_that_lacks_most(ranks, share):
     """Beside counting: with all or no experts kept, a rank lacks none or what is asked of it."""

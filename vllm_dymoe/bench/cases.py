@@ -13,6 +13,7 @@ from vllm_dymoe.systems import SYSTEMS
 
 FULL = "100%"  # the budget with which nothing ever moves
 EVERYTHING = "its own"  # in place of a budget, for a peer that takes none
+ENGINES = "data_parallel_size"  # among the arguments of an engine: how many there are
 PEERS = {"vllm": False, "vllm-offload": True}
 """vLLM itself; whether it is told (``--cpu-offload-gb``) to read what the budget leaves out from a GPU's host."""
 

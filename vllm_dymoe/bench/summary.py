@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_dymoe.runtime.stats import RuntimeStats
+from vllm_dymoe.runtime.stats import RuntimeStats, total
 
 
 @dataclass
@@ -48,22 +48,31 @@ def summarise(answers: Sequence[Answers]) -> dict[str, Any]:
     return found | {"decode": _total(counted) if counted else None}
 
 
+def side_by_side(engines: Sequence[Sequence[Answers]]) -> list[Answers]:
+    """What several engines answered at the same times, as one would have: round by round, as long as the slowest."""
+    if len(engines) == 1:
+        return list(engines[0])
+    found = []
+    for parts in zip(*engines, strict=True):
+        counted = [part.decode for part in parts if part.decode]
+        first, between, lengths, outputs = (
+            [value for part in parts for value in getattr(part, name)]
+            for name in ("first", "between", "lengths", "outputs")
+        )
+        seconds = max(part.seconds for part in parts)
+        found.append(Answers(first, between, seconds, lengths, outputs, total(counted) if counted else {}))
+    return found
+
+
 _AT_THE_END = {field.name for field in fields(RuntimeStats) if field.metadata.get("gauge", True)}
 
 
 def _total(counted: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Counts add up; sizes are those of the end."""
-    total = dict(counted[-1])
-    for name, value in counted[-1].items():
-        if name in _AT_THE_END:
-            continue
-        if isinstance(value, dict):
-            total[name] = {key: sum(part[name][key] for part in counted) for key in value}
-        else:
-            total[name] = sum(part[name] for part in counted)
-    total["peak_expert_bytes"] = max(part["peak_expert_bytes"] for part in counted)
-    needed = total["hits"] + total["misses"]
-    return total | {"hit_rate": total["hits"] / needed if needed else None}
+    found = total(counted) | {name: value for name, value in counted[-1].items() if name in _AT_THE_END}
+    found["peak_expert_bytes"] = max(part["peak_expert_bytes"] for part in counted)
+    needed = found["hits"] + found["misses"]
+    return found | {"hit_rate": found["hits"] / needed if needed else None}
 
 
 def peak_bytes() -> int:

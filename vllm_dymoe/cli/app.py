@@ -22,6 +22,9 @@ Link = Annotated[
 Disk = Annotated[str | None, typer.Option(help="Rate of a disk under host memory: 2GB/s; `bench` emulates it.")]
 HostMemory = Annotated[str | None, typer.Option(help="Bytes of host memory for experts: 16GB.")]
 TensorParallel = Annotated[int, typer.Option(min=1, help="Ranks of tensor parallelism.")]
+DataParallel = Annotated[int, typer.Option(min=1, help="Engines of data parallelism, with a batch each.")]
+Stages = Annotated[int, typer.Option(min=1, help="Stages of a pipeline.")]
+Nodes = Annotated[int, typer.Option(min=1, help="Machines over which the ranks are spread; `bench` finds them by Ray.")]
 ExpertParallel = Annotated[bool, typer.Option("--ep", help="Ranks share out whole experts.")]
 Architecture = Annotated[
     Literal["auto", "paper", "paper+input", "paper-shared", "linear", "linear+input"],
@@ -225,7 +228,10 @@ def bench(
     disk: Disk = None,
     host_memory: HostMemory = None,
     tp: TensorParallel = 1,
+    dp: DataParallel = 1,
+    pp: Stages = 1,
     ep: ExpertParallel = False,
+    nodes: Nodes = 1,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of rows; the same one to go on.")] = Path("bench"),
 ) -> None:
     """Measure systems side by side: times, hits, bytes and memory, for each budget and batch size."""
@@ -233,12 +239,13 @@ def bench(
     from vllm_dymoe.bench.prompts import read_prompts
     from vllm_dymoe.cli.bench import Bench
     from vllm_dymoe.plan.device import parse_rate
+    from vllm_dymoe.plan.ranks import Ranks
 
     asked, common = read_prompts(prompts), json_object("--options", options)
     common |= {} if host_memory is None else {"host_memory": host_memory}
     common |= {} if disk is None else {"disk_gbps": parse_rate(disk) / 1e9}
     workload = Workload(asked.digest, asked.name, asked.is_random, requests, warm_up, max_tokens)
-    ranks = ({"tensor_parallel_size": tp} if tp > 1 else {}) | ({"enable_expert_parallel": True} if ep else {})
+    ranks = Ranks(tp, dp, pp, ep, nodes).for_engines()
     run = Bench(model, asked, workload, common, ranks | json_object("--engine", engine), out)
     systems = system or ["on-demand", "exact"]
     run.compare(systems, peer or [], budget or ["25%", "50%"], batch or [1], link or [], misses or [])
@@ -262,10 +269,10 @@ def plan(
         str, typer.Option(help="fetch, or the rate at which the host computes those that it does not: 60GB/s.")
     ] = "fetch",
     tp: TensorParallel = 1,
-    dp: Annotated[int, typer.Option(min=1, help="Engines of data parallelism, with a batch each.")] = 1,
-    pp: Annotated[int, typer.Option(min=1, help="Stages of a pipeline.")] = 1,
+    dp: DataParallel = 1,
+    pp: Stages = 1,
     ep: ExpertParallel = False,
-    nodes: Annotated[int, typer.Option(min=1, help="Machines over which the ranks are spread.")] = 1,
+    nodes: Nodes = 1,
     cards_per_switch: Annotated[int, typer.Option(min=1, help="Cards that share one link to the host.")] = 1,
     network: Annotated[str | None, typer.Option(help="Rate between a node and the others: 12GB/s.")] = None,
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import typer
 
-from vllm_dymoe.bench.cases import EVERYTHING, PEERS, Case, Subject, Workload, grid, subject_of
+from vllm_dymoe.bench.cases import ENGINES, EVERYTHING, PEERS, Case, Subject, Workload, grid, subject_of
 from vllm_dymoe.bench.prompts import PromptSet
 from vllm_dymoe.bench.rows import ROWS, Row, check_outputs, read_rows
 from vllm_dymoe.bench.run import measure
@@ -54,8 +54,8 @@ class Bench:
                 f"{asked.name} has {len(asked.prompts)} prompts, but {requests} requests and {warm_up} to warm up were "
                 "asked for; lower --requests."
             )
-        if requests < max(batches):
-            raise ConfigError(f"{requests} requests are no batch of {max(batches)}; raise --requests or lower --batch.")
+        if requests < (together := max(batches) * self.engine.get(ENGINES, 1)):
+            raise ConfigError(f"{requests} requests are no batch of {together}; raise --requests or lower --batch.")
         subjects = [*(subject_of(system, self.options) for system in systems), *self._peers(peers)]
         if misses:
             subjects = [_with_misses(way, subject) for way in misses for subject in subjects]

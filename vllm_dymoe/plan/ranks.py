@@ -7,7 +7,9 @@ behind the experts, in a ring (2 (tp - 1) / tp of the rows). Both share the link
 
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import Any
 
+from vllm_dymoe.bench.cases import ENGINES
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.plan.choice import Choice
 from vllm_dymoe.plan.device import Device
@@ -30,12 +32,15 @@ class Ranks:
 
     def check(self) -> None:
         """ConfigError for what is refused at start, or cannot be planned."""
+        self._check_sizes()
+        if self.nodes > 1 and not self.network:
+            raise ConfigError("say how fast a node reaches the others: --network 12GB/s.")
+
+    def _check_sizes(self) -> None:
         if self.dp > 1 and self.pp > 1:
             raise ConfigError("data parallelism does not go with stages of a pipeline; leave --pp out.")
         if self.count % self.nodes:
             raise ConfigError(f"{self.count} ranks cannot be spread evenly over {self.nodes} nodes; change --nodes.")
-        if self.nodes > 1 and not self.network:
-            raise ConfigError("say how fast a node reaches the others: --network 12GB/s.")
 
     @property
     def count(self) -> int:
@@ -101,9 +106,24 @@ class Ranks:
             ttft=self.pp * row.ttft + self.seconds(model, card, prompt),
         )
 
+    def _sizes(self) -> dict[str, int]:
+        sizes = {"tensor_parallel_size": self.tp, ENGINES: self.dp, "pipeline_parallel_size": self.pp}
+        return {name: size for name, size in sizes.items() if size > 1}
+
     @property
     def arguments(self) -> str:
         """Of ``vllm serve``."""
-        sizes = {"tensor-parallel-size": self.tp, "data-parallel-size": self.dp, "pipeline-parallel-size": self.pp}
-        said = [f" --{name} {size}" for name, size in sizes.items() if size > 1]
+        said = [f" --{name.replace('_', '-')} {size}" for name, size in self._sizes().items()]
         return "".join(said) + " --enable-expert-parallel" * self.ep
+
+    def for_engines(self) -> dict[str, Any]:
+        """Arguments of vLLM's ``LLM``, which starts ranks on other machines through Ray; ConfigError for what is
+        refused or cannot be started from here."""
+        self._check_sizes()
+        if self.nodes > 1 and self.dp > 1:
+            raise ConfigError(
+                "the engines of data parallelism are started on this machine; leave --nodes out, or serve on all nodes "
+                "and measure with `vllm bench serve`."
+            )
+        given: dict[str, Any] = self._sizes() | ({"enable_expert_parallel": True} if self.ep else {})
+        return given | ({"distributed_executor_backend": "ray"} if self.nodes > 1 else {})

@@ -1,6 +1,7 @@
 """A snapshot of everything that one rank counts, as plain numbers that travel between processes."""
 
 # ruff: noqa: RUF009
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -115,3 +116,14 @@ class RuntimeStats:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def total(counted: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Snapshots as data, added up."""
+
+    def add(values: list[Any]) -> Any:
+        if isinstance(values[0], dict):
+            return {key: sum(value.get(key, 0) for value in values) for key in values[0]}
+        return sum(values)
+
+    return {name: add([one[name] for one in counted]) for name in counted[0]}

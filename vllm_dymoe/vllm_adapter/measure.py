@@ -1,27 +1,33 @@
-"""What requests cost in one engine: the child process of ``vllm-dymoe bench``, ``python -m`` this module with a job."""
+"""What requests cost in one engine: the child process of ``vllm-dymoe bench``, ``python -m`` this module with a job.
+
+Of data parallelism each engine is a process of its own with requests of its own, and the first one writes rows of all.
+"""
 
 import hashlib
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
+from vllm.utils.network_utils import get_open_port
 
-from vllm_dymoe.bench.cases import FULL
+from vllm_dymoe.bench.cases import ENGINES, FULL
 from vllm_dymoe.bench.prompts import random_tokens
 from vllm_dymoe.bench.rows import append_row
-from vllm_dymoe.bench.summary import Answers, peak_bytes, summarise
+from vllm_dymoe.bench.summary import Answers, peak_bytes, side_by_side, summarise
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.moe import MoERuntime
-from vllm_dymoe.vllm_adapter.metrics import total
+from vllm_dymoe.runtime.stats import total
 
 Request = tuple[list[int], int]  # token numbers of a prompt, and tokens of its answer
+_Value = TypeVar("_Value")
 _ROUNDS = 8  # of warming up at most: a system that tunes itself is measured when it has settled
 
 
@@ -36,7 +42,15 @@ def run(job: Mapping[str, Any]) -> None:
             if case["budget"] == FULL:
                 llm.collective_rpc(_fill_worker)
         measured = measure(llm, prompts, case["batch"], workload, case["key"], ours=job["options"] is not None)
-        append_row(out, {**case, "measured": measured})
+        if llm.llm_engine.vllm_config.parallel_config.data_parallel_rank == 0:
+            append_row(out, {**case, "measured": measured})
+
+
+def run_one_of(rank: int, job: Mapping[str, Any], engines: int, port: int) -> None:
+    """One engine of several, which vLLM's environment tells of each other."""
+    os.environ |= {"VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank), "VLLM_DP_SIZE": str(engines)}
+    os.environ |= {"VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port)}
+    run(job)
 
 
 def start(job: Mapping[str, Any]) -> LLM:
@@ -52,7 +66,8 @@ def start(job: Mapping[str, Any]) -> LLM:
     if options is not None:
         options = {**options, "expert_budget": job["cases"][0]["budget"]}
         settings |= {"quantization": "dymoe", "additional_config": {"dymoe": options}}
-    return LLM(model=job["model"], **(settings | job["engine"]))
+    engine = {name: value for name, value in job["engine"].items() if name != ENGINES}
+    return LLM(model=job["model"], **(settings | engine))
 
 
 def token_ids(llm: LLM, job: Mapping[str, Any], workload: Mapping[str, Any]) -> list[Request]:
@@ -80,12 +95,18 @@ def token_ids(llm: LLM, job: Mapping[str, Any], workload: Mapping[str, Any]) -> 
 def measure(
     llm: LLM, prompts: Sequence[Request], batch: int, workload: Mapping[str, Any], label: str, *, ours: bool
 ) -> dict[str, Any]:
-    """One case: warm up with the first prompts, then answer the others, ``batch`` at a time."""
-    cold, warm = prompts[: workload["warm_up"]], prompts[workload["warm_up"] :]
+    """One case: warm up with the first prompts, then answer the others, ``batch`` at a time in each engine, of which
+    all have as many."""
+    parallel = llm.llm_engine.vllm_config.parallel_config
+    rank, engines = parallel.data_parallel_rank, parallel.data_parallel_size
+    cold, warm = (
+        some[: len(some) // engines * engines][rank::engines]
+        for some in (prompts[: workload["warm_up"]], prompts[workload["warm_up"] :])
+    )
     for number in range(_ROUNDS):
-        if number and (not ours or all(llm.collective_rpc(_settled))):
+        if number and all(_of_engines(llm, not ours or all(llm.collective_rpc(_settled)))):
             break
-        for place, together in enumerate(_chunks(prompts if number else cold, batch)):
+        for place, together in enumerate(_chunks([*cold, *warm] if number else cold, batch)):
             answer(llm, together, f"{label}-warm-{number}-{place}", ours=False)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -95,7 +116,19 @@ def measure(
         peak = max(peak, peak_bytes())
     if ours:
         llm.collective_rpc("dymoe_check_integrity")
-    return summarise(answers) | {"peak_device_bytes": peak, "warm_up_requests": len(cold)}
+    of_all = side_by_side(_of_engines(llm, answers))
+    most = max(_of_engines(llm, peak))
+    return summarise(of_all) | {"peak_device_bytes": most, "warm_up_requests": len(cold) * engines}
+
+
+def _of_engines(llm: LLM, value: _Value) -> list[_Value]:
+    """What each engine of data parallelism has here, in their order; all of them have to ask."""
+    group = getattr(llm.llm_engine, "dp_group", None)
+    if group is None:
+        return [value]
+    found = [value] * group.size()
+    torch.distributed.all_gather_object(found, value, group=group)
+    return found
 
 
 def answer(llm: LLM, requests: Sequence[Request], label: str, *, ours: bool) -> Answers:
@@ -161,4 +194,8 @@ def _chunks(requests: Sequence[Request], batch: int) -> Iterator[Sequence[Reques
 
 
 if __name__ == "__main__":
-    run(json.loads(Path(sys.argv[1]).read_text()))
+    asked = json.loads(Path(sys.argv[1]).read_text())
+    if (number := asked["engine"].get(ENGINES, 1)) > 1:
+        torch.multiprocessing.spawn(run_one_of, (asked, number, get_open_port()), nprocs=number)
+    else:
+        run(asked)

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 from vllm import envs
 
-from vllm_dymoe.runtime.stats import RuntimeStats
+from vllm_dymoe.runtime.stats import RuntimeStats, total
 from vllm_dymoe.vllm_adapter.announcements import in_words, logger
 
 Answer = dict[str, Any]  # of dymoe_stats: a RuntimeStats as data
@@ -62,15 +62,6 @@ def difference(after: Answer, before: Answer) -> Answer:
         return value if gauge or value < earlier else value - earlier
 
     return {name: change(value, before.get(name, 0), name in _GAUGES) for name, value in after.items()}
-
-
-def total(answers: list[Answer]) -> Answer:
-    def add(values: list[Any]) -> Any:
-        if isinstance(values[0], dict):
-            return {key: sum(value.get(key, 0) for value in values) for key in values[0]}
-        return sum(values)
-
-    return {name: add([answer[name] for answer in answers]) for name in answers[0]}
 
 
 class Statistics:

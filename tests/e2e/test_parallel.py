@@ -90,11 +90,15 @@ def serve_two_ranks(log, settings):
     prepare_rank(log)
     result = {"answers": {}, "stats": {}}
     stages = "pipeline_parallel_size" in settings
-    traced = IN_MEMORY | {"trace": {"folder": f"{log}.traces", "inputs": True}}
-    options = OPTIONS | (STAGED if stages else traced)
+    traced = {"trace": {"folder": f"{log}.traces", "inputs": True}}
+    options = OPTIONS | IN_MEMORY | (STAGED if stages else traced)
     with engine(dymoe=options, distributed_executor_backend="mp", **settings) as llm:
         result["ranks"] = llm.collective_rpc(describe_rank)
         if stages:
+            llm.sleep(2)
+            result["asleep"] = llm.collective_rpc(held_bytes)
+            llm.wake_up()
+            result["awake"] = llm.collective_rpc(describe_rank)
             return result
         for bits, system in SYSTEMS.items():
             for budget in BUDGETS:
@@ -253,7 +257,8 @@ def test_a_pipeline_stage_has_its_own_layers_and_knows_how_deep_they_lie(pipelin
     stages = pipeline["ranks"]
     assert [stage["layers"] for stage in stages] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert stages[0]["model"] != stages[1]["model"]
-    for stage in stages:
+    assert pipeline["asleep"] == [(0, 0)] * 2
+    for stage in stages + pipeline["awake"]:
         assert stage["manifest"] == stage["layers"]
         for layer, output in zip(stage["layers"], stage["outputs"], strict=True):
             assert torch.equal(output, one_rank["outputs"][layer]), f"layer {layer}"

@@ -3,7 +3,8 @@
 import pytest
 
 from vllm_dymoe.bench.summary import Answers, distribution, side_by_side, summarise
-from vllm_dymoe.bench.table import Bounds, lines
+from vllm_dymoe.bench.table import Bounds, for_terminals, lines
+from vllm_dymoe.cli.display import print_table
 
 COUNTED = {
     "hits": 30, "misses": 10, "bytes_moved": {"demand": 6e6, "prefetch": 2e6}, "resident_experts": {"hi": 3},
@@ -59,7 +60,7 @@ def test_every_share_is_of_what_it_says():
     assert cells["of full load"] == "50%"
     assert cells["hits"] == "75.0%"
     assert cells["resident MB"] == "6.0"
-    assert cells["MB/token: demand"] == "1.5"
+    assert cells["demand MB/token"] == "1.5"
     assert cells["ahead"] == "0.5"
     assert cells["link used"] == "8%"  # 8 MB in 0.1 s of 1 GB/s
     assert cells["memory used"] == "", "of a batch"
@@ -78,3 +79,19 @@ def test_a_peer_has_no_counters():
     measured = summarise([answers(decode={})]) | {"peak_device_bytes": 9e6}
     (cells,) = lines([row("vllm", measured, options=None)], Bounds(1e9, 1e9))
     assert (cells["hits"], cells["experts peak MB"], cells["device peak MB"]) == ("", "", "9")
+
+
+def test_both_tables_fit_a_terminal_of_80_columns_without_a_broken_word(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    measured = summarise([answers()]) | {"peak_device_bytes": 4.57e11}
+    rows = [
+        row("full load, 4 bits, dense 8", measured, budget="100%"),
+        row("on-demand, misses share", measured, batch=16),
+    ]
+    body = lines(rows, Bounds(link=1e9, memory=1e9, token_bytes={4: 1e6}, expert_bytes={4: 10**9}))
+    for columns in for_terminals(body):
+        print_table("", columns, [[line[name] for name in columns] for line in body])
+        printed = capsys.readouterr().out
+        assert max(map(len, printed.splitlines())) <= 80
+        assert {word for name in columns for word in name.split()} <= set(printed.split())
+        assert {cell for line in body for name in columns for cell in line[name].split()} <= set(printed.split())

@@ -54,7 +54,7 @@ def _cells(row: Row, bounds: Bounds, full_load: Row) -> dict[str, str]:
         "of full load": (rate / full_rate if rate and full_rate else None, ".0%"),
         "hits": ("random", "") if moved and row["workload"]["random"] else (decode.get("hit_rate"), ".1%"),
         "resident MB": (resident / 1e6 if held and bounds.expert_bytes else None, ".1f"),
-        "MB/token: demand": (moved["demand"] / tokens if moved else None, ".3g"),
+        "demand MB/token": (moved["demand"] / tokens if moved else None, ".3g"),
         "ahead": ((sum(moved.values()) - moved["demand"]) / tokens if moved else None, ".3g"),
         "link used": (sum(moved.values()) / seconds / link if moved and link and seconds else None, ".0%"),
         "memory used": (

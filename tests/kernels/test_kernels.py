@@ -210,7 +210,7 @@ def test_the_native_kernel_uses_torchs_threads():
     for line in Path("/proc/self/maps").read_text().splitlines():
         begin, end = (int(part, 16) for part in line.split()[0].split("-"))
         if begin <= address < end:
-            assert Path(torch.__file__).parent in Path(line.split()[-1]).parents
+            assert Path(torch.__file__).resolve().parent in Path(line.split()[-1]).parents
 
 
 @pytest.mark.skipif(native.load() is None, reason="no native library was built")

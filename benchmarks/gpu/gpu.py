@@ -47,14 +47,13 @@ PARTS = {
     "sanitizer": Part("Does compute-sanitizer find anything?", 330, _PACKAGE),
     SHORT: Part("", 0, _PACKAGE, "parts.sanitizer.short"),  # what the sanitizer looks at
     "engine": Part("Does vLLM answer the same with graphs and without, at 100 and 25 %?", 420, _PACKAGE),
-    "serving": Part("How long does a token take inside vLLM?", 300, _PACKAGE),
     "speeds": Part("How far from the hardware's bound?", 300, _PACKAGE),
     "layers": Part(
         "How far are the kernels from the bound, for every layer, tier and batch?", 3600, program="kernel_speeds.run"
     ),
 }
 """In the order in which they run."""
-SPEEDS = "serving", "speeds", "layers"
+SPEEDS = "speeds", "layers"
 """Those that run only if nothing was wrong, and one after the other."""
 CORES = 4
 """That a part takes which runs beside others: most of its time passes in compilers."""

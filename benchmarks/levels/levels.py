@@ -21,7 +21,6 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
-import belady  # noqa: E402
 import model  # noqa: E402
 from limits import Limit, anonymous_bytes  # noqa: E402
 from readme import markdown, put  # noqa: E402
@@ -30,8 +29,6 @@ TIMES = 2.5
 TOKENS, PROMPT, REQUESTS, TOGETHER = 32, 160, 8, 16  # of an answer; characters of a prompt
 PAUSE_SECONDS = 0.2
 SYSTEMS = {"llama.cpp, mmap": "llama", "dymoe, page cache": "cache", "dymoe, host_memory": "level"}
-WARM, SLACK = 640, 64 << 20  # requests of a soak, and bytes
-SOAK = "soak"  # the last of them, with short answers for as long as is asked for
 Ask = Callable[[Sequence[str]], Sequence[list[int] | str]]
 
 
@@ -96,29 +93,15 @@ def llama(gguf: Path, memory: int) -> dict[str, Any]:
     return measure(ask, limit, lambda: None, dict)
 
 
-def dymoe(packed: Path, options: dict[str, Any], cache: int | None, soak: float = 0) -> dict[str, Any]:
+def dymoe(packed: Path, options: dict[str, Any], cache: int | None) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
-    from vllm_dymoe.runtime.serving import Serving
-
-    uses: list[belady.Use] = []
-    forward = Serving.forward
-
-    def logged(self: Serving, routing: Any, *more: Any) -> Any:
-        uses.append((routing.layer, tuple(routing.active)))
-        return forward(self, routing, *more)
-
-    if not soak:
-        Serving.forward = logged  # type: ignore[method-assign]
     limit = Limit(sorted(packed.glob("dymoe-experts-*.safetensors")), cache)
     llm = LLM(
         str(packed), enforce_eager=True, max_model_len=512, max_num_seqs=8, enable_prefix_caching=False,
         additional_config={"dymoe": options},
     )  # fmt: skip
-    if soak:
-        return endure(llm, limit, soak)
-    uses.clear()
-    sampling, first = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True), [0]
+    sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
 
     def ask(texts: Sequence[str]) -> list[list[int]]:
         answers = llm.generate(list(texts), sampling, use_tqdm=False)
@@ -126,17 +109,12 @@ def dymoe(packed: Path, options: dict[str, Any], cache: int | None, soak: float 
 
     def begin() -> None:
         llm.collective_rpc("dymoe_reset_stats")
-        first[0] = len(uses)
 
     def counts() -> dict[str, float]:
         (stats,) = llm.collective_rpc("dymoe_stats")
-        slots = sum(stats["slots"].values())
         return {
             "hits": stats["hits"] / (stats["hits"] + stats["misses"]),
             "disk_bytes_per_second": stats["disk_bytes"] / max(stats["disk_seconds"], 1e-9),
-            "fetched": sum(stats["transfers"].values()),
-            "demanded": stats["misses"],
-            "belady": belady.misses(uses, slots, first[0]),
         }
 
     found = measure(ask, limit, begin, counts)
@@ -144,34 +122,12 @@ def dymoe(packed: Path, options: dict[str, Any], cache: int | None, soak: float 
     return found | {"experts_bytes": found["experts_bytes"] + stats["peak_expert_bytes"]}
 
 
-def endure(llm: Any, limit: Limit, seconds: float) -> dict[str, Any]:
-    """Short requests, eight at once, one token each, whose answers must not depend on when they were asked.
-
-    The kernel ends a process that takes more than ``SLACK`` above what it had after the first of them.
-    """
-    from vllm import SamplingParams
-
-    texts, sampling = prompts()[1:], SamplingParams(temperature=0, max_tokens=1)
-    answers: dict[str, Any] = {}
-    end, asked, before = time.perf_counter() + seconds, 0, anonymous_bytes()
-    while time.perf_counter() < end:
-        batch = [text[: 20 + (asked // 8) % 40] for text in (texts[(asked + n) % len(texts)] for n in range(8))]
-        for text, answer in zip(batch, llm.generate(batch, sampling, use_tqdm=False), strict=True):
-            if answers.setdefault(text, answer.outputs[0].token_ids[0]) != answer.outputs[0].token_ids[0]:
-                raise SystemExit(f"{text!r} was answered in two ways.")
-        asked += 8
-        if asked == WARM:
-            limit.hold()
-            before = anonymous_bytes()
-    return {"requests": asked, "seconds": seconds, "anonymous_bytes_grown": anonymous_bytes() - before}
-
-
-def child(system: str, packed: Path, gguf: Path, memory: int, soak: float) -> dict[str, Any]:
+def child(system: str, packed: Path, gguf: Path, memory: int) -> dict[str, Any]:
     if system == "llama":
         return llama(gguf, memory)
     if system == "cache":  # a quarter for slots, the rest for the page cache
         return dymoe(packed, {"host_store": "file", "expert_budget": memory // 4}, memory - memory // 4)
-    return dymoe(packed, {"host_memory": memory}, SLACK if soak else None, soak)
+    return dymoe(packed, {"host_memory": memory}, None)
 
 
 def rates(packed: Path) -> Any:
@@ -193,13 +149,12 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=3072, help="of an expert; 3072 are 340 MB in all")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "dymoe-levels", help="for models")
     parser.add_argument("--only", nargs="*", choices=SYSTEMS.values(), default=list(SYSTEMS.values()))
-    parser.add_argument("--soak", type=float, default=0, metavar="SECONDS", help="only short requests, for so long")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     packed, gguf = model.write(arguments.work, arguments.width)
     if arguments.child:
         system, memory, out = arguments.child
-        Path(out).write_text(json.dumps(child(system, packed, gguf, int(memory), arguments.soak)))
+        Path(out).write_text(json.dumps(child(system, packed, gguf, int(memory))))
         return
     experts = sum(path.stat().st_size for path in packed.glob("dymoe-experts-*.safetensors"))
     memory = int(experts / TIMES)
@@ -212,21 +167,18 @@ def main() -> None:
     found: dict[str, Any] = {}
     alone = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
     alone |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # as llama.cpp has
-    for label, system in {SOAK: SOAK}.items() if arguments.soak else SYSTEMS.items():
+    for label, system in SYSTEMS.items():
         out, log = arguments.work / f"{system}-{arguments.width}.json", arguments.work / f"{system}.log"
-        if arguments.soak or system in arguments.only:
+        if system in arguments.only:
             command = [sys.executable, __file__, "--width", arguments.width, "--work", arguments.work]
-            command += ["--soak", arguments.soak, "--child", system, memory, out]
+            command += ["--child", system, memory, out]
             with log.open("w") as file:
                 done = subprocess.run([*map(str, command)], stdout=file, stderr=file, env=os.environ | alone)
             if done.returncode:
                 raise SystemExit(f"{label} failed; see {log}")
         if out.is_file():  # of this call, or of an earlier one
             found[label] = json.loads(out.read_text())
-    if arguments.soak:
-        print(json.dumps(found[SOAK]))
-    else:
-        report(found, experts, memory, past)
+    report(found, experts, memory, past)
 
 
 def report(found: dict[str, Any], experts: int, memory: int, past: float) -> None:
@@ -242,13 +194,10 @@ def report(found: dict[str, Any], experts: int, memory: int, past: float) -> Non
         for name, part in (("one", run["one"]), ("eight", run["eight"])):
             part.pop("answers", None)
             cells += [f"{part['tokens_per_second']:.1f}", f"{part['read_bytes_per_token'] / 1e6:.1f}"]
-            if "belady" in part:
-                rate, least = part["disk_bytes_per_second"], max(1, part["belady"])
-                more.append(
-                    f"{name}: {part['hits']:.1%} hits, {part['demanded'] / least:.2f} times Belady's misses and "
-                    f"{part['fetched'] / least:.2f} times its reads, {rate / 1e9:.2f} GB/s while reads are under way "
-                    f"({rate / past:.0%})"
-                )
+            if "hits" in part:
+                rate = part["disk_bytes_per_second"]
+                under_way = f"{rate / 1e9:.2f} GB/s while reads are under way ({rate / past:.0%})"
+                more.append(f"{name}: {part['hits']:.1%} hits, {under_way}")
         lines.append([*cells, f"{run['experts_bytes'] / 1e6:.0f}", f"{run['anonymous_bytes'] / 1e6:.0f}"])
     table = markdown(["", *columns], lines)
     said = (

@@ -78,7 +78,6 @@ def test_it_runs_to_its_end(tmp_path):
         "graphs": 9,
         "sanitizer": 3,
         "engine": 0,
-        "serving": 0,
         "speeds": 21,
     }
     assert parts["engine"]["sentences"][0].startswith("Left out: vLLM is not installed here")
@@ -204,7 +203,7 @@ def test_the_named_packages_are_enough(gpu):
     assert absent
     program = (
         f"import sys; [sys.modules.__setitem__(name, None) for name in {absent}]; "
-        "from parts import engine, graphs, kernels, machine, runtime, sanitizer, serving, speeds; print('all')"
+        "from parts import engine, graphs, kernels, machine, runtime, sanitizer, speeds; print('all')"
     )
     packages = str(Path(torch.__file__).parents[1])
     done = subprocess.run(

@@ -89,12 +89,11 @@ def replay(
     low: bool,  # whether the others have a version, or are skipped
     nested: bool = False,
     costs: Ints | None = None,
-    real: Ints | None = None,
 ) -> LayerDemand:
     """Let layers keep what the rule says. ``choose`` makes of a layer and the sums of its active experts' weights which
     of them are high; where versions are nested quotas are of fine slices and of bases. Misses are shared by `costs`,
-    see ``Table.there``, and what is said of time goes by `real` ones, if the rule goes by others."""
-    real, found = costs if real is None else real, list[LayerDemand]()
+    see ``Table.there``."""
+    found = list[LayerDemand]()
     own = -(-routings.header.num_experts // routings.ranks)
     for layer, steps in routings.steps.items():
         depth = layer / max(1, routings.header.num_layers - 1)  # a trace may have fewer layers than the model
@@ -112,7 +111,7 @@ def replay(
             of_ranks = []
             for rank, table in enumerate(tables):
                 here = (wanted != NOWHERE) & (uses // own == rank)
-                of_ranks.append(_ask(table, uses[here] - rank * own, wanted[here], rows[here], nested, real))
+                of_ranks.append(_ask(table, uses[here] - rank * own, wanted[here], rows[here], nested, costs))
             if step > len(steps) // _COLD:
                 found.append(max(of_ranks, key=lambda one: (one.misses, sum(one.active.values()))))
     active, missing = ([getattr(one, of) for one in found] for of in ("active", "missing"))

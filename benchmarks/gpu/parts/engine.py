@@ -38,7 +38,8 @@ SETTINGS: dict[str, Any] = {"gpu_memory_utilization": 0.2, "kv_cache_memory_byte
 
 def run(record: Recorder) -> None:
     """Every engine in a process of its own, side by side: most of their time passes in compiling."""
-    if is_left_out(record):
+    if importlib.util.find_spec("vllm") is None:
+        record.say("Left out: vLLM is not installed here; name a Python that has it, as in make gpu PYTHON=python3.12.")
         return
     answers: dict[str, dict[str, Any]] = {}
     modes = {}
@@ -59,13 +60,6 @@ def run(record: Recorder) -> None:
                 ours, theirs = (answers[one][budget][: ALONE + BATCH] for one in (graphs, "off"))
                 wrong += _differences(ours, theirs, f"{budget}, graphs {graphs}")
     record.say(f"cudagraph_mode in force was {', '.join(modes.values())}.")
-
-
-def is_left_out(record: Recorder) -> bool:
-    """Whether vLLM is not installed, which is said."""
-    if absent := importlib.util.find_spec("vllm") is None:
-        record.say("Left out: vLLM is not installed here; name a Python that has it, as in make gpu PYTHON=python3.12.")
-    return absent
 
 
 @contextmanager

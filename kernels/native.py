@@ -5,7 +5,6 @@ threads are those of the OpenMP that torch has loaded: no second pool competes w
 """
 
 import ctypes
-import os
 from collections.abc import Sequence
 from ctypes import Structure, c_double, c_int64, c_void_p
 from functools import cache
@@ -110,8 +109,6 @@ class Library:
             )
         library.dymoe_experts.argtypes = library.dymoe_weighted_sum.argtypes = [c_void_p, ctypes.c_int, c_void_p]
         library.dymoe_round_block.argtypes = [c_void_p, ctypes.c_int]
-        library.dymoe_read.argtypes = [ctypes.c_int, c_void_p, c_int64, c_int64, ctypes.c_int, ctypes.c_int, c_void_p]
-        library.dymoe_read.restype = c_int64
         # Of the Bell at an address: write a number behind all that was written before; wait until it is answered, 1 if
         # it was given up instead; give up the entry that is waited for, and return its number, or 0 if none is.
         self.post, self.wait, self.give_up = library.dymoe_post, library.dymoe_await, library.dymoe_give_up
@@ -119,6 +116,10 @@ class Library:
         self.wait.argtypes = self.post.argtypes = [c_void_p, c_int64]
         library.dymoe_answer.argtypes = [c_void_p, c_void_p, c_void_p, c_int64, c_int64, ctypes.c_int, c_void_p]
         library.dymoe_answer.restype = self.post.restype = None
+        # Of a mapping's address and bytes, and -1: the number that it is guarded by, with no bytes given back; of all.
+        self.guard, self.lost_pages = library.dymoe_guard, library.dymoe_lost_pages
+        self.guard.argtypes, self.lost_pages.restype = [c_void_p, c_int64, ctypes.c_int], c_int64
+        library.dymoe_resident.argtypes = [c_void_p, c_int64]
         self._library = library
         known = list(ISAS)
         usable = known[known.index(isa if isa in ISAS else "DEFAULT") :]
@@ -147,13 +148,9 @@ class Library:
         job = Sum(tokens, top_k, into.shape[1], into.dtype is torch.float16, *addresses, threads, 0)
         self._library.dymoe_weighted_sum(ctypes.addressof(job), self.isa, self.parallel)
 
-    def read(self, file: int, into: torch.Tensor, offset: int, flags: int) -> int:
-        """``preadv2`` into a contiguous uint8 tensor by all of torch's threads; the bytes that there were. OSError."""
-        place = into.data_ptr(), offset, into.numel()
-        count = self._library.dymoe_read(file, *place, flags, torch.get_num_threads(), self.parallel)
-        if count < 0:
-            raise OSError(-count, os.strerror(-count))
-        return int(count)
+    def resident(self, mapped: torch.Tensor) -> bool:
+        """Whether all of a part of a mapped file is in memory."""
+        return bool(self._library.dymoe_resident(mapped.data_ptr(), mapped.numel()))
 
     def round_block(self, low_share: float, before: torch.Tensor | None, *parts: torch.Tensor) -> None:
         """Round a block of columns, see ``quantize.lattice``. Tensors are contiguous, and in the order of `Rounding`:

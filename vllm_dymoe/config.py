@@ -105,7 +105,7 @@ class Options(BaseModel):
     """When an expert's bytes are checked: as they are first read from the disk, or each time."""
     misses: Literal["auto", "fetch", "compute", "share"] = "auto"
     """Experts without a slot are fetched, or, free slots filled, computed by the host where they lie in its memory, or
-    shared between both as their measured rates say; "auto" computes them on a CPU with `host_store` "pinned"."""
+    shared between both as their measured rates say; "auto" computes on a CPU what memory or the page cache has."""
     misses_rows: int = Field(default=16, ge=1)
     """Rows of an expert that the host computes beside a device at most; with more it is fetched."""
     decisions: Literal["auto", "host", "device"] = "auto"

@@ -233,7 +233,7 @@ API void dymoe_round_block(Rounding* block, int isa) {
 }
 
 #include "doorbell.h"
-#include "reading.h"
+#include "mapped.h"
 
 API i64 dymoe_sizes(int which) {
     const i64 sizes[] = {sizeof(Matrix), sizeof(Item), sizeof(Layer), sizeof(Sum), sizeof(Rounding), sizeof(Bell)};

@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
 def llm(folder):
     # Residency must not be precision where answers are compared.
     system = {"system_options": WATCHED | {"reuse_high": False}}
-    options = DYMOE | system | {"trace": {"folder": str(folder), "inputs": True}}
+    options = DYMOE | system | {"misses": "fetch", "trace": {"folder": str(folder), "inputs": True}}
     settings = {"max_num_batched_tokens": 48, "max_num_seqs": 6, "enable_prefix_caching": True}
     with engine(dymoe=options, **settings) as llm:
         yield llm

@@ -24,7 +24,7 @@ def test_a_table_of_a_system_beside_full_load(tmp_path, monkeypatch):
         full, exact = rows["full load, 4 bits", batch], rows["exact", batch]
         assert full["outputs"] == exact["outputs"]
         assert full["decode"]["misses"] == 0
-        assert exact["decode"]["bytes_moved"]["demand"] > 0
+        assert exact["decode"]["misses"] > 0
         assert exact["decode_tokens"] == 2 * 5
     table = (tmp_path / "table.md").read_text()
     assert table.count("\n| ") == 2 + len(rows)

@@ -25,7 +25,7 @@ from vllm_dymoe.store import StoreError
 
 pytestmark = [pytest.mark.engine, needs_two_cores]
 
-OPTIONS = {"hi": 16, "expert_budget": "25%", "system_options": {"look_ahead": 0}}
+OPTIONS = {"hi": 16, "expert_budget": "25%", "misses": "fetch", "system_options": {"look_ahead": 0}}
 TOKENS = 12
 
 

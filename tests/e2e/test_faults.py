@@ -40,7 +40,7 @@ class FaultyReads(FaultyStore):
 def llm():
     """Steps of at most 64 tokens and 8 requests, prefixes cached, a quarter of the experts on the device."""
     settings = {"enable_prefix_caching": True, "max_num_batched_tokens": 64, "max_num_seqs": 8}
-    with engine(dymoe={"hi": 4, "expert_budget": "25%"}, **settings) as llm:
+    with engine(dymoe={"hi": 4, "expert_budget": "25%", "misses": "fetch"}, **settings) as llm:
         yield llm
 
 
@@ -176,7 +176,8 @@ def test_another_ranks_fault_fails_the_step(monkeypatch, tmp_path):
     """Two ranks: only one's file is damaged, only rank 0's output is collected, and no rank waits for ever."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, CORES)))
     traces = tmp_path / "traces"
-    options = {"hi": 4, "expert_budget": "2%", "store_dir": str(tmp_path), "trace": str(traces)}
+    options = {"hi": 4, "expert_budget": "2%", "store_dir": str(tmp_path), "trace": str(traces),
+               "misses": "fetch"}  # fmt: skip
     settings = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "enable_prefix_caching": True}
     with engine(dymoe=options, **settings) as llm:
         want = [a.tokens for a in answer(llm, prompts()[:2], max_tokens=8)]

@@ -21,7 +21,7 @@ def test_a_second_start_never_quantizes_again(tmp_path, monkeypatch):
             assert type(runtime_of(llm).store) is kind
             tokens.append([a.tokens for a in answer(llm, prompts()[:4], max_tokens=16, logprobs=None)])
             counts = runtime_of(llm).serving.counts
-            assert (counts.there > 0) is (host_store == "pinned"), "where all are in memory, a slot is the same memory"
+            assert (counts.there > 0) is runtime_of(llm).store.mapped, "in memory a slot is the same memory"
             for level in (1, 2):
                 llm.sleep(level)  # what it frees is measured where slots are large (tests/runtime/test_sleep.py)
                 assert not runtime_of(llm).memory.pools

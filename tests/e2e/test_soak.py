@@ -134,7 +134,7 @@ class Traffic:
 
 def test_a_soak_leaves_everything_accounted_for():
     alone = in_own_process(growth_of_vllm_alone, REQUESTS, timeout=300 + REQUESTS)
-    options = {"hi": 4, "expert_budget": "20%"}
+    options = {"hi": 4, "expert_budget": "20%", "misses": "fetch"}
     with engine(dymoe=options, **SETTINGS) as llm:
         runtime = runtime_of(llm)
         traffic = Traffic(llm)

@@ -13,7 +13,6 @@ import torch
 
 from tests.small_model import fill, make_experts, make_store
 from tests.store.stores import read, write
-from vllm_dymoe.kernels import native
 from vllm_dymoe.quantize import QUANTIZERS
 from vllm_dymoe.quantize.packer import ExpertPacker
 from vllm_dymoe.residency.format import BlobKey, all_keys
@@ -81,22 +80,6 @@ def test_reads_past_the_page_cache_begin_and_end_anywhere(tmp_path, offset, nbyt
         assert not destination[found:].any()
     assert read_direct(file, torch.zeros(10, dtype=torch.uint8), 12_995) == 5, "the file ends"
     os.close(file)
-
-
-@pytest.mark.parametrize("offset", [0, 1, 299_999])
-@pytest.mark.parametrize("nbytes", [1, 131_072, 400_000])
-def test_all_threads_read_what_the_page_cache_has(tmp_path, offset, nbytes):
-    if (library := native.load()) is None:
-        pytest.skip("there is no native library")
-    there, destination = torch.randint(256, (600_000,), dtype=torch.uint8), torch.zeros(400_000, dtype=torch.uint8)
-    (tmp_path / "file").write_bytes(there.numpy().tobytes())
-    with (tmp_path / "file").open("rb") as file:
-        found = library.read(file.fileno(), destination[:nbytes], offset, 0)
-        assert found == min(nbytes, 600_000 - offset), "the file ends in the middle of several threads' pieces"
-        assert torch.equal(destination[:found], there[offset : offset + found])
-        assert not destination[nbytes:].any()
-    with pytest.raises(OSError, match="Bad file"), (tmp_path / "file").open("wb") as file:
-        library.read(file.fileno(), destination[:nbytes], 0, 0)
 
 
 def test_a_way_that_would_wait_says_so(store):

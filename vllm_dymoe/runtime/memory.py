@@ -159,6 +159,20 @@ class ExpertMemory:
             return () if self.table.tier[layer, expert] else (tier,)
         return tuple(part for part in self.parts[tier] if self.slot_of(layer, expert, part) is None)
 
+    def far(self, layer: int, wanted: Mapping[int, Tier]) -> list[bool]:
+        """Which of the wanted experts have no slot for what is wanted, and are not in host memory either."""
+        far, held = [], self.table.tier[layer]
+        for expert, tier in wanted.items():
+            lacks = self.lacking(layer, expert, tier) if self.nested else held[expert] != CODES[tier]
+            keys = (BlobKey(layer, expert, self.bits[part]) for part in self.parts[tier]) if lacks else ()
+            far.append(not all(map(self.store.in_memory, keys)))
+        return far
+
+    def lost(self, layer: int, wanted: Mapping[int, Tier], there: Iterable[int]) -> str:
+        """Why some of the wanted experts were not computed where they lie; empty if all were."""
+        parts = ((expert, part) for expert in there for part in self.parts[wanted[expert]])
+        return self.store.lost(BlobKey(layer, expert, self.bits[part]) for expert, part in parts)
+
     def slot_of(self, layer: int, expert: int, part: Tier) -> Slot | None:
         """The slot in a tier's pool that an expert's row names, if it does, where the versions are nested."""
         index = self.table.slot[int(part is Tier.HI), layer, expert]

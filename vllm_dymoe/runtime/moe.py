@@ -130,7 +130,7 @@ class MoERuntime:
         obstacle = DRAFTED if self.experts.draft_layers else obstacle
         if store.readable and not obstacle and not parts.device_memory.shares_addresses():
             obstacle = "this device has other addresses for page-locked host memory than the host"
-        _check_misses(options, store)
+        _check_misses(options, store, on_cpu=device.type == "cpu" and options.link_gbps is None)
         decides, why_not = device_decides(options, system, device.type, readable=store.readable, obstacle=obstacle)
         decoding = None
         if decides:
@@ -363,8 +363,8 @@ def precision_of(runtime: MoERuntime) -> Mapping[str, Any]:
     }
 
 
-def _check_misses(options: Options, store: HostStore) -> None:
-    if options.computes_misses and not store.readable:
+def _check_misses(options: Options, store: HostStore, *, on_cpu: bool) -> None:
+    if options.computes_misses and not (store.readable or (on_cpu and store.mapped)):
         raise ConfigError(
             f'vllm-dymoe: misses = "{options.misses}" is impossible, because the experts are not in memory; use '
             'host_store "pinned", or leave the option out.'

@@ -27,7 +27,9 @@ from vllm_dymoe.runtime.stream import LayerStep
 from vllm_dymoe.runtime.there import Beside
 from vllm_dymoe.store.disk import DiskCounts
 from vllm_dymoe.systems import System
-from vllm_dymoe.transfer import HostLevel, TransferEngine, TransferStats
+from vllm_dymoe.transfer import HostLevel, TransferEngine, TransferError, TransferStats
+
+_FAR = 1 << 40  # rows of an expert that is never computed where it lies
 
 
 class Serving:
@@ -139,6 +141,8 @@ class Serving:
                 self.prefetcher.fill()
         if answer is not None:
             answer()
+        elif there and (sentence := self.memory.lost(routing.layer, wanted, there)):
+            raise TransferError(sentence)
         if not skipped and sum(map(routing.counts.__getitem__, wanted)) == len(out):
             return combine(out, weights)
         return combine(out, weights, routing.ids, skipped, renormalize=self.system.precision.renormalizes)
@@ -161,6 +165,8 @@ class Serving:
         rows = None
         if self.computes_there and (self.beside is None or not self.beside.failed):
             rows = np.fromiter(map(routing.counts.__getitem__, wanted), np.int64, len(wanted))
+            if not self.memory.store.whole:
+                rows[self.memory.far(layer, wanted)] = _FAR
         places = self.memory.table.begin_step(layer, active, codes, rows, ages=self.system.residency.ages)
         if self.records_fates:
             held = self.memory.table.tier[layer]

@@ -1,6 +1,7 @@
 """What every store of packed experts is asked for, and how it fails."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -67,8 +68,21 @@ class HostStore(ABC):
         """A slice where it lies in host memory; None from a store that has none. Arguments and errors as above."""
         return nullcontext()
 
+    @property
+    def mapped(self) -> bool:
+        """A CPU can compute slices where they lie, those that are ``in_memory``."""
+        return self.whole
+
+    def in_memory(self, key: BlobKey) -> bool:
+        """Whether a slice can be read without waiting for a disk, and is what was written."""
+        return self.whole
+
+    def lost(self, keys: Iterable[BlobKey]) -> str:
+        """A sentence if bytes of mapped slices could not be had when they were computed with; empty otherwise."""
+        return ""
+
     def blob(self, key: BlobKey) -> torch.Tensor:
-        """The bytes themselves, of a store that is ``whole``: uint8 [bytes of the slice]."""
+        """The bytes themselves, of a store that is ``mapped``: uint8 [bytes of the slice]."""
         raise NotImplementedError
 
     def take(self, other: "HostStore", experts: ModelExperts) -> None:

@@ -9,8 +9,9 @@ import ctypes
 import errno
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ from vllm_dymoe.store.disk import (
 from vllm_dymoe.store.durable import keep_beside
 from vllm_dymoe.store.header import TensorPlace, read_header
 from vllm_dymoe.store.manifest import Manifest
+from vllm_dymoe.store.mapped import MappedFile, lost_pages
 
 _NOTHING: frozenset[int] = frozenset()
 
@@ -84,6 +86,7 @@ class FileStore(HostStore):
         self._layers: list[_Layer] = []
         self._descriptors: list[int] = []
         self._verified: dict[BlobKey, frozenset[int]] = {}
+        self._mapped, self._lost = cache(lambda layer: MappedFile(self._layers[layer].file)), lost_pages()
         try:
             for layer_index in self.experts.layers:
                 self._open(folder / file_name(layer_index), held.places_at(self.manifest.alignment))
@@ -134,6 +137,37 @@ class FileStore(HostStore):
             self._fill(key, destination, span, reading, wait=wait)
         if reading.check == "always" or not self._verified.get(key, _NOTHING).issuperset(projections):
             self._check(key, destination.numpy().data, projections)
+
+    @property
+    def mapped(self) -> bool:
+        way = self.reading
+        plain = not (way.direct or way.drops or way.bytes_per_second) and way.check == "first"
+        return plain and native.load() is not None and lost_pages() == self._lost
+
+    def in_memory(self, key: BlobKey) -> bool:
+        try:
+            nbytes = self.experts.formats[key.bits].nbytes
+            if not self.mapped or not self._mapped(key.layer).has(self._begin(key), nbytes):
+                return False
+            if not self._verified.get(key, _NOTHING).issuperset(EVERY_PROJECTION):
+                self._check(key, self.blob(key).numpy().data, EVERY_PROJECTION)
+        except (OSError, ValueError, StoreError):  # what is wrong with a file a read says, to those that it concerns
+            return False
+        return True
+
+    def lost(self, keys: Iterable[BlobKey]) -> str:
+        if lost_pages() == self._lost:
+            return ""
+        try:
+            for key in keys:
+                self.read_into(key, torch.empty(self.experts.formats[key.bits].nbytes, dtype=torch.uint8))
+        except StoreError as error:
+            return str(error)
+        return f"{self.description} could not be read in the middle of a step; check the disk."
+
+    def blob(self, key: BlobKey) -> torch.Tensor:
+        begin = self._begin(key)
+        return self._mapped(key.layer).bytes[begin : begin + self.experts.formats[key.bits].nbytes]
 
     def take(self, other: HostStore, experts: ModelExperts) -> None:
         assert isinstance(other, FileStore)
@@ -224,11 +258,8 @@ class FileStore(HostStore):
 
 
 def _read_cached(file: int, destination: torch.Tensor, offset: int, *, wait: bool) -> int:
-    """Through the page cache; returns how many bytes the file had. Without ``wait`` computation stands still, so that
-    its threads copy; BlockingIOError if a disk has to be waited for."""
-    library = None if wait else native.load()
-    if library is not None:
-        return library.read(file, destination, offset, os.RWF_NOWAIT)
+    """Through the page cache; returns how many bytes the file had. Without ``wait`` BlockingIOError if a disk has to be
+    waited for."""
     view, done = destination.numpy().data, 0
     while done < len(view):
         count = os.preadv(file, [view[done:]], offset + done, 0 if wait else os.RWF_NOWAIT)

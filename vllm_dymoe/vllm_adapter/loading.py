@@ -200,7 +200,7 @@ class Loading:
         if device.type == "cpu" and options.link_gbps is None:
             budget = budget_in_host_memory(options, experts, budget, workspace_bytes(experts))
         on_cpu = device.type == "cpu" and options.link_gbps is None and options.decisions != "device"
-        if options.misses == "auto" and on_cpu and store.whole:
+        if options.misses == "auto" and on_cpu and store.mapped:
             options = options.model_copy(update={"misses": "compute"})  # a slot is the same memory
         given: dict[str, Any] = {
             "predictor": predictor,

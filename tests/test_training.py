@@ -99,10 +99,3 @@ def test_hit_rates_of_a_table():
 def test_what_nothing_can_be_learnt_from_is_refused(trace, architecture, words):
     with pytest.raises(TrainingError, match=words):
         train(trace, architecture, replace(QUICK, held_out=0.9))
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 65])
-def test_a_last_token_alone_is_no_batch(tokens):
-    train(
-        made_up(requests=8, tokens=tokens, sizes=SIZES), KINDS["a network for each layer"], Recipe(epochs=1, batch=64)
-    )

@@ -2,8 +2,8 @@
 
 Qwen3-30B-A3B's shape: 128 experts [768, 2048], 8 for each token, random ones of more bytes than caches hold. The bound
 is the time that all threads take to read the bytes of the experts in use, measured between the steps. llama.cpp (Q4_0,
-repacked) computes the layer at 4 bits in turns with it, kt-kernel behind it; they are left out with a sentence where
-`pip install xllamacpp` or `pip install --no-deps kt-kernel==0.7.2` is missing.
+repacked) computes the layer at 4 bits in turns with it; it is left out with a sentence where `pip install xllamacpp` is
+missing.
 
     python benchmarks/cpu/layer.py [--tokens 1 4 16 64 512] [--codes 4 2 8 4/2 mxfp4 nvfp4 fp8 16 e8 e8+e8] [--isa AVX2]
         [--activations 8] [--alone] [--busy]
@@ -15,10 +15,8 @@ import statistics
 import time
 from collections.abc import Callable
 
-import kt
 import llama_cpp
 import torch
-from kt import KtKernel
 from llama_cpp import LlamaCpp
 
 from vllm_dymoe.host_memory import map_bytes
@@ -95,18 +93,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--isa", help="AMX, AVX512_BF16, AVX512, AVX2 or DEFAULT; the processor's best if left out")
     parser.add_argument("--activations", type=int, default=16, choices=(16, 8))
-    parser.add_argument("--alone", action="store_true", help="without llama.cpp and kt-kernel")
+    parser.add_argument("--alone", action="store_true", help="without llama.cpp")
     parser.add_argument("--busy", action="store_true", help="one thread, by its processor time: others use the machine")
     options = parser.parse_args()
     if options.busy:
         global clock
-        clock = llama_cpp.clock = kt.clock = time.thread_time
+        clock = llama_cpp.clock = time.thread_time
         torch.set_num_threads(1)
-    threads, rows, peer, shape = torch.get_num_threads(), [], None, (EXPERTS, TOP_K, HIDDEN, INTERMEDIATE)
-    beside = not options.alone and "4" in options.codes
-    if beside:
+    threads, rows, peer = torch.get_num_threads(), [], None
+    if not options.alone and "4" in options.codes:
         if library := llama_cpp.find():
-            peer = LlamaCpp(library, shape, threads)
+            peer = LlamaCpp(library, (EXPERTS, TOP_K, HIDDEN, INTERMEDIATE), threads)
         print(f"{peer.name} beside it" if peer else "llama.cpp is not measured: pip install xllamacpp")
     for code in options.codes:
         layer = Layer(code, options.group, options.isa, options.activations)
@@ -133,14 +130,6 @@ def main() -> None:
             rows.append(row)
             times = f"{1e3 * bound:9.3f} {1e3 * seconds:9.3f} {bound / seconds:11.2f} {rate:6.1f}"
             print(f"{code:>6} {tokens:>6} {times}{said}", flush=True)
-    if beside and (library := kt.find()):  # last, since its threads do not sleep between steps
-        last = KtKernel(library, shape, threads)
-        for row in (row for row in rows if row["code"] == "4"):
-            spent = [last.step(row["tokens"]) for _ in range(max(8, options.steps // max(1, row["tokens"] // 8)))]
-            row["kt_kernel_ms"] = 1e3 * statistics.median(spent[2:])
-            print(f"{last.name}: {row['tokens']} tokens {row['kt_kernel_ms']:.3f} ms", flush=True)
-    elif beside:
-        print("kt-kernel is not measured: pip install --no-deps kt-kernel==0.7.2")
     print(json.dumps({"kernel": layer.kernel.name, "threads": threads, "rows": rows}))
 
 

@@ -1,7 +1,7 @@
 """What do the compilers make of the kernels, on every architecture?
 
 Compiles every variant ahead of time, without a GPU, with each Triton that a supported torch ships, and writes
-registers, spills, shared memory, tensor-core instructions and how decode computes to compiled.json and the README. A
+registers, spills, shared memory, tensor-core instructions and how decode computes to compiled.json. A
 row of the same kernel source, tile and Triton is kept: a run that was interrupted goes on where it was. `--jobs`
 compiles in several processes, `--triton` and `--architecture` for one of them only.
 """
@@ -16,18 +16,16 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
-sys.path += map(str, Path(__file__).resolve().parents[1:3])  # an installed package stays the one that is used
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # an installed package stays the one that is used
 
 import triton
 from flow import digests
 from launched import wrong_numbers
 from machine_code import compile_variant, compiled_ptx
-from readme import markdown as table
-from readme import put
 from variants import ARCHITECTURES, MAIN, Variant, all_variants
 
 HERE = Path(__file__).parent
-TABLE, README = HERE / "compiled.json", HERE / "README.md"
+TABLE = HERE / "compiled.json"
 COLUMNS = ("triton", "architecture", "kernel", "shape", "tiers", "note")
 TRITONS = {"3.6.0": "torch 2.11, vLLM 0.26", "3.7.1": "torch 2.13, vLLM 0.32", "3.8.0": "torch 2.14, vLLM 0.33"}
 """Those that supported torch builds ship."""
@@ -76,39 +74,6 @@ def compile_row(variant: Variant) -> dict:
     named = dict(zip(COLUMNS, (triton.__version__, *variant.key), strict=True))
     row = named | asdict(compile_variant(variant)) | {"digest": variant.digest}
     return row | {"flow": digests(variant, compiled_ptx)} if has_flow(row) else row
-
-
-def markdown(rows: list[dict]) -> str:
-    """By kernel, shape, tiers and note, for each Triton: ranges over the architectures."""
-    groups: dict[tuple, list[dict]] = {}
-    for row in rows:
-        groups.setdefault(key(row)[2:], []).append(row)
-    order = {variant.key[1:]: number for number, variant in enumerate(all_variants())}
-    lines = []
-    for columns, some in sorted(groups.items(), key=lambda group: order[group[0]]):
-        on = sorted({row["architecture"] for row in some})
-        of_each = ([row for row in some if row["triton"] == version] for version in TRITONS)
-        lines.append([*columns, " ".join(map(str, on)), *map(_cell, of_each)])
-    each = ", ".join(f"{version} ({where})" for version, where in TRITONS.items())
-    note = "Registers, and in decode barriers and instructions of the longest loop, elsewhere tensor cores."
-    return f"{table(['kernel', 'shape', 'tiers', '', 'sm', *TRITONS], lines)}\n\n{note} Tritons: {each}.\n"
-
-
-def _cell(rows: list[dict]) -> str:
-    """What one Triton made of a kernel on some architectures."""
-    if not rows:
-        return ""
-
-    def span(name: str) -> str:
-        values = sorted({row[name] for row in rows})
-        return str(values[0]) if len(values) == 1 else f"{values[0]} to {values[-1]}"
-
-    text = span("registers")
-    if spilled := max(row["spill_bytes"] for row in rows):
-        text += f", {spilled} bytes spilled"
-    if rows[0]["kernel"] in ("gate_up", "down"):
-        return f"{text}; {span('barriers_in_loops')}; {span('instructions')}"
-    return "; ".join([text, *sorted({row["tensor_cores"] for row in rows} - {""})])
 
 
 def main() -> int:
@@ -171,12 +136,11 @@ def fresh(rows: list[dict], planned: Iterable[Variant]) -> list[dict]:
 
 
 def save(rows: list[dict]) -> None:
-    """Write the table and its place in the README, in the order of Tritons and variants."""
+    """Write the table, in the order of Tritons and variants."""
     order = {variant.key: number for number, variant in enumerate(all_variants())}
     rows.sort(key=lambda row: (row["triton"], order[key(row)[1:]]))
     text = ",\n".join(json.dumps(row) for row in rows)
     TABLE.write_text(f"[\n{text}\n]\n")
-    put(README, "compiled", markdown(rows))
 
 
 if __name__ == "__main__":

@@ -34,15 +34,16 @@ def test_flags_are_options_and_arguments_of_the_engine(tmp_path, monkeypatch):
         raise SystemExit(7)
 
     monkeypatch.setattr("vllm_dymoe.cli.bench.measure", measure)
-    asked = "--system exact --budget 25% --tp 2 --ep --misses fetch --misses compute --disk 2GB/s"
+    asked = "--system exact --budget 25% --tp 2 --ep --misses fetch --misses compute --disk 2GB/s --link 10MB/s"
     command("bench", "benchmarks/tiny_moe/model", "--out", tmp_path, *asked.split())
     assert {tuple(case.engine.items()) for case in measured} == {
         (("tensor_parallel_size", 2), ("enable_expert_parallel", True))
     }
     found = [
-        (case.subject.options["misses"], case.subject.options["disk_gbps"]) for case in measured if case.budget == "25%"
-    ]
-    assert found == [("fetch", 2.0), ("compute", 2.0)]
+        tuple(case.subject.options[name] for name in ("misses", "disk_gbps", "link_gbps"))
+        for case in measured if case.budget == "25%"
+    ]  # fmt: skip
+    assert found == [("fetch", 2.0, 0.01), ("compute", 2.0, 0.01)]
 
 
 def test_vllm_is_told_to_offload_what_the_budget_leaves():

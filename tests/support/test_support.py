@@ -139,15 +139,6 @@ def test_a_condition_wakes_a_waiting_thread_and_time_passes_only_when_no_thread_
     thread.join(timeout=1)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_fails_lets_the_others_go_on():
-    def fail():
-        raise ValueError("on purpose")
-
-    (thread,) = run(DeterministicThreads(History(), 0), fail)
-    assert not thread.is_alive()
-
-
 def on_device():
     return torch.empty(4, 2, dtype=torch.int64, device="meta")
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_dymoe.residency.constants import AGING, LOW_VERSION, USE, Cost, Fate
+from vllm_dymoe.residency.constants import AGING, LOW_VERSION, NEVER_FETCHED, USE, Cost, Fate
 
 NOWHERE, LOW, HIGH = 0, 1, 2  # in which version an expert is held, or wanted
 
@@ -126,16 +126,21 @@ def _computed_there(
     Of the step's experts are ``hit``, bool [slices, n], which have what they need, and ``heat``, int64 [n]; all else is
     as for :func:`decide`.
     """
-    link, may = np.zeros(len(heat), np.int64), costs[wanted, Cost.FIRST_ROW] > 0
-    may &= rows <= costs[wanted, Cost.MOST_ROWS]
+    link, cost = np.zeros(len(heat), np.int64), costs[wanted]
+    may = (cost[:, Cost.FIRST_ROW] > 0) & (rows <= cost[:, Cost.MOST_ROWS])
     low, kept = ~hit[0], held != NOWHERE
     if len(hit) == 1:
         low, kept = low & (wanted == LOW), held == LOW
     for tier, lacks, has in ((LOW, low, kept), (HIGH, ~hit[-1] & (wanted == HIGH), held == HIGH)):
-        link[lacks] += costs[tier, Cost.LINK]
-        may[lacks.nonzero()[0][: max(0, shares[tier] - int(np.count_nonzero(has)))]] = False
-    host = costs[wanted, Cost.FIRST_ROW] + (rows - 1) * costs[wanted, Cost.NEXT_ROW]
-    candidates = (may & (link > 0)).nonzero()[0]
+        lacking = lacks.nonzero()[0]
+        if len(lacking):
+            link[lacking] += costs[tier, Cost.LINK]
+            may[lacking[: max(0, shares[tier] - int(np.count_nonzero(has)))]] = False
+    may &= link > 0
+    if (link[may] >= NEVER_FETCHED).all():
+        return may
+    host = cost[:, Cost.FIRST_ROW] + (rows - 1) * cost[:, Cost.NEXT_ROW]
+    candidates = may.nonzero()[0]
     candidates = candidates[np.argsort(heat[candidates], kind="stable")]
     longer = link.sum() - np.cumsum(link[candidates]) + link[candidates]
     fits = costs[NOWHERE, Cost.LINK] + np.cumsum(host[candidates]) < longer

@@ -27,10 +27,10 @@ demo: setup ## serve a small model under a byte budget and watch it
 bench-budget: setup ## what a byte budget costs: vLLM and this plugin (20 minutes, 10 GB of disk, a quiet machine)
 	@$(BIN)/python benchmarks/budget/budget.py
 
-bench-papers: setup ## the papers' systems over one trace, in virtual time
+bench-papers: setup ## the papers' policies over one trace, in virtual time
 	@$(BIN)/python benchmarks/papers/virtual.py
 
-bench-quality: setup ## what precision costs in quality, and what the system dymoe wins back (15 minutes of one core)
+bench-quality: setup ## what precision costs in quality, and what the policy dymoe wins back (15 minutes of one core)
 	@$(BIN)/python benchmarks/quality/quality.py
 
 test: fast engine ## all tests (ISA=avx2: as on a processor without AVX-512)
@@ -42,7 +42,7 @@ engine: setup ## only the tests that start one
 	$(PYTEST) -m engine -n $(JOBS) --dist loadfile
 
 native: setup ## only the tests that this processor's own instructions can change
-	$(PYTEST) tests/kernels/test_kernels.py tests/kernels/test_codebook.py tests/runtime tests/e2e/test_models.py -n $(JOBS) --dist loadfile
+	$(PYTEST) tests/kernels/test_kernels.py tests/kernels/test_codebook.py tests/executor tests/cache tests/server tests/e2e/test_models.py -n $(JOBS) --dist loadfile
 
 arm: setup ## the native library compiles for ARM and with clang, too
 	@$(BIN)/python -m pip install --quiet ziglang

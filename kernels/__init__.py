@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
+from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels.activation import Activation, Curve
 from vllm_dymoe.kernels.base import ExpertKernel
 from vllm_dymoe.kernels.combine import combine
 from vllm_dymoe.kernels.cpu import CpuKernel
 from vllm_dymoe.kernels.pack import dequantize, pack, pack_floats, pack_nested, unpack
 from vllm_dymoe.kernels.torch_experts import expert_reference
-from vllm_dymoe.residency.matrix import MatrixFormat
 
 
 def make_kernel(

@@ -5,10 +5,10 @@ from typing import Protocol
 
 from torch import Tensor
 
+from vllm_dymoe.experts.checks import check_tensor
+from vllm_dymoe.experts.matrix import DTYPES, MatrixFormat
 from vllm_dymoe.kernels.activation import Activation
-from vllm_dymoe.residency.checks import check_tensor
-from vllm_dymoe.residency.decision import Decision
-from vllm_dymoe.residency.matrix import DTYPES, MatrixFormat
+from vllm_dymoe.planner.plan import LayerPlan
 
 Receive = Callable[[int], None]
 """Called with n = 1, 2, 3 before the first n projections (gate, up, down) of any of the experts are read."""
@@ -21,7 +21,7 @@ class ExpertKernel(Protocol):
     workspace_bytes: int  # scratch on the device that this object holds beyond activations
     asynchronous: bool  # whether calls return when the work is enqueued, so that few large ones cost the host least
 
-    def begin(self, x: Tensor, decision: Decision, out: Tensor, activation: Activation) -> None:
+    def begin(self, x: Tensor, plan: LayerPlan, out: Tensor, activation: Activation) -> None:
         """Begin a layer's step; TypeError and ValueError as ``check_activations``.
 
         Args:

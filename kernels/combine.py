@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vllm_dymoe.experts.checks import check_tensor
 from vllm_dymoe.kernels import native
-from vllm_dymoe.residency.checks import check_tensor
 
 # Products held at a time, in float32: small enough for a cache, and a bound on
 # memory when a prefill brings thousands of tokens.

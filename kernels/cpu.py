@@ -12,19 +12,19 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels import native
 from vllm_dymoe.kernels.activation import Activation
 from vllm_dymoe.kernels.base import Receive, check_activations, check_formats
 from vllm_dymoe.kernels.torch_experts import compute_with_torch
-from vllm_dymoe.residency.decision import Decision
-from vllm_dymoe.residency.matrix import MatrixFormat
+from vllm_dymoe.planner.plan import LayerPlan
 
 DEFAULT_WORKSPACE_BYTES = 1 << 20
 MINIMUM_WORKSPACE_BYTES = 320 << 10
 _PRODUCTS_OF_A_THREAD = 1 << 20  # fewer take less time than a second thread takes to begin, above all on busy cores
 _MOST_ACTIVATION_BYTES = 16 << 20
 """Experts whose activations would take more are computed one after the other. As much is kept for the next step, and as
-much of its inputs: what the system hands out anew is cleared page by page, which took longer than 16 cores compute."""
+much of its inputs: what the policy hands out anew is cleared page by page, which took longer than 16 cores compute."""
 
 
 class CpuKernel:
@@ -39,7 +39,7 @@ class CpuKernel:
     """
 
     asynchronous = False
-    _step: tuple[Tensor, Decision, Tensor, Activation]
+    _step: tuple[Tensor, LayerPlan, Tensor, Activation]
 
     def __init__(
         self, workspace_bytes: int = DEFAULT_WORKSPACE_BYTES, isa: str | None = None, activations: int = 16,
@@ -64,23 +64,23 @@ class CpuKernel:
         self._inputs: Tensor | None = None  # holds what a step's tokens are read as; None before its first experts
         self._forms = Forms()
 
-    def begin(self, x: Tensor, decision: Decision, out: Tensor, activation: Activation) -> None:
+    def begin(self, x: Tensor, plan: LayerPlan, out: Tensor, activation: Activation) -> None:
         """As in :class:`ExpertKernel`."""
         check_activations(x, out)
-        self._step = x, decision, out, activation
+        self._step = x, plan, out, activation
         self._inputs = None
 
     def compute(self, items: Sequence[int], receive: Receive | None = None) -> None:
         """As in :class:`ExpertKernel`; IndexError if the decision names a row that there is not."""
-        x, decision, out, activation = self._step
+        x, plan, out, activation = self._step
         if self._library is None:
-            parts = [(item, slice(decision.bounds[item], decision.bounds[item + 1])) for item in items]
-            work = [(decision.views[item], decision.rows[part], decision.pairs[part]) for item, part in parts]
+            parts = [(item, slice(plan.bounds[item], plan.bounds[item + 1])) for item in items]
+            work = [(plan.views[item], plan.rows[part], plan.pairs[part]) for item, part in parts]
             compute_with_torch(x, work, out, activation, receive or (lambda count: None))  # type: ignore[arg-type]
             return
         if not items:
             return
-        forms, layer, library, bounds = self._forms, self._layer, self._library, decision.bounds
+        forms, layer, library, bounds = self._forms, self._layer, self._library, plan.bounds
         read_as = forms.width, forms.floats
         fields = self._fields(items)
         floats = library.row_floats(forms.width)
@@ -109,8 +109,8 @@ class CpuKernel:
 
     def _fields(self, items: Sequence[int]) -> "array[int]":
         """What the library wants of items, native.ITEM_FIELDS numbers each."""
-        (x, decision, _, activation), forms, fields = self._step, self._forms, array("q")
-        wanted, bounds, views = (x.shape[1], x.dtype, activation.has_gate), decision.bounds, decision.views
+        (x, plan, _, activation), forms, fields = self._step, self._forms, array("q")
+        wanted, bounds, views = (x.shape[1], x.dtype, activation.has_gate), plan.bounds, plan.views
         for item in items:
             gate, up, down = views[item]  # type: ignore[misc]
             known = forms.known.get(id(up.format))
@@ -135,8 +135,8 @@ class CpuKernel:
 
     def _prepare(self, floats: int) -> int:
         """Tell the library of the step, whose tokens it reads in the phase that is returned."""
-        layer, (x, decision, out, activation) = self._layer, self._step
-        rows, pairs = decision.rows, decision.pairs
+        layer, (x, plan, out, activation) = self._layer, self._step
+        rows, pairs = plan.rows, plan.pairs
         layer.tokens, layer.hidden = x.shape
         layer.inputs, self._inputs = self._room("inputs", 0, floats * layer.tokens)
         native.set_activation(layer, activation)

@@ -4,17 +4,17 @@ The eight codes of 2 bits stand for -1.5, -0.5, 0.5 and 1.5, and the parity of t
 a quarter higher (even) or lower: the 65536 points of a moved E8 in a cube. They cost decoders hardly more than steps of
 a grid; the ball that "QuIP#" (Tseng et al., 2024) cuts out of E8 loses 5 to 10 % less and needs a table.
 
-A weight is (point + point of the fine slice / 4) * scale, with a scale for each row. Inputs are rotated so that weights
-look Gaussian: each column has a sign, and blocks of columns, as many as the largest power of two that divides their
-number, are Hadamard transformed.
+A weight is (point + point of the residual slice / 4) * scale, with a scale for each row. Inputs are rotated so that
+weights look Gaussian: each column has a sign, and blocks of columns, as many as the largest power of two that divides
+their number, are Hadamard transformed.
 """
 
 import torch
 from torch import Tensor
 
-from vllm_dymoe.residency.matrix import BLOCK_ROWS
+from vllm_dymoe.experts.matrix import BLOCK_ROWS
 
-FINE = 0.25  # a point's size in the fine slice, of its size in the base
+RESIDUAL = 0.25  # a point's size in the residual slice, of its size in the base
 
 # Rows of a block, point by point: those whose codes share a word.
 POINT_ROWS = torch.tensor([[4 * w + b + half for half in (0, 32) for b in range(4)] for w in range(8)]).flatten()
@@ -83,5 +83,5 @@ def in_row_order(rows: Tensor) -> Tensor:
 def numbers(codes: Tensor, *, nested: bool) -> Tensor:
     """What codes (uint8 [padded_rows, columns]) stand for before they are scaled: float32, of rotated inputs."""
     columns = in_point_order(codes).t()
-    base = points(columns >> 2) + FINE * points(columns & 3) if nested else points(columns)
+    base = points(columns >> 2) + RESIDUAL * points(columns & 3) if nested else points(columns)
     return in_row_order(base.t())

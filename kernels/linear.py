@@ -7,8 +7,8 @@ from array import array
 import torch
 from torch import Tensor
 
+from vllm_dymoe.experts.matrix import PackedMatrix
 from vllm_dymoe.kernels import native
-from vllm_dymoe.residency.matrix import PackedMatrix
 
 _AT_ONCE = 512  # tokens, whose activations are 7 MB at a width of 2048
 _PRODUCTS_OF_A_THREAD = 1 << 20
@@ -45,8 +45,8 @@ class Linear:
         layer.rows = layer.pairs = numbers.data_ptr()
         layer.threads = torch.get_num_threads()
         self._library.experts(layer, native.READ, native.READ)
-        codes, fine = self._packed.addresses[0], self._packed.addresses[4]
-        item = array("q", (0, 0, codes, 0, 0, fine, 0, 0, tokens))
+        codes, residual = self._packed.addresses[0], self._packed.addresses[4]
+        item = array("q", (0, 0, codes, 0, 0, residual, 0, 0, tokens))
         layer.items, (layer.item, _) = 1, item.buffer_info()
         layer.matrices, layer.activations, layer.hidden = ctypes.addressof(self._matrices), layer.inputs, fmt.rows
         layer.threads = min(torch.get_num_threads(), 1 + tokens * fmt.rows * fmt.columns // _PRODUCTS_OF_A_THREAD)

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from vllm_dymoe.experts.encoding import Encoding
+from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels.activation import Activation, Curve
-from vllm_dymoe.residency.code import Code
-from vllm_dymoe.residency.matrix import MatrixFormat
 
 ISAS = {
     "AMX": (4, "AMX"),
@@ -79,8 +79,8 @@ class Rounding(Structure):
     )
 
 
-class Bell(Structure):
-    """What both sides of a doorbell write: ``Bell`` of doorbell.h. Words have a cache line each."""
+class QueueControl(Structure):
+    """What both sides of a CPU queue write: ``QueueControl`` of cpu_queue.h. Words have a cache line each."""
 
     _fields_ = (
         *((f"{word}{n or ''}", c_int64) for word in ("posted", "answered", "stop") for n in range(16)),
@@ -101,7 +101,7 @@ class Library:
         library = ctypes.CDLL(str(path))
         library.dymoe_row_floats.restype = library.dymoe_sizes.restype = c_int64
         library.dymoe_row_floats.argtypes = [c_int64]
-        sizes = [ctypes.sizeof(Matrix), 8 * ITEM_FIELDS, *map(ctypes.sizeof, (Layer, Sum, Rounding, Bell))]
+        sizes = [ctypes.sizeof(Matrix), 8 * ITEM_FIELDS, *map(ctypes.sizeof, (Layer, Sum, Rounding, QueueControl))]
         built = [library.dymoe_sizes(which) for which in range(len(sizes))]
         if sizes != built:
             raise OSError(
@@ -133,12 +133,12 @@ class Library:
         if self._library.dymoe_experts(ctypes.addressof(layer), self.isa, self.parallel):
             raise IndexError(f"work names a row beyond the {layer.tokens} of x or the {layer.out_rows} of out")
 
-    def answer(self, bell: int, layer: Layer, forms: Sequence[tuple[int, int]], tokens: int) -> None:
+    def answer(self, control: int, layer: Layer, forms: Sequence[tuple[int, int]], tokens: int) -> None:
         """Compute what is posted at a Bell's address until it is stopped; holds no lock of the interpreter. The layer
         has what all have in common, and scratch for so many tokens; forms are codes' tags and where matrices begin."""
         listed = (c_int64 * (2 * len(forms)))(*(number for form in forms for number in form))
         parallel = self.parallel if layer.threads > 1 else None
-        self._library.dymoe_answer(bell, ctypes.addressof(layer), listed, len(forms), tokens, self.isa, parallel)
+        self._library.dymoe_answer(control, ctypes.addressof(layer), listed, len(forms), tokens, self.isa, parallel)
 
     def weighted_sum(self, rows: torch.Tensor, weights: torch.Tensor, into: torch.Tensor) -> None:
         """into [tokens, hidden] = the sum over k of weights [tokens, top_k] times rows [tokens * top_k, hidden]."""
@@ -154,7 +154,7 @@ class Library:
 
     def round_block(self, low_share: float, before: torch.Tensor | None, *parts: torch.Tensor) -> None:
         """Round a block of columns, see ``quantize.lattice``. Tensors are contiguous, and in the order of `Rounding`:
-        what is left [columns, streams, rows], errors, codes of base and fine slice, factors and divisors."""
+        what is left [columns, streams, rows], errors, codes of base and residual slice, factors and divisors."""
         columns, streams, rows = parts[0].shape
         addresses = [0 if part is None else part.data_ptr() for part in (*parts, before)]
         block = Rounding(rows, columns, streams, *addresses, low_share)  # named: its address keeps nothing alive
@@ -187,39 +187,39 @@ def _openmp() -> int | None:
     return None
 
 
-def _kind(code: Code, quantized: bool) -> int:
-    if code.lattice or not quantized:
-        return LATTICE if code.lattice else PLAIN
-    return (E2M1 if code.bits == 4 else E4M3) if code.floats else AFFINE
+def _kind(encoding: Encoding, quantized: bool) -> int:
+    if encoding.lattice or not quantized:
+        return LATTICE if encoding.lattice else PLAIN
+    return (E2M1 if encoding.bits == 4 else E4M3) if encoding.floats else AFFINE
 
 
 def matrix(format: MatrixFormat) -> Matrix:
     """A projection's description for the library; where it is nested, of both sections."""
-    code, base = format.code, format.base if format.nested else format
+    encoding, base = format.encoding, format.base if format.nested else format
     offsets = (
-        base.bias_offset - 256 if code.has_factor else -1,
+        base.bias_offset - 256 if encoding.has_factor else -1,
         base.bias_offset if base.bias and base.rows else -1,
         base.order_offset if base.act_order and base.rows else -1,
     )
     return Matrix(
         format.rows, format.columns, format.padded_rows, format.padded_columns,
-        _kind(code, format.quantized),
-        code.bits, format.nested,
+        _kind(encoding, format.quantized),
+        encoding.bits, format.nested,
         format.padded_columns // format.groups if format.quantized else format.columns, format.fold,
-        4 + format.nested if code.lattice else 0 if code.scale_dtype is None else _SCALES[code.scale_dtype],
+        4 + format.nested if encoding.lattice else 0 if encoding.scale_dtype is None else _SCALES[encoding.scale_dtype],
         format.integer_zeros | (format.dtype is torch.float16) << 1,
         base.scales_offset, *offsets,
-        *_step_and_center(code),
+        *_step_and_center(encoding),
     )  # fmt: skip
 
 
-def _step_and_center(code: Code) -> tuple[float, float]:
+def _step_and_center(encoding: Encoding) -> tuple[float, float]:
     """Of the numbers without a sign that the library multiplies: a weight is (step * number - center) * scale."""
-    if code.lattice:  # 7 + 4 * point; where there are two 4 times that of the base plus that of the fine slice
-        return (1 / 16, 35 / 16) if code.nested else (1 / 4, 7 / 4)
-    if code.floats:  # e2m1 as 2 * level + 12
-        return (0.5, 12.0) if code.bits == 4 else (1.0, 0.0)
-    return code.step, code.center
+    if encoding.lattice:  # 7 + 4 * point; where there are two 4 times that of the base plus that of the residual slice
+        return (1 / 16, 35 / 16) if encoding.nested else (1 / 4, 7 / 4)
+    if encoding.floats:  # e2m1 as 2 * level + 12
+        return (0.5, 12.0) if encoding.bits == 4 else (1.0, 0.0)
+    return encoding.step, encoding.center
 
 
 def set_activation(layer: Layer, activation: Activation) -> None:

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from vllm_dymoe.experts.checks import check_tensor
+from vllm_dymoe.experts.matrix import BLOCK_ROWS, PAIR_BYTES, MatrixFormat, PackedMatrix
 from vllm_dymoe.kernels.lattice import numbers, rotate
-from vllm_dymoe.residency.checks import check_tensor
-from vllm_dymoe.residency.matrix import BLOCK_ROWS, PAIR_BYTES, MatrixFormat, PackedMatrix
 
 
 def pack(
@@ -29,8 +29,8 @@ def pack(
     """
     if not format.quantized:
         raise ValueError("format has 16 bits: such a matrix has no codes, copy its weights into view(section).weight")
-    if format.code.floats:
-        raise ValueError(f"format is {format.code.name}, which has no zeros: use pack_floats")
+    if format.encoding.floats:
+        raise ValueError(f"format is {format.encoding.name}, which has no zeros: use pack_floats")
     if format.nested:
         raise ValueError("format is nested: pack_nested writes its two sections")
     _check_codes(format, codes)
@@ -58,10 +58,10 @@ def pack_floats(
     """Write a matrix with published floats, codes uint8 [rows, columns] and scales [rows, groups] in the code's dtype,
     which are multiplied with one factor and divided by another, into a section; padding is zero, and so is a bias.
     TypeError and ValueError for other dtypes, shapes and codes, a format without floats, or a factor too many."""
-    if not format.code.floats:
+    if not format.encoding.floats:
         raise ValueError("format has no codebook: use pack")
     _check_codes(format, codes)
-    shape, dtype = (format.rows, format.groups), format.code.scale_dtype
+    shape, dtype = (format.rows, format.groups), format.encoding.scale_dtype
     check_tensor("scales", scales, dtype=dtype, shape=shape, contiguous=False)
     packed = format.view(section)
     assert packed.scales is not None
@@ -69,7 +69,7 @@ def pack_floats(
     if packed.factor is not None:
         packed.factor.copy_(torch.tensor(factor, dtype=torch.float32))
     elif factor != (1.0, 1.0):
-        raise ValueError(f"factor is {factor}, and {format.code.name} has none")
+        raise ValueError(f"factor is {factor}, and {format.encoding.name} has none")
     _store(codes, packed.weight, format)
     # As bytes, of which a pad is 0: not every dtype of scales can be padded.
     raw = scales.contiguous().view(torch.uint8).view(format.rows, format.groups, -1)
@@ -84,20 +84,20 @@ def pack_nested(
     scales: Tensor,
     zeros: Tensor,
     base: Tensor,
-    fine: Tensor,
+    residual: Tensor,
     order: Tensor | None = None,
 ) -> None:
     """Write a matrix of a nested format into the sections of its upper and its lower halves, uint8 [format.base.nbytes]
     and [format.nbytes], overwritten; otherwise as `pack`."""
     half = format.bits // 2
-    check_tensor("fine", fine, dtype=torch.uint8, shape=(format.nbytes,))
+    check_tensor("residual", residual, dtype=torch.uint8, shape=(format.nbytes,))
     pack(format.base, codes >> half, scales, zeros, base, order)
     lower = codes & (1 << half) - 1
-    _store(lower if order is None else lower[:, order], fine.view(format.weight_shape), format)
+    _store(lower if order is None else lower[:, order], residual.view(format.weight_shape), format)
 
 
 def _check_codes(format: MatrixFormat, codes: Tensor) -> None:
-    rows = format.padded_rows if format.code.lattice else format.rows
+    rows = format.padded_rows if format.encoding.lattice else format.rows
     check_tensor("codes", codes, dtype=torch.uint8, shape=(rows, format.columns), contiguous=False)
     highest = int(codes.max())
     if highest >> format.bits:
@@ -110,12 +110,12 @@ def _store(codes: Tensor, weight: Tensor, format: MatrixFormat) -> None:
     if any(padding):
         codes = torch.nn.functional.pad(codes, padding)
     first, second = codes.view(-1, 2, PAIR_BYTES, format.padded_columns).unbind(1)  # [blocks, 32, columns]
-    if format.code.stored_bits == 8:
+    if format.encoding.stored_bits == 8:
         weight[:, 0].copy_((first >> 4 | second & 0xF0).transpose(1, 2))
         weight[:, 1].copy_((first & 15 | second << 4).transpose(1, 2))
         return
     pairs = (first | second << 4).transpose(1, 2)
-    if format.code.stored_bits == 2:
+    if format.encoding.stored_bits == 2:
         halves = pairs.reshape(-1, 2, format.fold // 2 * PAIR_BYTES)
         pairs = (halves[:, 0] | halves[:, 1] << 2).view(format.weight_shape)
     weight.copy_(pairs)
@@ -132,16 +132,16 @@ def _stored_codes(packed: PackedMatrix) -> Tensor:
     """uint8 [rows, padded_columns] as they are stored."""
     format = packed.format
     codes = _loaded(packed.weight, format)
-    if packed.fine is not None:
-        codes = codes << format.code.stored_bits | _loaded(packed.fine, format)
-    return codes if format.code.lattice else codes[: format.rows]
+    if packed.residual is not None:
+        codes = codes << format.encoding.stored_bits | _loaded(packed.residual, format)
+    return codes if format.encoding.lattice else codes[: format.rows]
 
 
 def _loaded(stored: Tensor, format: MatrixFormat) -> Tensor:
     """Inverse of :func:`_store`: uint8 [padded_rows, padded_columns]."""
-    if format.code.stored_bits == 8:
+    if format.encoding.stored_bits == 8:
         return _codes(stored[:, 0]) << 4 | _codes(stored[:, 1])
-    if format.code.stored_bits == 4:
+    if format.encoding.stored_bits == 4:
         return _codes(stored)
     halves = stored.view(-1, 1, format.fold // 2 * PAIR_BYTES)
     pairs = torch.cat((halves & 0x33, halves >> 2 & 0x33), 1)
@@ -158,7 +158,7 @@ def dequantize(packed: PackedMatrix, dtype: torch.dtype = torch.float32) -> Tens
     precise = torch.float64 if dtype == torch.float64 else torch.float32
     if not format.quantized:
         return packed.weight.to(dtype)
-    if format.code.lattice:
+    if format.encoding.lattice:
         return rotate(rotated_weights(packed, precise), format.rotation, back=True).to(dtype)
     groups = _stored_codes(packed).view(format.rows, format.groups, format.group_size)
     if packed.scales is not None:
@@ -166,19 +166,19 @@ def dequantize(packed: PackedMatrix, dtype: torch.dtype = torch.float32) -> Tens
         if packed.factor is not None:
             multiplier, divisor = packed.factor.to(precise)
             scales = scales * multiplier / divisor
-        weights = format.code.levels(groups).to(precise).mul_(scales)
+        weights = format.encoding.levels(groups).to(precise).mul_(scales)
     else:
         assert packed.scales_zeros is not None
         scales, zeros = packed.scales_zeros.to(precise).permute(2, 1, 0).unsqueeze(3)[:, : format.rows].contiguous()
         if format.integer_zeros:
             zeros = zeros * scales
-        weights = groups.to(precise).mul_(format.code.step).sub_(format.code.center).mul_(scales).add_(zeros)
+        weights = groups.to(precise).mul_(format.encoding.step).sub_(format.encoding.center).mul_(scales).add_(zeros)
     return _in_input_order(packed, weights.flatten(1)[:, : format.columns].to(dtype))
 
 
 def rotated_weights(packed: PackedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:
     """What a lattice's codes stand for: `dtype` [rows, columns] that multiply rotated inputs."""
-    format, nested = packed.format, packed.fine is not None
+    format, nested = packed.format, packed.residual is not None
     assert packed.scales_zeros is not None
     found = numbers(_stored_codes(packed), nested=nested)[: format.rows, : format.columns].to(dtype)
     return found * packed.scales_zeros[0, : format.rows, int(nested), None].to(dtype)

@@ -11,17 +11,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vllm_dymoe.experts.format import PackedExpert
+from vllm_dymoe.experts.matrix import BLOCK_ROWS, PackedMatrix
 from vllm_dymoe.kernels.activation import Activation
 from vllm_dymoe.kernels.base import Receive, check_formats
 from vllm_dymoe.kernels.pack import dequantize
-from vllm_dymoe.residency.format import Expert
-from vllm_dymoe.residency.matrix import BLOCK_ROWS, PackedMatrix
 
 _WEIGHTS_AT_ONCE = 1 << 18
 
 
 def compute_with_torch(
-    x: Tensor, work: Sequence[tuple[Expert, Tensor, Tensor]], out: Tensor, activation: Activation, receive: Receive
+    x: Tensor,
+    work: Sequence[tuple[PackedExpert, Tensor, Tensor]],
+    out: Tensor,
+    activation: Activation,
+    receive: Receive,
 ) -> None:
     """:meth:`ExpertKernel.compute`, expert by expert, each with its rows of x and of out, int64 [n]."""
     for expert, rows, pairs in work:
@@ -30,7 +34,7 @@ def compute_with_torch(
 
 
 def compute_expert(
-    x: Tensor, expert: Expert, activation: Activation, receive: Receive = lambda projections: None
+    x: Tensor, expert: PackedExpert, activation: Activation, receive: Receive = lambda projections: None
 ) -> Tensor:
     """One expert, down(activation(gate x, up x)), of x [n, hidden]: a new tensor like x."""
     receive(1)
@@ -51,7 +55,7 @@ def expert_reference(
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """What every kernel is tested against: one expert, computed in `dtype`."""
-    return compute_expert(x.to(dtype), Expert(gate, up, down), activation)
+    return compute_expert(x.to(dtype), PackedExpert(gate, up, down), activation)
 
 
 def linear(x: Tensor, packed: PackedMatrix) -> Tensor:
@@ -68,7 +72,7 @@ def linear(x: Tensor, packed: PackedMatrix) -> Tensor:
 def _rows_of(packed: PackedMatrix, rows: slice) -> PackedMatrix:
     """Some rows of a matrix without their bias; the first one begins a block."""
     blocks = slice(rows.start // BLOCK_ROWS, -(-rows.stop // BLOCK_ROWS))
-    weight, scales_zeros, scales, fine = packed.weight, packed.scales_zeros, packed.scales, packed.fine
+    weight, scales_zeros, scales, residual = packed.weight, packed.scales_zeros, packed.scales, packed.residual
     return replace(
         packed,
         format=replace(packed.format, rows=rows.stop - rows.start, bias=False),
@@ -76,5 +80,5 @@ def _rows_of(packed: PackedMatrix, rows: slice) -> PackedMatrix:
         scales_zeros=None if scales_zeros is None else scales_zeros[:, blocks.start * BLOCK_ROWS : rows.stop],
         bias=None,
         scales=None if scales is None else scales[blocks],
-        fine=None if fine is None else fine[blocks],
+        residual=None if residual is None else residual[blocks],
     )

@@ -6,7 +6,7 @@ import torch
 
 from tests.small_model import make_experts, make_store
 from tests.support.memory_writer import MemoryStore
-from vllm_dymoe.residency.format import ModelExperts
+from vllm_dymoe.experts.format import ModelExperts
 
 # The tests' matrices are too small to gain from threads, and threads that wait for each other cost much on a busy
 # machine.

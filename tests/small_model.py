@@ -3,10 +3,10 @@
 import torch
 
 from tests.support.memory_writer import MemoryStore, MemoryWriter
+from vllm_dymoe.experts.encoding import encoding_of
+from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, Projection, stored_formats
 from vllm_dymoe.quantize import QUANTIZERS
 from vllm_dymoe.quantize.packer import ExpertPacker
-from vllm_dymoe.residency.code import code_of
-from vllm_dymoe.residency.format import Format, ModelExperts, Projection, stored_formats
 
 
 def make_experts(
@@ -23,7 +23,7 @@ def make_experts(
     nested=False,
 ) -> ModelExperts:
     """A small model's experts; with the low version inside the high one only if that is asked for."""
-    formats = {b: Format(hidden, intermediate, code_of(b), group_size, dtype, bias) for b in bits}
+    formats = {b: ExpertFormat(hidden, intermediate, encoding_of(b), group_size, dtype, bias) for b in bits}
     if nested:
         formats = stored_formats(bits, formats.__getitem__)
     return ModelExperts(tuple(range(1, layers + 1)), num_experts, top_k, formats)

@@ -16,20 +16,20 @@ import pytest
 import torch
 import typer
 
+from vllm_dymoe.cache.store import STORE_VERSION, Manifest
+from vllm_dymoe.cache.store.files import file_name
+from vllm_dymoe.cache.store.header import read_header
+from vllm_dymoe.cache.store.writer import StoreWriter
 from vllm_dymoe.cli.app import app
-from vllm_dymoe.config import Options
+from vllm_dymoe.experts.encoding import NESTED, encoding_of
+from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, Projection, SliceKey, stored_formats
+from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels import dequantize, pack, pack_nested
-from vllm_dymoe.observe.trace import Trace
+from vllm_dymoe.options import Options
 from vllm_dymoe.quantize.convert import quantization_config
-from vllm_dymoe.residency.code import NESTED, code_of
-from vllm_dymoe.residency.format import BlobKey, Format, ModelExperts, Projection, stored_formats
-from vllm_dymoe.residency.matrix import MatrixFormat
 from vllm_dymoe.resolve import resolve_options
-from vllm_dymoe.store import STORE_VERSION, Manifest
-from vllm_dymoe.store.files import file_name
-from vllm_dymoe.store.header import read_header
-from vllm_dymoe.store.writer import StoreWriter
-from vllm_dymoe.vllm_adapter.metrics import METRICS
+from vllm_dymoe.trace.trace import Trace
+from vllm_dymoe.vllm_plugin.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
@@ -62,7 +62,7 @@ def code(cell):
 
 
 def example_matrix(bits):
-    return MatrixFormat(100, 70, code_of(bits), GROUP_SIZE, BFLOAT16)
+    return MatrixFormat(100, 70, encoding_of(bits), GROUP_SIZE, BFLOAT16)
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def test_variables_of_the_examples_are_accepted():
     assert max(map(len, found)) >= 3
     for variables in found:
         environment = {name: quoted or plain for name, quoted, plain in variables}
-        resolve_options(environment={"DYMOE_HI": "4", "DYMOE_LO": "2"} | environment)
+        resolve_options(environment={"DYMOE_HIGH": "4", "DYMOE_LOW": "2"} | environment)
 
 
 @pytest.mark.parametrize("page", [page for page in DOCS if "```python" in DOCS[page]])
@@ -164,7 +164,7 @@ def test_python_of_the_examples_compiles_and_imports(page):
 
 
 def test_worker_methods_of_the_examples_exist():
-    worker = definitions(ROOT / "vllm_dymoe" / "vllm_adapter" / "worker.py")
+    worker = definitions(ROOT / "vllm_dymoe" / "vllm_plugin" / "worker.py")
     named = set(re.findall(r"[\"`](dymoe_[a-z_]+)[\"`]", ALL)) - {"dymoe_domain"}
     assert {"dymoe_stats", "dymoe_resize", "dymoe_precision"} <= named
     assert {f"DymoeWorkerExtension.{name}" for name in named} <= worker
@@ -246,13 +246,13 @@ def test_bytes_of_the_example_whole_and_in_two_halves():
     assert {int(row["byte"]): int(row["value"], 0) for row in rows} == {
         i: int(section[i]) for i in section.nonzero().flatten().tolist()
     }
-    format = replace(format, code=NESTED[4])
-    base, fine = (torch.zeros(nbytes, dtype=torch.uint8) for nbytes in (format.base.nbytes, format.nbytes))
-    pack_nested(format, *example_values(format), base, fine)
+    format = replace(format, encoding=NESTED[4])
+    base, residual = (torch.zeros(nbytes, dtype=torch.uint8) for nbytes in (format.base.nbytes, format.nbytes))
+    pack_nested(format, *example_values(format), base, residual)
     low = format.base.view(base)
-    assert (base[:3072].nonzero().item(), fine.nonzero().item()) == (2115, 2115)
+    assert (base[:3072].nonzero().item(), residual.nonzero().item()) == (2115, 2115)
     assert float(dequantize(low)[ROW, COLUMN]) == 0.5
-    assert float(dequantize(format.view(fine, low))[ROW, COLUMN]) == 1.25
+    assert float(dequantize(format.view(residual, low))[ROW, COLUMN]) == 1.25
 
 
 def test_the_formulas_of_places_hold_everywhere():
@@ -280,12 +280,12 @@ def test_the_formulas_of_places_hold_everywhere():
             assert int(found) == int(codes[r, c]), (bits, r, c)
 
 
-def blob_format(bits):
-    return Format(MODEL["hidden_size"], MODEL["moe_intermediate_size"], code_of(bits), 64, BFLOAT16)
+def packed_format(bits):
+    return ExpertFormat(MODEL["hidden_size"], MODEL["moe_intermediate_size"], encoding_of(bits), 64, BFLOAT16)
 
 
 def shipped_manifest():
-    formats = stored_formats((4, 2), blob_format)
+    formats = stored_formats((4, 2), packed_format)
     experts = ModelExperts((0,), MODEL["num_experts"], MODEL["num_experts_per_tok"], formats)
     return Manifest(experts, "rtn", "0" * 16)
 
@@ -293,7 +293,7 @@ def shipped_manifest():
 def test_a_shard_of_the_shipped_model(tmp_path):
     shards = StoreWriter(tmp_path / "store", shipped_manifest())
     section = torch.full((shipped_manifest().experts.formats[4].matrices[1].nbytes,), 0xEE, dtype=torch.uint8)
-    shards.write(BlobKey(0, 5, 4), Projection.UP, section)
+    shards.write(SliceKey(0, 5, 4), Projection.UP, section)
     shards.finish()
     path = tmp_path / "store" / file_name(0)
     with path.open("rb") as file:

@@ -1,9 +1,7 @@
 """The project as a package: its version, its imports, its wheel, and the rules that ``make check`` enforces."""
 
-import ast
 import importlib.metadata
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -94,39 +92,11 @@ def test_the_wheel_holds_every_module_and_little_else(wheel):
     assert f"Version: {vllm_dymoe.__version__}" in metadata
 
 
-SOURCES = {
-    path: ast.parse(path.read_text())
-    for folder in ("vllm_dymoe", "kernels", "tests", "benchmarks", "tools")
-    for path in sorted((ROOT / folder).rglob("*.py"))
-}
-
-
-def test_classes_and_functions_stay_small():
-    """Sixteen methods, sixty lines; a Triton kernel is one function whatever it does."""
-    large = []
-    for path, module in SOURCES.items():
-        for node in ast.walk(module):
-            if isinstance(node, ast.ClassDef):
-                small = sum(isinstance(part, ast.FunctionDef) for part in node.body) <= 16
-            else:
-                small = not isinstance(node, ast.FunctionDef) or node.end_lineno - node.lineno < 60
-            if not small and "triton" not in path.parts:
-                large.append(f"{path.relative_to(ROOT)}: {node.name}")
-    assert large == []
-
-
-def test_things_are_no_people():
-    people = re.compile(r"\b((some|any|every|no)" + r"body|(any|every)" + r"one|who" + r"(m|ever))\b", re.IGNORECASE)
-    documents = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/LOG.md")]
-    documents += (ROOT / "docs").glob("*.md")
-    assert [str(path) for path in (*SOURCES, *documents) if people.search(path.read_text())] == []
-
-
 PLANTED = {
-    "kernels/__init__.py": ("import vllm_dymoe.runtime", "vllm_dymoe.kernels is not allowed to import"),
-    "runtime/stats.py": ("import vllm.config", "vllm_dymoe.runtime is not allowed to import vllm"),
-    "vllm_adapter/loading.py": (
-        "import vllm_dymoe.vllm_adapter.moe_method", "vllm_adapter.loading is not allowed"
+    "kernels/__init__.py": ("import vllm_dymoe.server", "vllm_dymoe.kernels is not allowed to import"),
+    "server/stats.py": ("import vllm.config", "vllm_dymoe.server is not allowed to import vllm"),
+    "vllm_plugin/loading.py": (
+        "import vllm_dymoe.vllm_plugin.moe_method", "vllm_plugin.loading is not allowed"
     ),
     "another/__init__.py": ("", "vllm_dymoe.another"),
 }  # fmt: skip

@@ -14,12 +14,12 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from vllm_dymoe.bench.table import markdown
-from vllm_dymoe.config import ExpertBudget, Options
-from vllm_dymoe.predict.expert_mlp import ARCHITECTURES
+from vllm_dymoe.options import ExpertBudget, Options
+from vllm_dymoe.policies import POLICIES
+from vllm_dymoe.prefetch.expert_mlp import ARCHITECTURES
 from vllm_dymoe.quantize.readers import METHODS
-from vllm_dymoe.systems import SYSTEMS
-from vllm_dymoe.vllm_adapter import NEWEST_VLLM, OLDEST_CPU_BUILD, OLDEST_VLLM
-from vllm_dymoe.vllm_adapter.metrics import METRICS
+from vllm_dymoe.vllm_plugin import NEWEST_VLLM, OLDEST_CPU_BUILD, OLDEST_VLLM
+from vllm_dymoe.vllm_plugin.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -58,30 +58,32 @@ def options() -> str:
     rows = []
     for name, field in Options.model_fields.items():
         default = code("auto") if name in ("expert_budget", "host_memory") else code(field.default)
-        rows.append([f"`{name}`", values(field, SYSTEMS if name == "system" else ()), default, field.description or ""])
+        rows.append(
+            [f"`{name}`", values(field, POLICIES if name == "policy" else ()), default, field.description or ""]
+        )
     return table(["option", "values", "default", "meaning"], rows)
 
 
-def systems() -> str:
-    """Every system."""
+def policies() -> str:
+    """Every policy."""
     rows = []
-    for name, system in SYSTEMS.items():
-        budget = next((word for word in _BUDGETS if ExpertBudget.parse(word) == system.default_budget), "auto")
+    for name, policy in POLICIES.items():
+        budget = next((word for word in _BUDGETS if ExpertBudget.parse(word) == policy.default_budget), "auto")
         rows.append(
-            [code(name), system.summary, foresight.name if (foresight := system().foresight) else "", code(budget)]
+            [code(name), policy.summary, prefetch.name if (prefetch := policy().prefetch) else "", code(budget)]
         )
-    return table(["`system`", "is", "fetches ahead", "`expert_budget`, if not set"], rows)
+    return table(["`policy`", "is", "fetches ahead", "`expert_budget`, if not set"], rows)
 
 
 def parameters() -> str:
-    """Every parameter of every system; one that a system inherits stands once."""
+    """Every parameter of every policy; one that a policy inherits stands once."""
     rows: dict[tuple[str, ...], list[str]] = {}
-    for name, system in SYSTEMS.items():
-        for parameter, field in system.model_fields.items():
+    for name, policy in POLICIES.items():
+        for parameter, field in policy.model_fields.items():
             row = (f"`{parameter}`", values(field), code(field.default), field.description or "")
             rows.setdefault(row, []).append(code(name))
     lines = ([", ".join(names), *row] for row, names in rows.items())
-    return table(["`system`", "parameter", "values", "default", "meaning"], lines)
+    return table(["`policy`", "parameter", "values", "default", "meaning"], lines)
 
 
 def metrics() -> str:
@@ -127,7 +129,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "metrics": metrics,
     "options": options,
     "parameters": parameters,
-    "systems": systems,
+    "policies": policies,
     "versions": versions,
 }
 """By marker."""

@@ -1,14 +1,14 @@
 """Serve Mixture-of-Experts models whose experts do not fit on the accelerator.
 
 vLLM finds :func:`register` through the ``vllm.general_plugins`` entry point and calls it in each of its processes.
-Importing this package imports nothing heavy; what users of ``LLM()`` call is in ``vllm_adapter.offline``.
+Importing this package imports nothing heavy; what users of ``LLM()`` call is in ``vllm_plugin.offline``.
 """
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm_dymoe.vllm_adapter.offline import calibrate, record_trace, summary
+    from vllm_dymoe.vllm_plugin.offline import calibrate, record_trace, summary
 
 # A clone that is the working directory hides an installed package, and its kernels/ lies beside this folder.
 _CLONE = Path(__file__).parents[1]
@@ -21,7 +21,7 @@ __all__ = ["calibrate", "record_trace", "register", "summary"]
 
 def register() -> None:
     """Make ``--quantization dymoe`` known to vLLM; with an unsupported vLLM the name is known, and its use refused."""
-    from vllm_dymoe.vllm_adapter import register as register_with_vllm
+    from vllm_dymoe.vllm_plugin import register as register_with_vllm
 
     register_with_vllm()
 
@@ -29,6 +29,6 @@ def register() -> None:
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from vllm_dymoe.vllm_adapter import offline
+    from vllm_dymoe.vllm_plugin import offline
 
     return getattr(offline, name)

@@ -11,9 +11,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from vllm_dymoe.config import ConfigError, Options
-from vllm_dymoe.store import READABLE_VERSIONS, STORE_VERSION
-from vllm_dymoe.systems import SYSTEMS, SystemOptionError, make_system
+from vllm_dymoe.cache.store import READABLE_VERSIONS, STORE_VERSION
+from vllm_dymoe.options import ConfigError, Options
+from vllm_dymoe.policies import POLICIES, PolicyOptionError, make_policy
 
 ENVIRONMENT_PREFIX = "DYMOE_"
 # Keys of a checkpoint's quantization_config that describe the checkpoint, not an option.
@@ -26,13 +26,13 @@ def resolve_options(
     checkpoint: Mapping[str, Any] | None = None,  # quantization_config of the checkpoint, if it is ours
     environment: Mapping[str, str] | None = None,  # ``os.environ`` if None
 ) -> Options:
-    """Merge the three places that options are read from; a budget or host store that is not set is the system's.
+    """Merge the three places that options are read from; a budget or host store that is not set is the policy's.
 
     ConfigError for an unknown key, an impossible value, or a combination that cannot work.
     """
     if not isinstance(additional or {}, Mapping):
         raise ConfigError(
-            'vllm-dymoe: additional_config.dymoe must be an object of options such as {"hi": 4}, '
+            'vllm-dymoe: additional_config.dymoe must be an object of options such as {"high": 4}, '
             f"but is {additional!r}."
         )
     version = (checkpoint or {}).get("format_version", STORE_VERSION)
@@ -49,18 +49,18 @@ def resolve_options(
     written = {option: f"quantization_config.{option} (config.json)" for option in stored}
     written |= {option: ENVIRONMENT_PREFIX + option.upper() for option in variables}
     written |= {option: _ADDITIONAL + option for option in additional or ()}
-    system_name = values.get("system")
-    if "lo" not in values and isinstance(system_name, str) and system_name in SYSTEMS and values.get("hi") != 2:
-        values["lo"] = SYSTEMS[system_name].default_lo
+    policy_name = values.get("policy")
+    if "low" not in values and isinstance(policy_name, str) and policy_name in POLICIES and values.get("high") != 2:
+        values["low"] = POLICIES[policy_name].default_low
     try:
         options = Options(**values)
-        system = make_system(options)
+        policy = make_policy(options)
     except ValidationError as error:
         raise ConfigError(_sentence(error, written)) from None
-    except SystemOptionError as error:
+    except PolicyOptionError as error:
         place = written.get(error.option, _ADDITIONAL + error.option)
         raise ConfigError(f"vllm-dymoe: {place}: {error}.") from None
-    defaults: dict[str, Any] = {"expert_budget": system.default_budget, "host_store": system.default_host_store}
+    defaults: dict[str, Any] = {"expert_budget": policy.default_budget, "host_store": policy.default_host_store}
     if options.computes_misses:
         defaults["host_store"] = "pinned"
     chosen = {name: value for name, value in defaults.items() if value and name not in options.model_fields_set}

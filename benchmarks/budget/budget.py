@@ -1,7 +1,7 @@
 """What does a byte budget cost, and what does it save? vLLM and this plugin, by one command.
 
 A synthetic model with the layer shapes of Qwen3-30B-A3B is written once, at 16 bits, and `vllm-dymoe bench` asks each
-system random prompts. Puts its table into this folder's README, and a shorter one into the project's.
+policy random prompts. Puts its table into this folder's README, and a shorter one into the project's.
 """
 
 import argparse
@@ -27,8 +27,8 @@ from vllm_dymoe.bench.rows import ROWS, is_full_load, read_rows  # noqa: E402
 
 BUDGETS = ("top-k", "25%", "50%", "100%")
 OTHERS = (
-    {"label": "all in memory", "system": "exact", "host_store": "pinned"},
-    {"label": "all in memory, dense layers at 8 bits", "system": "exact", "host_store": "pinned", "dense": 8},
+    {"label": "all in memory", "policy": "exact", "host_store": "pinned"},
+    {"label": "all in memory, dense layers at 8 bits", "policy": "exact", "host_store": "pinned", "dense": 8},
 )
 SAME = tuple(other["label"] for other in OTHERS)  # their rows differ little from budget to budget
 QUALITY = HERE.parent / "quality" / "results.json"
@@ -38,7 +38,7 @@ def bench(folder: Path, out: Path, *options: str) -> None:
     """One run of the command; rows that `out` has are not measured again."""
     command = [Path(sys.executable).with_name("vllm-dymoe"), "bench", folder, "--out", out]
     command += ["--peer", "vllm", *options]
-    command += [part for system in ("exact", *map(json.dumps, OTHERS)) for part in ("--system", system)]
+    command += [part for policy in ("exact", *map(json.dumps, OTHERS)) for part in ("--policy", policy)]
     command += ["--prompts", "random:32", "--max-tokens", "24", "--engine", '{"max_model_len": 256}']
     command += [part for budget in BUDGETS for part in ("--budget", budget)]
     environment = os.environ | {"DYMOE_STORE_DIR": str(folder.parent / "stores")}

@@ -19,13 +19,13 @@ import llama_cpp
 import torch
 from llama_cpp import LlamaCpp
 
-from vllm_dymoe.host_memory import map_bytes
+from vllm_dymoe.cache.pages import map_bytes
+from vllm_dymoe.experts.encoding import CODEBOOKS, LATTICES, encoding_of
+from vllm_dymoe.experts.format import ExpertFormat, PackedExpert, stored_formats
 from vllm_dymoe.kernels import Activation, CpuKernel
+from vllm_dymoe.planner.plan import LayerPlan
+from vllm_dymoe.planner.routing import group_by_expert
 from vllm_dymoe.quantize.dummy import fill_randomly
-from vllm_dymoe.residency.code import CODEBOOKS, LATTICES, code_of
-from vllm_dymoe.residency.decision import Decision
-from vllm_dymoe.residency.format import Expert, Format, stored_formats
-from vllm_dymoe.residency.routing import group_by_expert
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 8, 2048, 768
 BITS = {"4/2": 4, "mxfp4": 4, "nvfp4": 4, "fp8": 8, "e8": 2, "e8+e8": 4}
@@ -33,19 +33,21 @@ CODES = ("4", "2", "8", "4/2", "mxfp4", "nvfp4", "fp8", "16", "e8", "e8+e8")
 clock: Callable[[], float] = time.perf_counter
 
 
-def make_experts(code: str, group: int) -> tuple[list[Expert], torch.Tensor]:
+def make_experts(encoding: str, group: int) -> tuple[list[PackedExpert], torch.Tensor]:
     """Random experts and their bytes, uint8 [EXPERTS, bytes of one]."""
 
-    def plain(bits: int) -> Format:
-        return Format(HIDDEN, INTERMEDIATE, code_of(bits, (CODEBOOKS | LATTICES).get(code)), group, torch.bfloat16)
+    def plain(bits: int) -> ExpertFormat:
+        return ExpertFormat(
+            HIDDEN, INTERMEDIATE, encoding_of(bits, (CODEBOOKS | LATTICES).get(encoding)), group, torch.bfloat16
+        )
 
-    bits = BITS.get(code) or int(code)
-    fmt = stored_formats((4, 2), plain)[4] if code == "4/2" else plain(bits)
+    bits = BITS.get(encoding) or int(encoding)
+    fmt = stored_formats((4, 2), plain)[4] if encoding == "4/2" else plain(bits)
     arena = map_bytes(EXPERTS * fmt.whole_nbytes).view(EXPERTS, fmt.whole_nbytes)
     generator, experts = torch.Generator().manual_seed(0), []
-    for blob in arena:
+    for packed in arena:
         expert = None
-        for part, section in zip(fmt.slices, blob.split([part.nbytes for part in fmt.slices]), strict=True):
+        for part, section in zip(fmt.slices, packed.split([part.nbytes for part in fmt.slices]), strict=True):
             for matrix, place in zip(part.matrices, part.sections, strict=True):
                 fill_randomly(matrix, section[place], generator)
             expert = part.view(section, expert)
@@ -56,8 +58,8 @@ def make_experts(code: str, group: int) -> tuple[list[Expert], torch.Tensor]:
 class Layer:
     """One code's layer, and steps of random tokens over it."""
 
-    def __init__(self, code: str, group: int, isa: str | None, activations: int = 16) -> None:
-        self.experts, self.arena = make_experts(code, group)
+    def __init__(self, encoding: str, group: int, isa: str | None, activations: int = 16) -> None:
+        self.experts, self.arena = make_experts(encoding, group)
         self.kernel = CpuKernel(isa=isa, activations=activations)
         self._generator = torch.Generator().manual_seed(1)
 
@@ -66,12 +68,12 @@ class Layer:
         ids = torch.rand(tokens, EXPERTS, generator=self._generator).topk(TOP_K, dim=1).indices
         x = torch.randn(tokens, HIDDEN, generator=self._generator).bfloat16()
         grouped = group_by_expert(ids.numpy())
-        decision = Decision.of_routing(grouped, grouped.experts)
+        plan = LayerPlan.of_routing(grouped, grouped.experts)
         for item, expert in enumerate(grouped.experts):
-            decision.place(item, self.experts[expert])
+            plan.place(item, self.experts[expert])
         out = x.new_empty(tokens * TOP_K, HIDDEN)
         begin = clock()
-        self.kernel.begin(x, decision, out, Activation.SILU)
+        self.kernel.begin(x, plan, out, Activation.SILU)
         self.kernel.compute(range(len(grouped.experts)))
         return clock() - begin, len(grouped.experts)
 
@@ -105,31 +107,32 @@ def main() -> None:
         if library := llama_cpp.find():
             peer = LlamaCpp(library, (EXPERTS, TOP_K, HIDDEN, INTERMEDIATE), threads)
         print(f"{peer.name} beside it" if peer else "llama.cpp is not measured: pip install xllamacpp")
-    for code in options.codes:
-        layer = Layer(code, options.group, options.isa, options.activations)
-        if code == options.codes[0]:
+    for encoding in options.codes:
+        layer = Layer(encoding, options.group, options.isa, options.activations)
+        if encoding == options.codes[0]:
             best = min(layer.read(EXPERTS) for _ in range(10))
             print(f"{layer.kernel.name}; {threads} threads read {layer.arena.numel() / best / 1e9:.1f} GB/s at best")
             print(
-                f"{'code':>6} {'tokens':>6} {'bound ms':>9} {'layer ms':>9} {'bound/layer':>11} {'GB/s':>6}   peers, ms"
+                f"{'encoding':>6} {'tokens':>6} {'bound ms':>9} {'layer ms':>9} {'bound/layer':>11} {'GB/s':>6}   "
+                f"peers, ms"
             )
         nbytes = layer.arena.shape[1]
         for tokens in options.tokens:
             steps, taken, others = max(8, options.steps // max(1, tokens // 8)), [], []
             for _ in range(steps):
                 taken.append((*layer.step(tokens), layer.read(min(EXPERTS, tokens * TOP_K))))
-                if peer is not None and code == "4":
+                if peer is not None and encoding == "4":
                     others.append(peer.step(tokens))
             seconds, experts = statistics.median(t for t, _, _ in taken[2:]), statistics.mean(n for _, n, _ in taken)
             bound = statistics.median(r / min(EXPERTS, tokens * TOP_K) for _, _, r in taken) * experts
             rate = experts * nbytes / seconds / 1e9
-            row, said = {"code": code, "tokens": tokens, "bound_ms": 1e3 * bound, "layer_ms": 1e3 * seconds}, ""
+            row, said = {"encoding": encoding, "tokens": tokens, "bound_ms": 1e3 * bound, "layer_ms": 1e3 * seconds}, ""
             if others:
                 row["llama_cpp_ms"] = 1e3 * statistics.median(others[2:])
                 said = f"   {row['llama_cpp_ms']:.3f} llama.cpp"
             rows.append(row)
             times = f"{1e3 * bound:9.3f} {1e3 * seconds:9.3f} {bound / seconds:11.2f} {rate:6.1f}"
-            print(f"{code:>6} {tokens:>6} {times}{said}", flush=True)
+            print(f"{encoding:>6} {tokens:>6} {times}{said}", flush=True)
     print(json.dumps({"kernel": layer.kernel.name, "threads": threads, "rows": rows}))
 
 

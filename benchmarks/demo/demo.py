@@ -29,8 +29,8 @@ MODEL = Path(__file__).resolve().parents[1] / "tiny_moe" / "model"
 NEW_TOKENS = 48
 ENGINES: dict[str, dict[str, Any] | None] = {
     "vLLM": None,
-    "dymoe 16-bit": {"hi": 16, "expert_budget": "25%"},
-    "dymoe 4-bit": {"hi": 4, "expert_budget": "25%"},
+    "dymoe 16-bit": {"high": 16, "expert_budget": "25%"},
+    "dymoe 4-bit": {"high": 4, "expert_budget": "25%"},
 }
 
 

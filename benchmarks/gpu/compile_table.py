@@ -26,7 +26,7 @@ from variants import ARCHITECTURES, MAIN, Variant, all_variants
 
 HERE = Path(__file__).parent
 TABLE = HERE / "compiled.json"
-COLUMNS = ("triton", "architecture", "kernel", "shape", "tiers", "note")
+COLUMNS = ("triton", "architecture", "kernel", "shape", "precisions", "note")
 TRITONS = {"3.6.0": "torch 2.11, vLLM 0.26", "3.7.1": "torch 2.13, vLLM 0.32", "3.8.0": "torch 2.14, vLLM 0.33"}
 """Those that supported torch builds ship."""
 SHARED_KIB = {80: 163, 90: 227, 120: 99}
@@ -65,7 +65,7 @@ def problems(row: dict) -> list[str]:
 def has_flow(row: dict) -> bool:
     """Whether it has to say how outputs are computed (``flow.py``): down, whose products are those of gate and up, as
     devices launch it, on one architecture of each kind; on sm_80 of a code of each kind."""
-    of_a_kind = row["architecture"] == 80 and row["tiers"] in ("4", "8/4", "e8+e8/e8")
+    of_a_kind = row["architecture"] == 80 and row["precisions"] in ("4", "8/4", "e8+e8/e8")
     return row["kernel"] == "down" and row["note"] == "device" and (row["architecture"] in (MAIN, 120) or of_a_kind)
 
 

@@ -1,4 +1,4 @@
-"""Experts by themselves, without a runtime: what a kernel computes of some, and where a launch finds them."""
+"""Experts by themselves, without a server: what a kernel computes of some, and where a launch finds them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from vllm_dymoe.experts.encoding import MXFP4
+from vllm_dymoe.experts.format import PackedExpert
+from vllm_dymoe.experts.matrix import MatrixFormat, PackedMatrix
 from vllm_dymoe.kernels import Activation, ExpertKernel, pack, pack_floats, pack_nested
 from vllm_dymoe.kernels.base import Receive
 from vllm_dymoe.kernels.triton import ExpertShape, ExpertTable
-from vllm_dymoe.residency.code import MXFP4
-from vllm_dymoe.residency.decision import Decision, Grouped
-from vllm_dymoe.residency.format import Expert
-from vllm_dymoe.residency.matrix import MatrixFormat, PackedMatrix
+from vllm_dymoe.planner.plan import Grouped, LayerPlan
 
 
 class ExpertWork(NamedTuple):
@@ -26,7 +26,7 @@ class ExpertWork(NamedTuple):
     pairs: Tensor  # int64 [n], rows of out to write, token * top_k + k
 
 
-def work_of_ids(experts: Mapping[int, Expert], ids: Tensor) -> list[ExpertWork]:
+def work_of_ids(experts: Mapping[int, PackedExpert], ids: Tensor) -> list[ExpertWork]:
     """Of each expert that occurs in ids, int [tokens, top_k] where the experts are."""
     pairs = ids.flatten().argsort(stable=True).split(ids.flatten().bincount().tolist())
     return [ExpertWork(*experts[expert], rows // ids.shape[1], rows) for expert, rows in enumerate(pairs) if len(rows)]
@@ -54,10 +54,10 @@ def begin_experts(
         for name in ("tokens", "pairs")
     )
     items = list(range(len(work)))
-    decision = Decision.of_routing(Grouped(items, bounds, rows, pairs), items)
+    plan = LayerPlan.of_routing(Grouped(items, bounds, rows, pairs), items)
     for item, expert in enumerate(work):
-        decision.place(item, Expert(*expert[:3]))
-    kernel.begin(x, decision, out, activation)
+        plan.place(item, PackedExpert(*expert[:3]))
+    kernel.begin(x, plan, out, activation)
     return items
 
 
@@ -75,24 +75,24 @@ def random_packed(format: MatrixFormat, seed: int = 0) -> PackedMatrix:
 
 
 def _fill(format: MatrixFormat, section: Tensor, base: Tensor | None, generator: torch.Generator) -> None:
-    size, code = format.columns**-0.5, format.code
+    size, encoding = format.columns**-0.5, format.encoding
     if not format.quantized:
         weights = torch.randn(format.rows, format.columns, generator=generator) * size
         format.view(section).weight.copy_(weights)
         return
-    shape = format.padded_rows if code.lattice else format.rows, format.columns
+    shape = format.padded_rows if encoding.lattice else format.rows, format.columns
     codes = torch.randint(0, 1 << format.bits, shape, generator=generator, dtype=torch.uint8)
-    if code.floats:
+    if encoding.floats:
         _pack_floats(format, codes, size, section, generator)
         return
-    if code.lattice:
+    if encoding.lattice:
         scales, zeros = ((torch.rand(2, format.rows, 1, generator=generator) + 0.5) * size).to(format.dtype)
         zeros = zeros if format.nested else scales
     else:
         scales = (torch.rand(format.rows, format.groups, generator=generator) + 0.5) * size * 4 / (1 << format.bits)
         zeros = torch.randn(scales.shape, generator=generator) * size / 4
         if format.integer_zeros:
-            zeros = torch.randint(-code.midpoint, code.midpoint + 1, scales.shape, generator=generator)
+            zeros = torch.randint(-encoding.midpoint, encoding.midpoint + 1, scales.shape, generator=generator)
     order = torch.randperm(format.columns, generator=generator) if format.act_order else None
     scales, zeros = scales.to(format.dtype), zeros.to(format.dtype)
     if base is None:
@@ -102,12 +102,12 @@ def _fill(format: MatrixFormat, section: Tensor, base: Tensor | None, generator:
 
 
 def _pack_floats(format: MatrixFormat, codes: Tensor, size: float, section: Tensor, generator: torch.Generator) -> None:
-    codes[~format.code.levels(codes).isfinite()] = 1
+    codes[~format.encoding.levels(codes).isfinite()] = 1
     scales, factor = torch.rand(format.rows, format.groups, generator=generator) + 0.5, (1.0, 1.0)
-    if format.code is MXFP4:
+    if format.encoding is MXFP4:
         exponents = 124 + scales.mul(4).to(torch.int32) - format.columns.bit_length() // 2
         scales = exponents.to(torch.uint8).view(torch.float8_e8m0fnu)
-    elif format.code.has_factor:
+    elif format.encoding.has_factor:
         scales, factor = (scales * 200).to(torch.float8_e4m3fn), (size, 800.0)
     else:
         scales = scales * size / 100
@@ -119,25 +119,25 @@ def section_of(packed: PackedMatrix) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=packed.weight.device).set_(packed.weight.untyped_storage())
 
 
-def table_of_blobs(
+def table_of_slices(
     shape: ExpertShape,
-    blobs: Sequence[int],
+    slices: Sequence[int],
     bits: Sequence[int],
     device: torch.device | str,
     destinations: Sequence[int] | None = None,
-    fine: Sequence[int] | None = None,
-    fine_destinations: Sequence[int] | None = None,
+    residual: Sequence[int] | None = None,
+    residual_destinations: Sequence[int] | None = None,
 ) -> ExpertTable:
-    """The table of experts that are one blob each: gate, up and down behind one another.
+    """The table of experts that are one packed expert each: gate, up and down behind one another.
 
     Args:
         shape: of all.
-        blobs: addresses, multiples of 16.
+        packed experts: addresses, multiples of 16.
         bits: tags of each expert's code.
         device: of the table.
         destinations: addresses of slots that decode fills as it reads, 0 for none.
-        fine: addresses of the blobs' lower halves, 0 for none; only where the shape has nested codes.
-        fine_destinations: like destinations, for them.
+        fine: addresses of the packed experts' lower halves, 0 for none; only where the shape has nested codes.
+        residual_destinations: like destinations, for them.
     """
 
     def sections(starts: Sequence[int] | None, lower: bool = False) -> Tensor | None:
@@ -145,24 +145,24 @@ def table_of_blobs(
             return None
         rows = []
         for start, width in zip(starts, bits, strict=True):
-            offsets = (fine_offsets if lower else section_offsets)(shape, width)
+            offsets = (residual_offsets if lower else section_offsets)(shape, width)
             rows.append([start + offset if start else 0 for offset in offsets])
         return torch.tensor(rows, dtype=torch.int64).view(-1, 3).to(device)
 
     widths = torch.tensor([[width] * 3 for width in bits], dtype=torch.int32).view(-1, 3).to(device)
-    addresses = sections(blobs)
+    addresses = sections(slices)
     assert addresses is not None
-    lower = sections(fine, True), sections(fine_destinations, True)
+    lower = sections(residual, True), sections(residual_destinations, True)
     return ExpertTable(shape, frozenset(bits), addresses, widths, sections(destinations), *lower)
 
 
 def section_offsets(shape: ExpertShape, bits: int) -> tuple[int, int, int]:
-    """Bytes from a blob's beginning to gate, up and down; to their upper halves where codes are nested."""
+    """Bytes from a packed expert's beginning to gate, up and down; to their upper halves where codes are nested."""
     gate, up, _ = (fmt.base if fmt.nested else fmt for fmt in shape.formats(bits))
     return 0, gate.nbytes, gate.nbytes + up.nbytes
 
 
-def fine_offsets(shape: ExpertShape, bits: int) -> tuple[int, int, int]:
+def residual_offsets(shape: ExpertShape, bits: int) -> tuple[int, int, int]:
     """The same for lower halves; zeros where there are none."""
     gate, up, _ = shape.formats(bits)
     return (0, gate.nbytes, gate.nbytes + up.nbytes) if gate.nested else (0, 0, 0)

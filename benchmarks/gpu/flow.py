@@ -294,8 +294,8 @@ def _outputs(variant: Variant, ptx: str, first: int, last: int) -> Lanes:
     names = [name for name in variant.code.arg_names if name in variant.types]
     place, top_k = {name: (number + 1) << 20 for number, name in enumerate(names)}, constants.get("TOP_K", 1)
     given = {
-        "addresses": sections, "destinations": sections + (1 << 23), "fine": sections + (1 << 22),
-        "fine_destinations": sections + (3 << 22), "bits": [1 << constants["TIERS"].bit_length() - 1] * 3,
+        "addresses": sections, "destinations": sections + (1 << 23), "residual": sections + (1 << 22),
+        "residual_destinations": sections + (3 << 22), "bits": [1 << constants["PRECISIONS"].bit_length() - 1] * 3,
         "items": [0, first, last], "rows": [0, 1], "pairs": [0, top_k], "computed": np.arange(2 * top_k) % top_k == 0,
         "semaphores": [constants["SPLIT"] - 1] * 4096, "weights": np.linspace(0.1, 0.9, 2 * top_k),
     }  # fmt: skip

@@ -1,6 +1,6 @@
 """Is vllm-dymoe right on this card, and how fast is it there? Ten minutes.
 
-Needs torch, triton and a CUDA device, and for the runtime a few packages that it names where they are missing; no
+Needs torch, triton and a CUDA device, and for the server a few packages that it names where they are missing; no
 network, no install. Each part runs in a process of its own and has a time limit. Speeds are measured last, and only if
 everything was right.
 """
@@ -43,13 +43,15 @@ PARTS = {
     MACHINE: Part("What is this machine?", 60),
     "kernels": Part("Do the kernels agree with float64?", 480),
     "runtime": Part("Does a budget, a store, prefetch or timing change a bit?", 180, _PACKAGE),
-    "graphs": Part("Do steps that the device decides compute what the host's do?", 90, _PACKAGE),
+    "graphs": Part("Do steps that the device plans compute what the host's do?", 90, _PACKAGE),
     "sanitizer": Part("Does compute-sanitizer find anything?", 330, _PACKAGE),
     SHORT: Part("", 0, _PACKAGE, "parts.sanitizer.short"),  # what the sanitizer looks at
     "engine": Part("Does vLLM answer the same with graphs and without, at 100 and 25 %?", 420, _PACKAGE),
     "speeds": Part("How far from the hardware's bound?", 300, _PACKAGE),
     "layers": Part(
-        "How far are the kernels from the bound, for every layer, tier and batch?", 3600, program="kernel_speeds.run"
+        "How far are the kernels from the bound, for every layer, precision and batch?",
+        3600,
+        program="kernel_speeds.run",
     ),
 }
 """In the order in which they run."""

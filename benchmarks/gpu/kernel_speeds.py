@@ -10,10 +10,11 @@ from multiprocessing import get_context
 from typing import Any
 
 import torch
-from experts import captured, compute_experts, table_of_blobs, work_of_ids
-from layers import DTYPE, LAYERS, TIERS, TOKENS, Machine, Model, route, work_of
+from experts import captured, compute_experts, table_of_slices, work_of_ids
+from layers import DTYPE, LAYERS, PRECISIONS, TOKENS, Machine, Model, route, work_of
 from record import Recorder
 
+from vllm_dymoe.experts.format import PackedExpert
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.kernels.triton import (
     DecodeTile,
@@ -25,28 +26,27 @@ from vllm_dymoe.kernels.triton import (
     decode_down,
     decode_gate_up,
 )
-from vllm_dymoe.residency.format import Expert
 
 SIDE = 8192
 """Of the matrices whose product gives the dense rate."""
 
 
-def run(record: Recorder, tiers: Sequence[str] = tuple(TIERS)) -> None:
-    """Every layer shape, tier and number of tokens: `make bench-gpu`."""
+def run(record: Recorder, precisions: Sequence[str] = tuple(PRECISIONS)) -> None:
+    """Every layer shape, precision and number of tokens: `make bench-gpu`."""
     with record.check("the kernels' speeds could be measured"):
-        measure(record, LAYERS, tiers, TOKENS)
+        measure(record, LAYERS, precisions, TOKENS)
 
 
-def measure(record: Recorder, layers: Sequence[Model], tiers: Sequence[str], tokens: Sequence[int]) -> Machine:
+def measure(record: Recorder, layers: Sequence[Model], precisions: Sequence[str], tokens: Sequence[int]) -> Machine:
     """Measure the card, then one layer of each kind, then experts that are fetched through."""
-    chosen = [(layer, name) for layer in layers for name in tiers]
+    chosen = [(layer, name) for layer in layers for name in precisions]
     # Compiling takes longer than measuring; processes do it side by side, and Triton's cache on disk keeps it.
     with ProcessPoolExecutor(min(os.cpu_count() or 1, 8), get_context("spawn")) as pool:
         list(pool.map(compile_layer, *zip(*chosen, strict=True)))
     machine = measure_machine()
     record.say(
         f"Measured first: copy on the card {machine.copy_bytes_per_second / 1e9:.0f} GB/s, dense bf16 "
-        f"{machine.flops_per_second / 1e12:.0f} TFLOP/s, from page-locked memory "
+        f"{machine.flops_per_second / 1e12:.0f} TFLOP/s, from pinned memory "
         f"{machine.host_bytes_per_second / 1e9:.1f} GB/s."
     )
     for layer, name in chosen:
@@ -90,7 +90,7 @@ def measure_machine() -> Machine:
     return Machine(torch.cuda.get_device_name(), copy, product, link)
 
 
-def random_expert(layer: Model, bits: int) -> Expert:
+def random_expert(layer: Model, bits: int) -> PackedExpert:
     """Random bytes with scales of about the size that models have."""
     fmt = layer.format(bits)
     expert = fmt.view(torch.randint(0, 256, (fmt.nbytes,), dtype=torch.uint8, device="cuda"))
@@ -104,24 +104,24 @@ def random_expert(layer: Model, bits: int) -> Expert:
     return expert
 
 
-def compile_layer(layer: Model, tiers: str) -> None:
+def compile_layer(layer: Model, precisions: str) -> None:
     """Compile every kernel of a layer; the first launch does."""
     x, ids = torch.zeros(1, layer.hidden, device="cuda", dtype=DTYPE), torch.zeros(1, 1, dtype=torch.int64)
-    work = work_of_ids({0: random_expert(layer, TIERS[tiers][0])}, ids.to("cuda"))
-    compute_experts(_kernel(layer, tiers, 64 << 20), x, work, x.clone(), Activation.SILU)
+    work = work_of_ids({0: random_expert(layer, PRECISIONS[precisions][0])}, ids.to("cuda"))
+    compute_experts(_kernel(layer, precisions, 64 << 20), x, work, x.clone(), Activation.SILU)
     torch.cuda.synchronize()
 
 
-def _kernel(layer: Model, tiers: str, workspace_bytes: int) -> TritonKernel:
-    return TritonKernel("cuda", workspace_bytes, [layer.format(bits).matrices[1] for bits in TIERS[tiers]])
+def _kernel(layer: Model, precisions: str, workspace_bytes: int) -> TritonKernel:
+    return TritonKernel("cuda", workspace_bytes, [layer.format(bits).matrices[1] for bits in PRECISIONS[precisions]])
 
 
-def _measure_layer(record: Recorder, machine: Machine, layer: Model, tiers: str, count: int) -> None:
-    bits, routing = TIERS[tiers], route(layer, count)
+def _measure_layer(record: Recorder, machine: Machine, layer: Model, precisions: str, count: int) -> None:
+    bits, routing = PRECISIONS[precisions], route(layer, count)
     work = work_of(layer, routing, bits)
     # Hidden activations of all tokens at once, as far as memory goes: this times kernels, not workspaces.
     pairs = count * layer.top_k
-    kernel = _kernel(layer, tiers, (1 << 20) + min(4 << 30, 8 * pairs * layer.intermediate + (64 << 20)))
+    kernel = _kernel(layer, precisions, (1 << 20) + min(4 << 30, 8 * pairs * layer.intermediate + (64 << 20)))
     x = torch.randn(count, layer.hidden, device="cuda", dtype=DTYPE)
     out = torch.empty(pairs, layer.hidden, device="cuda", dtype=DTYPE)
     ids = torch.tensor(routing, device="cuda")
@@ -143,17 +143,17 @@ def _measure_layer(record: Recorder, machine: Machine, layer: Model, tiers: str,
     time, bound = seconds(captured(all_of_them).replay) / copies, work.seconds(machine)
     moved = work.weight_bytes + work.other_bytes
     remark = f"{moved / time / 1e9:.0f} GB/s, {work.flops / time / 1e12:.1f} TFLOP/s"
-    name = f"kernels, {layer.name}, {tiers} bits, {count} tokens"
+    name = f"kernels, {layer.name}, {precisions} bits, {count} tokens"
     record.speed(name, "us", time * 1e6, bound * 1e6, bound / time, remark)
 
 
 def fetching_step(layer: Model) -> Callable[[], None]:
     """Compute one token with two experts of 4 bits that lie in pinned memory, and write them into slots."""
     size, shape = layer.format(4).nbytes, ExpertShape(layer.hidden, layer.intermediate, layer.group, DTYPE)
-    blobs = [torch.zeros(size, dtype=torch.uint8).pin_memory() for _ in range(2)]
+    slices = [torch.zeros(size, dtype=torch.uint8).pin_memory() for _ in range(2)]
     slots = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
-    starts, targets = ([blob.data_ptr() for blob in some] for some in (blobs, slots))
-    table = table_of_blobs(shape, starts, [4, 4], "cuda", targets)
+    starts, targets = ([packed.data_ptr() for packed in some] for some in (slices, slots))
+    table = table_of_slices(shape, starts, [4, 4], "cuda", targets)
     items = torch.tensor([[0, 0, 1], [1, 1, 2]], dtype=torch.int32, device="cuda")
     work = WorkList(items, torch.zeros(2, dtype=torch.int64, device="cuda"), torch.arange(2, device="cuda"))
     x, hidden, out = (
@@ -164,7 +164,7 @@ def fetching_step(layer: Model) -> Callable[[], None]:
     tiles = choose_tiles(10 * major + minor, layer.hidden, layer.intermediate)
     scratch = scratch_for(layer, 2, tiles.gate_up, tiles.down)
 
-    def step(held: Any = (blobs, slots)) -> None:  # of which the table has the addresses only
+    def step(held: Any = (slices, slots)) -> None:  # of which the table has the addresses only
         decode_gate_up(x, hidden, table, work, Activation.SILU, tiles.gate_up, scratch)
         decode_down(hidden, out, table, work, tiles.down, scratch)
 

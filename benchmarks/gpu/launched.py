@@ -14,6 +14,7 @@ from flow import Program, Value
 from machine_code import compiled_ptx
 from variants import MAIN, variant_of
 
+from vllm_dymoe.experts.encoding import WHOLE
 from vllm_dymoe.kernels import Activation, expert_reference
 from vllm_dymoe.kernels.triton import (
     DecodeTile,
@@ -27,11 +28,10 @@ from vllm_dymoe.kernels.triton import (
 )
 from vllm_dymoe.kernels.triton.rotate import rotated_inputs
 from vllm_dymoe.quantize.dummy import fill_randomly
-from vllm_dymoe.residency.code import WHOLE
 
 DTYPE, SIZES = torch.bfloat16, (200, 136, 64)  # hidden and intermediate size, and group
 TOLERANCE = 1e-2
-CODES = tuple(tag for tag, code in WHOLE.items() if code.stored_bits == code.bits)
+CODES = tuple(tag for tag, encoding in WHOLE.items() if encoding.stored_bits == encoding.bits)
 """Tags of those that lie in one section."""
 
 
@@ -112,7 +112,7 @@ def relative_error(bits: int, tokens: int, split: int = 1, *, fetch: bool = Fals
         for place in product(*map(range, grid)):
             Launched(ptx, memory.bytes, arguments, 32 * options["num_warps"], place).run()
 
-    read = rotated_inputs(x, shape.rotation(table.tiers), start=run)
+    read = rotated_inputs(x, shape.rotation(table.precisions), start=run)
     decode_gate_up(read, hidden, table, work, Activation.SILU, tile, scratch, start=run)
     decode_down(hidden, out, table, work, tile, scratch, weighting, start=run)
     if fetch and not all(torch.equal(memory.read(slot), part) for slot, part in zip(slots, sections, strict=True)):

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_dymoe.residency.code import code_of
-from vllm_dymoe.residency.format import Format, ModelExperts
+from vllm_dymoe.experts.encoding import encoding_of
+from vllm_dymoe.experts.format import ExpertFormat, ModelExperts
 
 TOKENS = (1, 4, 16, 64, 512, 4096)
-TIERS: dict[str, tuple[int, ...]] = {"16": (16,), "8": (8,), "4": (4,), "2": (2,), "4/2": (4, 2)}
+PRECISIONS: dict[str, tuple[int, ...]] = {"16": (16,), "8": (8,), "4": (4,), "2": (2,), "4/2": (4, 2)}
 """Bits of the experts, in turn."""
 DTYPE = torch.bfloat16
 
@@ -27,9 +27,9 @@ class Model:
     group: int = 64
     name: str = ""
 
-    def format(self, bits: int) -> Format:
+    def format(self, bits: int) -> ExpertFormat:
         """Of a packed expert."""
-        return Format(self.hidden, self.intermediate, code_of(bits), self.group, DTYPE)
+        return ExpertFormat(self.hidden, self.intermediate, encoding_of(bits), self.group, DTYPE)
 
     def at(self, bits: Sequence[int]) -> ModelExperts:
         """Its experts, stored at these widths."""

@@ -1,8 +1,8 @@
 """Every variant that is compiled ahead of time: what the launches would compile, noted instead of launched.
 
-All combinations of tiers, tiles, dtype, bias, activation, group size and way of launching would take days; tests launch
-them in the interpreter. Compiled are, on the H100's architecture, every width by itself, the mixes 4/2 and 16/4, each
-kind of published floats and points of a lattice, in decode and grouped on the largest tile; in decode these as the
+All combinations of precisions, tiles, dtype, bias, activation, group size and way of launching would take days; tests
+launch them in the interpreter. Compiled are, on the H100's architecture, every width by itself, the mixes 4/2 and 16/4,
+each kind of published floats and points of a lattice, in decode and grouped on the largest tile; in decode these as the
 device's own steps launch them, too (fetching, weighted, with indices of 32 bits), which the oldest and the newest
 architecture have as well; the weighted sum, rotations, and what places experts, decides a step, and copies.
 
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_dymoe.experts.encoding import CODEBOOKS, E8, E8_NESTED, WHOLE
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.kernels.combine import Pairs
 from vllm_dymoe.kernels.triton import (
@@ -31,23 +32,22 @@ from vllm_dymoe.kernels.triton import (
     WorkList,
     choose_tiles,
     combine,
-    decide,
+    cpu_queue,
     decode_down,
     decode_gate_up,
-    doorbell,
     grouped_down,
     grouped_gate_up,
+    large_batch,
     launch,
     place,
+    planner,
     rotate,
     spans,
-    wide,
 )
-from vllm_dymoe.kernels.triton.wide import plan_wide
-from vllm_dymoe.residency.code import CODEBOOKS, E8, E8_NESTED, WHOLE
-from vllm_dymoe.residency.decision import Decision
-from vllm_dymoe.residency.table import Table
-from vllm_dymoe.residency.wide_rule import WideShape, WideWork
+from vllm_dymoe.kernels.triton.large_batch import plan_large_batch_on_gpu
+from vllm_dymoe.planner.large_batch import LargeBatchShape, LargeBatchWork
+from vllm_dymoe.planner.plan import LayerPlan
+from vllm_dymoe.planner.table import Table
 
 ARCHITECTURES, MAIN = (80, 90, 120), 90
 MIXES = ((16,), (8,), (4,), (2,), (16, 4), (4, 2))
@@ -62,16 +62,17 @@ _TYPES = {
     torch.int64: "*i64",
     torch.int8: "*i8",
 }
-_WIDE = ("count", "list", "place_pairs")  # around the products of a wide step
+_WIDE = ("count", "list", "place_pairs")  # around the products of a large-batch step
 _DECODE = "activation", "combine", "decode", "fetch", "float_rows", "rotate", "rows", "section"
 _GROUPED_CODE = "activation", "float_rows", "float_tiles", "grouped", "rotate", "section"
 _MODULES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gate_up", "down"), _DECODE),
     **dict.fromkeys(("grouped_gate_up", "grouped_down"), _GROUPED_CODE),
-    **{name: (name,) for name in ("rotate", "combine", "place", "decide")},
+    **{name: (name,) for name in ("rotate", "combine", "place")},
+    "decide": ("planner",),
     "copy_spans": ("spans",),
-    **dict.fromkeys(_WIDE, ("decide", "wide")),
-    **dict.fromkeys(("post", "wait", "collect"), ("doorbell",)),
+    **dict.fromkeys(_WIDE, ("planner", "large_batch")),
+    **dict.fromkeys(("post", "wait", "collect"), ("cpu_queue",)),
 }
 """Where a kernel's code comes from."""
 
@@ -83,7 +84,7 @@ class Variant:
     architecture: int  # such as 90
     kernel: str  # gate_up, down, grouped_gate_up, grouped_down, combine, place, decide, copy_spans, post, wait, collect
     shape: str  # hidden x intermediate; of combine, hidden; of what decides, experts
-    tiers: str  # bit-widths of a launch, if it reads experts
+    precisions: str  # bit-widths of a launch, if it reads experts
     note: str  # what is special about it
     types: dict[str, str]  # of its tensors, by argument
     constants: dict[str, Any]  # its compile-time arguments
@@ -92,13 +93,16 @@ class Variant:
     @property
     def code(self) -> Any:
         """The kernel itself; by name, because Triton's functions cannot travel to another process."""
-        name, modules = f"{self.kernel}_kernel", (launch, combine, place, decide, rotate, spans, wide, doorbell)
+        name, modules = (
+            f"{self.kernel}_kernel",
+            (launch, combine, place, planner, rotate, spans, large_batch, cpu_queue),
+        )
         return next(vars(module)[name] for module in modules if name in vars(module))
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What tells it apart, as the first columns of the table."""
-        return self.architecture, self.kernel, self.shape, self.tiers, self.note
+        return self.architecture, self.kernel, self.shape, self.precisions, self.note
 
     @property
     def digest(self) -> str:
@@ -113,7 +117,7 @@ class Case:
     """Experts and a way of launching them."""
 
     bits: tuple[int, ...]  # tags of their codes
-    device: bool = False  # as `DecodeStep.run` launches: misses are fetched on the way, and experts weighted
+    device: bool = False  # as `SmallBatchStep.run` launches: misses are fetched on the way, and experts weighted
 
     @property
     def shape(self) -> ExpertShape:
@@ -139,7 +143,7 @@ _LAUNCHES = {
 
 
 def all_variants() -> Iterator[Variant]:
-    """Everything on one architecture, and on both ends' what the device decides."""
+    """Everything on one architecture, and on both ends' what the device plans."""
     for architecture in ARCHITECTURES:
         yield from (found for found in variants(architecture) if architecture == MAIN or found.note == "device")
 
@@ -154,13 +158,13 @@ def variants(architecture: int) -> Iterator[Variant]:
 
 
 def _experts(architecture: int, kernel: str, case: Case) -> Variant:
-    """One token of one expert, at no address, with indices as the runtime has them."""
+    """One token of one expert, at no address, with indices as the server has them."""
     grouped, tile = kernel.startswith("grouped"), getattr(choose_tiles(architecture, *SIZES), kernel)
     tile = tile[-1] if grouped else tile
     addresses, bits = torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int32)
     fetched = addresses if case.device else None
-    fine = (addresses, fetched) if case.shape.nested else (None, None)
-    table = ExpertTable(case.shape, frozenset(case.bits), addresses, bits, fetched, *fine)
+    residual = (addresses, fetched) if case.shape.nested else (None, None)
+    table = ExpertTable(case.shape, frozenset(case.bits), addresses, bits, fetched, *residual)
     index = torch.zeros(1, dtype=torch.int32 if case.device else torch.int64)
     x, states = (torch.empty(1, size, dtype=DTYPE) for size in SIZES)
     gate = kernel.endswith("gate_up")
@@ -171,8 +175,8 @@ def _experts(architecture: int, kernel: str, case: Case) -> Variant:
     if kernel == "down" and case.device:
         arguments.append(Weighting(torch.empty(1, 8), torch.empty(1, 8, dtype=torch.int32)))
     note = f"m {tile.block_m}" if grouped else "device" if case.device else ""
-    shape, tiers = "x".join(map(str, SIZES)), "/".join(WHOLE[tag].name for tag in case.bits)
-    return _noted((architecture, kernel, shape, tiers, note), _LAUNCHES[kernel], *arguments)
+    shape, precisions = "x".join(map(str, SIZES)), "/".join(WHOLE[tag].name for tag in case.bits)
+    return _noted((architecture, kernel, shape, precisions, note), _LAUNCHES[kernel], *arguments)
 
 
 def _others(architecture: int) -> Iterator[Variant]:
@@ -198,49 +202,49 @@ def _others(architecture: int) -> Iterator[Variant]:
             for nested in (False, True)
         ]
         for nested, columns in enumerate(tables):
-            decision = Decision.allocate(1, top_k, experts, "cpu", slices=1 + nested).tensors
+            plan = LayerPlan.allocate(1, top_k, experts, "cpu", slices=1 + nested).tensors
             described = *key[:4], key[4] + ", nested" * nested
-            yield _noted(described, decide.decide, vars(columns), 0, ids, scores, rows, decision)
+            yield _noted(described, planner.plan_small_batch_on_gpu, vars(columns), 0, ids, scores, rows, plan)
             if not nested and top_k == _ROUTERS[0][1]:
                 described = *key[:4], f"{key[4]}, shared with the host"
-                shared = partial(decide.decide, there=True)
-                yield _noted(described, shared, vars(columns), 0, ids, scores, rows, decision)
+                shared = partial(planner.plan_small_batch_on_gpu, on_cpu=True)
+                yield _noted(described, shared, vars(columns), 0, ids, scores, rows, plan)
     key = architecture, "copy_spans", "", "", ""
     yield _noted(key, spans.copy_spans, torch.zeros(1, 3, dtype=torch.int64))
     for nested in (False, True):
         yield from _wide(architecture, *_ROUTERS[1], nested)
-    yield from _doorbell(architecture)
+    yield from _cpu_queue(architecture)
 
 
 def _wide(architecture: int, experts: int, top_k: int, nested: bool) -> Iterator[Variant]:
-    """What stands around the products of a wide step: with marks, and, where versions are nested, streamed."""
-    shape, steps = WideShape(17, top_k, experts, 1 + nested, 2 * nested, nested, True), (4, 16, 64, 128)
+    """What stands around the products of a large-batch step: with marks, and, where versions are nested, streamed."""
+    shape, steps = LargeBatchShape(17, top_k, experts, 1 + nested, 2 * nested, nested, True), (4, 16, 64, 128)
     table = vars(Table.allocate(1, experts, rows=1, top_k=top_k, depth=1, device="cpu", nested=nested))
-    decision = Decision.allocate(17, top_k, experts, "cpu", slices=1 + nested, scratch=shape.scratch)
-    lists = vars(WideWork.allocate(shape, steps, "cpu"))
+    plan = LayerPlan.allocate(17, top_k, experts, "cpu", slices=1 + nested, scratch=shape.scratch)
+    lists = vars(LargeBatchWork.allocate(shape, steps, "cpu"))
     ids, weights = torch.zeros(17, top_k, dtype=torch.int32), torch.zeros(17, top_k)
     rows, marks, launched = ids[0, :1], torch.zeros(17, dtype=torch.int8), list[tuple[Any, ...]]()
 
     def start(*launch: Any) -> None:
         launched.append(launch)
 
-    plan_wide(table, 0, ids, weights, rows, decision.tensors, shape, 0, 0, steps, lists, marks, start=start)
+    plan_large_batch_on_gpu(table, 0, ids, weights, rows, plan.tensors, shape, 0, 0, steps, lists, marks, start=start)
     for kernel, *others in launched:
         name = kernel.__name__.removesuffix("_kernel")
         if name in ("decide", "list") or not nested:
-            key = architecture, name, f"{experts} experts", "", f"wide, top {top_k}" + ", nested" * nested
+            key = architecture, name, f"{experts} experts", "", f"large, top {top_k}" + ", nested" * nested
             yield _noted(key, lambda start, launch=(kernel, *others): start(*launch))
 
 
-def _doorbell(architecture: int) -> Iterator[Variant]:
+def _cpu_queue(architecture: int) -> Iterator[Variant]:
     """What a step launches around its products where the host computes misses."""
-    shape, decision = doorbell.RingShape(2, 16, 8, 128, SIZES[0], torch.bfloat16), Decision.allocate(16, 8, 128, "cpu")
+    shape, plan = cpu_queue.QueueShape(2, 16, 8, 128, SIZES[0], torch.bfloat16), LayerPlan.allocate(16, 8, 128, "cpu")
     x, ids, turn = torch.empty(16, SIZES[0]).bfloat16(), torch.zeros(16, 8).int(), torch.zeros(3).long()
-    rows, door = x.new_empty(128, SIZES[0]), doorbell.Door(shape, turn, ids.flatten())
-    posted = door, 0, x, ids, ids[0, :1], decision.tensors
-    yield _noted((architecture, "post", str(SIZES[0]), "", ""), doorbell.post, *posted)
-    yield _noted((architecture, "wait", "", "", ""), doorbell.wait, turn)
-    yield _noted((architecture, "collect", str(SIZES[0]), "", ""), doorbell.take, door, rows, ids)
+    rows, door = x.new_empty(128, SIZES[0]), cpu_queue.DeviceQueue(shape, turn, ids.flatten())
+    posted = door, 0, x, ids, ids[0, :1], plan.tensors
+    yield _noted((architecture, "post", str(SIZES[0]), "", ""), cpu_queue.post, *posted)
+    yield _noted((architecture, "wait", "", "", ""), cpu_queue.wait, turn)
+    yield _noted((architecture, "collect", str(SIZES[0]), "", ""), cpu_queue.take, door, rows, ids)
 
 
 def variant_of(

@@ -1,4 +1,4 @@
-"""A system that exists to be compared: parts of the papers' systems, one at a time."""
+"""A policy that exists to be compared: parts of the papers' policies, one at a time."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -6,13 +6,13 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from vllm_dymoe.predict import Candidate, Predictor, RoutedModel
-from vllm_dymoe.predict.meeting_of_layers import MeetingOfLayers
-from vllm_dymoe.predict.side_stream import make_side_stream
-from vllm_dymoe.residency.routing import Routing
-from vllm_dymoe.systems import SYSTEMS, firm
-from vllm_dymoe.systems.base import Foresight, Residency
-from vllm_dymoe.systems.exact import Exact
+from vllm_dymoe.planner.routing import Routing
+from vllm_dymoe.policies import POLICIES, firm
+from vllm_dymoe.policies.base import PrefetchPolicy, ResidencyPolicy
+from vllm_dymoe.policies.exact import Exact
+from vllm_dymoe.prefetch import Candidate, Predictor, RoutedModel
+from vllm_dymoe.prefetch.meeting_of_layers import MeetingOfLayers
+from vllm_dymoe.prefetch.side_stream import make_side_stream
 
 
 class Oracle(Predictor):
@@ -46,7 +46,7 @@ class Compared(Exact):
     """Every expert high, with parts of FIRM-MoE."""
 
     name: ClassVar[str] = "compared"
-    summary: ClassVar[str] = "parts of systems, for measurements"
+    summary: ClassVar[str] = "parts of policies, for measurements"
 
     # What names experts of the next layer.
     ahead: Literal["nothing", "next gate", "meeting of layers", "tuned meeting", "oracle"] = "next gate"
@@ -58,15 +58,15 @@ class Compared(Exact):
     keeps: bool = True  # layers keep experts for later steps
 
     @cached_property
-    def residency(self) -> Residency:
-        return Residency(keeps=self.keeps, ages=not self.first_in, whole=self.whole)
+    def residency(self) -> ResidencyPolicy:
+        return ResidencyPolicy(keeps=self.keeps, ages=not self.first_in, whole=self.whole)
 
     @cached_property
-    def foresight(self) -> Foresight | None:
+    def prefetch(self) -> PrefetchPolicy | None:
         if self.ahead == "nothing":
             return None
         kind: dict[str, Any] = {"needs_gates": True, "takes_predictor": True, "wide": lambda top_k: top_k}
-        return Foresight(self.ahead, self._compared, projections=self.projections, **kind)
+        return PrefetchPolicy(self.ahead, self._compared, projections=self.projections, **kind)
 
     def _compared(self, model: RoutedModel) -> Predictor:
         if self.ahead == "next gate" or model.predictor is not None:
@@ -81,5 +81,5 @@ class Compared(Exact):
 
 
 def make_known() -> None:
-    """Let the option ``system`` name it, in this process."""
-    SYSTEMS[Compared.name] = Compared
+    """Let the option ``policy`` name it, in this process."""
+    POLICIES[Compared.name] = Compared

@@ -1,6 +1,6 @@
-"""The papers' rows in virtual time: what their systems gain on a machine whose clock no other process disturbs.
+"""The papers' rows in virtual time: what their policies gain on a machine whose clock no other process disturbs.
 
-The real runtime, cache, predictors and transfer engine replay the decode steps of a trace, with its router inputs, and
+The real server, cache, predictors and transfer engine replay the decode steps of a trace, with its router inputs, and
 the model's gates; experts take as long to compute and to move as the data sheet of an RTX 3090 behind PCIe 4 says of
 Qwen3-30B-A3B's at 4 bits. So a row is the same on every machine. The first pass over the trace warms caches up, tunes
 HEOP and shows the oracle what comes; the second is measured. The trace is recorded, and DuoServe-MoE's network trained
@@ -32,17 +32,17 @@ from tests.small_model import make_experts, make_store
 from tests.support.deterministic_threads import DeterministicThreads
 from tests.support.happens_before import History
 from vllm_dymoe.bench.prompts import by_turns, read_prompts
-from vllm_dymoe.config import Options
-from vllm_dymoe.observe.trace import Trace
-from vllm_dymoe.predict import RoutedModel, base
-from vllm_dymoe.predict.gate import Gate
-from vllm_dymoe.residency.routing import Routing
-from vllm_dymoe.runtime import MoERuntime
-from vllm_dymoe.store import disk
-from vllm_dymoe.systems import make_system
-from vllm_dymoe.transfer import engine, queue
-from vllm_dymoe.transfer.delivery import CpuDelivery, EmulatedLink
-from vllm_dymoe.transfer.engine import TransferEngine
+from vllm_dymoe.cache.store import disk
+from vllm_dymoe.cache.transfer import engine, queue
+from vllm_dymoe.cache.transfer.delivery import CpuDelivery, EmulatedLink
+from vllm_dymoe.cache.transfer.engine import TransferEngine
+from vllm_dymoe.options import Options
+from vllm_dymoe.planner.routing import Routing
+from vllm_dymoe.policies import make_policy
+from vllm_dymoe.prefetch import RoutedModel, base
+from vllm_dymoe.prefetch.gate import Gate
+from vllm_dymoe.server import ExpertServer
+from vllm_dymoe.trace.trace import Trace
 
 MODEL = Path(__file__).resolve().parents[1] / "tiny_moe" / "model"
 _BANDWIDTH, _LINK = 936e9, 31.51e9  # RTX 3090 and PCIe 4 x16, bytes per second
@@ -52,7 +52,7 @@ _TRAINED_BEHIND = 8  # requests that are replayed, or nearly
 
 
 def _parts(ahead: str, **parts: Any) -> Mapping[str, Any]:
-    return {"system": "compared", "system_options": {"ahead": ahead, **parts}}
+    return {"policy": "compared", "policy_options": {"ahead": ahead, **parts}}
 
 
 def _dymoe(**parameters: Any) -> Mapping[str, Any]:
@@ -62,7 +62,7 @@ def _dymoe(**parameters: Any) -> Mapping[str, Any]:
 
 _FIRST_IN = partial(_parts, first_in=True)  # FIRM-MoE's one cache, in which what came first goes first
 _NOTHING_AHEAD = {"firm": "nothing ahead", "duoserve": "ACC", "dymoe": "2. cache"}
-"""The row of each paper that foresees nothing: what overlaps in others is compared with it."""
+"""The row of each paper that predicts nothing: what overlaps in others is compared with it."""
 _ROWS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "firm": {
         "Baseline": _FIRST_IN("next gate", whole=True),
@@ -70,26 +70,26 @@ _ROWS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "+ MoL": _FIRST_IN("meeting of layers", whole=True, k=3, p=3),
         "+ FG + MoL": _FIRST_IN("meeting of layers", projections=1, k=3, p=3),
         "All": _FIRST_IN("tuned meeting", projections=1),
-        "All, and the hottest kept": {"system": "firm", "system_options": {"projections": 1}},
+        "All, and the hottest kept": {"policy": "firm", "policy_options": {"projections": 1}},
         "an oracle": _FIRST_IN("oracle"),
         "nothing ahead": _FIRST_IN("nothing", whole=True),
     },
     "duoserve": {
-        "MoESys": {"system": "layer-prefetch"},
-        "ACC": {"system": "on-demand", "system_options": {"overlap": False}},
-        "DuoServe-MoE": {"system": "duoserve", "predictor": "trained here"},
+        "MoESys": {"policy": "layer-prefetch"},
+        "ACC": {"policy": "on-demand", "policy_options": {"overlap": False}},
+        "DuoServe-MoE": {"policy": "duoserve", "predictor": "trained here"},
         "an oracle": _parts("oracle", keeps=False),
-        "ACC, pageable copies": {"system": "on-demand", "system_options": {"overlap": False}},
+        "ACC, pageable copies": {"policy": "on-demand", "policy_options": {"overlap": False}},
     },
     "dymoe": {
-        "1. load on demand": {"system": "on-demand"},
-        "2. cache": {"system": "exact", "system_options": {"look_ahead": 0}},
-        "3. cache, prefetch": {"system": "exact"},
-        "4. cache, 4/2": {"system": "dymoe", "lo": 2, "system_options": _dymoe(look_ahead=0)},
-        "5. cache, 4/2, prefetch": {"system": "dymoe", "lo": 2, "system_options": _dymoe()},
-        "6. cache, 4/0, prefetch": {"system": "dymoe", "lo": 0, "system_options": _dymoe()},
+        "1. load on demand": {"policy": "on-demand"},
+        "2. cache": {"policy": "exact", "policy_options": {"look_ahead": 0}},
+        "3. cache, prefetch": {"policy": "exact"},
+        "4. cache, 4/2": {"policy": "dymoe", "low": 2, "policy_options": _dymoe(look_ahead=0)},
+        "5. cache, 4/2, prefetch": {"policy": "dymoe", "low": 2, "policy_options": _dymoe()},
+        "6. cache, 4/0, prefetch": {"policy": "dymoe", "low": 0, "policy_options": _dymoe()},
         "2, and an oracle": _parts("oracle"),
-        "4/2 by one threshold": {"system": "dymoe", "lo": 2},
+        "4/2 by one threshold": {"policy": "dymoe", "low": 2},
     },
 }
 """Options of the plugin."""
@@ -149,31 +149,31 @@ class Replay:
     def _serve(
         self, threads: VirtualTime, options: Mapping[str, Any], budget: str, link_share: float
     ) -> tuple[float, float]:
-        header, store = self._header, self._stores[bool(options.get("lo"))]
+        header, store = self._header, self._stores[bool(options.get("low"))]
         given = dict(options)
         network = given.pop("predictor", None) is not None
-        chosen = Options(group_size=32, expert_budget=budget, decisions="host", **given)
-        system, whole = make_system(chosen), store.experts.formats[4].whole_nbytes
-        predictor, runtimes = None, list[MoERuntime]()
-        if system.foresight is not None:
-            predictor = system.foresight.make(RoutedModel(
+        chosen = Options(group_size=32, expert_budget=budget, planning="host", **given)
+        policy, whole = make_policy(chosen), store.experts.formats[4].whole_nbytes
+        predictor, servers = None, list[ExpertServer]()
+        if policy.prefetch is not None:
+            predictor = policy.prefetch.make(RoutedModel(
                 header.num_layers, header.num_experts, header.top_k, self._gates,
-                held=lambda layer: frozenset(runtimes[0].memory.table.tier[layer].nonzero()[0].tolist()),
+                held=lambda layer: frozenset(servers[0].cache.table.precision[layer].nonzero()[0].tolist()),
                 hidden=header.hidden, fingerprint=header.fingerprint,
                 predictor=self._predictor if network else None,
             ))  # fmt: skip
         moves = EmulatedLink(CpuDelivery(store), link_share * _LINK * whole / _EXPERT)
         transfers = TransferEngine(moves, 1, waiters_move=False, concurrency=threads)
         device = torch.device("cpu")
-        runtime = MoERuntime(store, chosen, device, system=system, engine=transfers, predictor=predictor)
-        runtimes.append(runtime)
-        serving = runtime.serving
+        server = ExpertServer(store, chosen, device, policy=policy, engine=transfers, predictor=predictor)
+        servers.append(server)
+        serving = server.host_planned
         if serving.prefetcher is not None:
             serving.prefetcher.clock = lambda: threads.now
         step = SimpleNamespace()
 
-        def begin(x: Any, decision: Any, out: Any, activation: Any) -> None:
-            step.views = decision.views
+        def begin(x: Any, plan: Any, out: Any, activation: Any) -> None:
+            step.views = plan.views
             out.zero_()
 
         def compute(items: Sequence[int], receive: Any = None) -> None:
@@ -183,10 +183,10 @@ class Replay:
                 nbytes = sum(_bytes_of(step.views[item].gate.format) for item in items)
                 threads.sleep_until(threads.now + nbytes / whole * _EXPERT / _BANDWIDTH)
 
-        runtime.kernel.begin, runtime.kernel.compute = begin, compute  # type: ignore[method-assign]
+        server.kernel.begin, server.kernel.compute = begin, compute  # type: ignore[method-assign]
         tokens, layers = self._ids.shape[:2]
         for _ in range(2):
-            runtime.reset_stats()
+            server.reset_stats()
             begun = threads.now
             for token in range(tokens):
                 for layer in range(layers):
@@ -194,8 +194,8 @@ class Replay:
                     x, ids, weights = (of[token : token + 1, layer] for of in (self._inputs, self._ids, self._weights))
                     serving.forward(Routing(layer, layers, x, ids, weights))
             seconds = threads.now - begun
-        hits = runtime.stats().hit_rate
-        runtime.engine.close()
+        hits = server.stats().hit_rate
+        server.engine.close()
         return 1e3 * seconds / tokens, hits
 
 

@@ -8,19 +8,19 @@ gate and up of a layer share their s, which the norm before them would take; dow
 import torch
 from torch import Tensor
 
+from vllm_dymoe.experts.format import ExpertFormat, Projection
+from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.gptq import Curvature
 from vllm_dymoe.quantize.packer import ExpertPacker
 from vllm_dymoe.quantize.quantizers import quantize_matrix, round_to_nearest
-from vllm_dymoe.residency.format import Format, Projection
-from vllm_dymoe.residency.matrix import MatrixFormat
 
 STEPS = 20
 
 
-def put(packer: ExpertPacker, checkpoint: Checkpoint, calibration: Calibration, fmt: Format) -> None:
+def put(packer: ExpertPacker, checkpoint: Checkpoint, calibration: Calibration, fmt: ExpertFormat) -> None:
     """What is read of AWQ's codes of a format, for all experts."""
     for layer in range(len(calibration.recording.layers)):
         outer: list[Tensor] = []

@@ -1,7 +1,7 @@
 """The shipped model in one vLLM engine, whose experts are exchanged between measurements, and what its answers lose.
 
 The engine computes everything but the experts once and for all; what is measured differs in the
-runtime alone: the store that it reads, its options, its system. vLLM scores a text as a prompt
+server alone: the store that it reads, its options, its policy. vLLM scores a text as a prompt
 (``prompt_logprobs``), in one step or, where its scheduler may give a step one token only, as it would decode it.
 """
 
@@ -28,16 +28,16 @@ from numpy.typing import NDArray
 from vllm import LLM, SamplingParams
 
 import vllm_dymoe
-from vllm_dymoe.config import CALIBRATED, Options
+from vllm_dymoe.cache.store import HostStore, Manifest
+from vllm_dymoe.cache.store.writer import StoreWriter
+from vllm_dymoe.experts.format import ExpertFormat, ModelExperts
+from vllm_dymoe.options import CALIBRATED, Options
+from vllm_dymoe.planner.routing import Routing
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.packer import ExpertPacker, pack
 from vllm_dymoe.quantize.quantizers import QUANTIZERS
-from vllm_dymoe.residency.format import Format, ModelExperts
-from vllm_dymoe.residency.routing import Routing
-from vllm_dymoe.runtime import MoERuntime
-from vllm_dymoe.store import HostStore, Manifest
-from vllm_dymoe.store.writer import StoreWriter
+from vllm_dymoe.server import ExpertServer
 
 MODEL = Path(__file__).resolve().parents[1] / "tiny_moe" / "model"
 DOMAINS = ("docs", "code", "arithmetic")
@@ -57,12 +57,12 @@ class Variant:
     quantizer: str = "rtn"  # made the bytes; see `Bench.store`
 
 
-def planned_bytes(scores: Scores, variant: Variant, formats: Mapping[int, Format]) -> float:
+def planned_bytes(scores: Scores, variant: Variant, formats: Mapping[int, ExpertFormat]) -> float:
     """Bytes of the experts that a step computed, wherever they were."""
     bits = variant.options
-    nbytes = scores.planned["hi"] * formats[bits["hi"]].whole_nbytes
-    if bits.get("lo"):
-        nbytes += scores.planned["lo"] * formats[bits["lo"]].whole_nbytes
+    nbytes = scores.planned["high"] * formats[bits["high"]].whole_nbytes
+    if bits.get("low"):
+        nbytes += scores.planned["low"] * formats[bits["low"]].whole_nbytes
     return nbytes / scores.steps
 
 
@@ -74,7 +74,7 @@ class Bench:
     """
 
     def __init__(self, windows: int, decoded: int) -> None:
-        options = {"hi": 16, "lo": 2, "system": "dymoe", "expert_budget": "100%", "group_size": GROUP_SIZE}
+        options = {"high": 16, "low": 2, "policy": "dymoe", "expert_budget": "100%", "group_size": GROUP_SIZE}
         self._llm = LLM(
             model=str(MODEL),
             quantization="dymoe",
@@ -109,9 +109,9 @@ class Bench:
         return self.checkpoint.model_experts(WIDTHS, GROUP_SIZE, torch.bfloat16)
 
     @property
-    def runtime(self) -> MoERuntime:
+    def server(self) -> ExpertServer:
         """That serves."""
-        return self._model.runtime
+        return self._model.server
 
     @cached_property
     def _held_out(self) -> dict[str, list[int]]:
@@ -143,36 +143,36 @@ class Bench:
     def score(self, variant: Variant, texts: list[list[int]], *, decode: bool, share: float | None = None) -> Scores:
         """Let the engine read texts with these experts, for ``decode`` a token in each step in place of a text. The
         budget is a share of all experts' bytes at 4 bits; None holds every expert, each in the planned version."""
-        workspace = self._model.runtime.kernel.workspace_bytes
+        workspace = self._model.server.kernel.workspace_bytes
         budget = "100%" if share is None else workspace + int(share * self.experts.nbytes(4))
         chosen = dict(variant.options, expert_budget=budget)
-        if share is None and chosen.get("system") == "dymoe":
-            chosen["system_options"] = {"reuse_high": False, **chosen["system_options"]}
+        if share is None and chosen.get("policy") == "dymoe":
+            chosen["policy_options"] = {"reuse_high": False, **chosen["policy_options"]}
         options = Options(group_size=GROUP_SIZE, **chosen)
         self.serve(variant.quantizer, options)
         self._scheduler.max_num_scheduled_tokens = 1 if decode else WINDOW + 8
         if share is not None:  # a cache that has been in use
             self._read(texts[-1][:64])
-            self._model.runtime.reset_stats()
+            self._model.server.reset_stats()
         scores = Scores()
         for text in texts:
             scores.logprobs.append(self._read(text))
             scores.steps += len(text) if decode else 1
-        stats = self._model.runtime.stats()
-        self._model.runtime.check_integrity()
+        stats = self._model.server.stats()
+        self._model.server.check_integrity()
         scores.moved, scores.planned = sum(stats.bytes_moved.values()), stats.planned
         scores.hit_rate = stats.hit_rate
         return scores
 
     def bits_per_weight(self, variant: Variant) -> float:
-        """Of an expert in the high tier, with its scales."""
-        fmt = self.store(variant.quantizer).experts.formats[variant.options["hi"]]
+        """Of an expert in the high precision, with its scales."""
+        fmt = self.store(variant.quantizer).experts.formats[variant.options["high"]]
         return 8 * fmt.whole_nbytes / (3 * fmt.hidden * fmt.intermediate)
 
     def serve(self, store: str, options: Options) -> None:
         """With a store by its name."""
-        before = self._model.runtime
-        self._model.runtime = MoERuntime(self.store(store), options, torch.device("cpu"))
+        before = self._model.server
+        self._model.server = ExpertServer(self.store(store), options, torch.device("cpu"))
         self._scheduler.max_num_scheduled_tokens = WINDOW + 8
         before.engine.close()
 
@@ -183,7 +183,7 @@ class Bench:
     @contextlib.contextmanager
     def counted(self) -> Iterator[NDArray[np.int64]]:
         """Squared gates of what is read inside, int64 [layers, experts]."""
-        serving = self._model.runtime.serving
+        serving = self._model.server.host_planned
         sums, forward = np.zeros((len(self.experts.layers), self.experts.num_experts), np.int64), serving.forward
 
         def counting(routing: Routing, *arguments: Any) -> torch.Tensor:
@@ -200,7 +200,7 @@ class Bench:
         experts = self.store(store).experts
         every = len(experts.layers) * experts.num_experts
         nbytes = every * experts.formats[2].nbytes + int(share * every) * experts.formats[4].nbytes
-        return self._model.runtime.kernel.workspace_bytes + nbytes
+        return self._model.server.kernel.workspace_bytes + nbytes
 
     def _read(self, text: list[int]) -> torch.Tensor:
         """Log-probabilities of what follows each token but the last: float32 [tokens - 1, vocabulary]; SystemExit if
@@ -246,6 +246,6 @@ class Bench:
     def _calibration(self) -> Calibration:
         """What the experts read in texts that are not measured."""
         folder = Path(tempfile.mkdtemp(prefix="dymoe-quality-"))
-        self.serve("rtn", Options(hi=16, group_size=GROUP_SIZE, expert_budget="100%"))
+        self.serve("rtn", Options(high=16, group_size=GROUP_SIZE, expert_budget="100%"))
         vllm_dymoe.calibrate(self._llm, self._unread, folder / "calibration", length=WINDOW)
         return Calibration(folder / "calibration")

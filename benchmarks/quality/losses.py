@@ -15,7 +15,7 @@ class Scores:
     moved: int = 0  # bytes of experts that came to the device
     hit_rate: float = 0.0  # of experts that were needed, those that were there
     steps: int = 0  # of the engine
-    planned: dict[str, int] = field(default_factory=dict)  # experts that the policy gave each tier
+    planned: dict[str, int] = field(default_factory=dict)  # experts that the policy gave each precision
 
 
 def losses(scores: Scores, reference: Scores, texts: list[list[int]]) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """What does precision cost in quality, and which bytes buy it back? DyMoE's Tables 1 and 2.
 
 The shipped model reads its held-out texts through the real vLLM engine, as prompts and one token at a time, with
-experts of every precision, system and quantizer, and is compared with itself at 16 bits. Writes results.json
+experts of every precision, policy and quantizer, and is compared with itself at 16 bits. Writes results.json
 and the tables of README.md. Nothing here is a time, so that --only SECTION... may measure a part anew.
 """
 
@@ -25,21 +25,21 @@ HERE = Path(__file__).resolve().parent
 RETENTIONS = (0.9, 0.75, 0.5)
 QUANTIZERS = ("rtn", "hqq", "gptq")
 BUDGETS = (0.25, 0.5, 0.75)
-EXACT = Variant("16", {"hi": 16})
+EXACT = Variant("16", {"high": 16})
 
 
 def uniform(bits: int, quantizer: str = "rtn") -> Variant:
     """Every expert at one width."""
-    return Variant(f"{bits}", {"hi": bits}, quantizer)
+    return Variant(f"{bits}", {"high": bits}, quantizer)
 
 
-def dymoe(retention: float, lo: int, quantizer: str = "rtn", high_by: str = "threshold", **options: Any) -> Variant:
-    """DyMoE at 4/lo bits."""
+def dymoe(retention: float, low: int, quantizer: str = "rtn", high_by: str = "threshold", **options: Any) -> Variant:
+    """DyMoE at 4/low bits."""
     parameters = {"retention": retention, "high_by": high_by, **options}
     chosen = {"threshold": "", "depth": ", Eq. 4", "equal": ", equal"}[high_by]
     return Variant(
-        f"4/{lo}, r = {retention:g}{chosen}",
-        {"hi": 4, "lo": lo, "system": "dymoe", "system_options": parameters},
+        f"4/{low}, r = {retention:g}{chosen}",
+        {"high": 4, "low": low, "policy": "dymoe", "policy_options": parameters},
         quantizer,
     )
 
@@ -83,8 +83,10 @@ class Measurement:
             for quantizer in QUANTIZERS:
                 yield self.row("uniform", {"bits": bits, "quantizer": quantizer}, uniform(bits, quantizer))
             if bits < 8:
-                yield self.row("uniform", {"bits": bits, "quantizer": "awq"}, Variant("16", {"hi": 16}, f"awq {bits}"))
-        eight = Variant("4", {"hi": 4, "activations": 8})
+                yield self.row(
+                    "uniform", {"bits": bits, "quantizer": "awq"}, Variant("16", {"high": 16}, f"awq {bits}")
+                )
+        eight = Variant("4", {"high": 4, "activations": 8})
         yield self.row("uniform", {"bits": "4, activations of 8", "quantizer": "rtn"}, eight)
 
     def readings(self) -> Iterator[dict[str, Any]]:
@@ -94,19 +96,19 @@ class Measurement:
             place = {"reading": row.name, "quantizer": row.quantizer.removeprefix("nested ")}
             yield {**self.row("readings", place, row), "bits_per_weight": self.bench.bits_per_weight(row)}
 
-    def tiers(self) -> Iterator[dict[str, Any]]:
+    def precisions(self) -> Iterator[dict[str, Any]]:
         """The paper's Table 2, in both phases; ways to choose, and what becomes of skipped experts' weights."""
         rows = [uniform(4), uniform(2), *(dymoe(r, 2) for r in RETENTIONS)]
         rows += [dymoe(r, 2, high_by=way) for r in (0.75, 0.5) for way in ("depth", "equal")]
         rows += [*(dymoe(r, 2, "gptq") for r in (0.75, 0.5)), nested(dymoe(0.75, 2, "e8"))]
         rows += [dymoe(0.75, 0, skipped_weights=rule) for rule in ("renormalize", "keep")]
         for row in rows:
-            rule = row.options.get("system_options", {}).get("skipped_weights", "")
+            rule = row.options.get("policy_options", {}).get("skipped_weights", "")
             for decode in (False, True):
                 phase = "decode" if decode else "prompt"
                 quantizer = row.quantizer.removeprefix("nested ")
                 place = {"experts": row.name, "quantizer": quantizer, "skipped_weights": rule, "phase": phase}
-                yield self.row("tiers", place, row, decode=decode)
+                yield self.row("precisions", place, row, decode=decode)
 
     def budgets(self) -> Iterator[dict[str, Any]]:
         """Quality against bytes moved, decoding one request under budgets that are the same in bytes for all."""
@@ -136,7 +138,7 @@ class Measurement:
                 yield {**place, "kl_nats": sum(found) / len(found), "by_domain": dict(zip(DOMAINS, found, strict=True))}
 
 
-SECTIONS = ("uniform", "readings", "tiers", "budgets", "sets", "shifts")
+SECTIONS = ("uniform", "readings", "precisions", "budgets", "sets", "shifts")
 
 
 def main() -> None:

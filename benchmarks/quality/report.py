@@ -38,7 +38,7 @@ def readings(rows: list[Row]) -> Table:
     return ["reading", "quantizer", "bits for each weight", *LOST], lines
 
 
-def tiers(rows: list[Row]) -> Table:
+def precisions(rows: list[Row]) -> Table:
     """Both phases side by side, with the bytes of what was computed."""
 
     def cells(row: Row | None) -> list[str]:
@@ -92,7 +92,7 @@ def sets(rows: list[Row]) -> Table:
 
 def tables(results: Row) -> dict[str, str]:
     """Each section's, in Markdown."""
-    made = {make.__name__: make for make in (uniform, readings, tiers, budgets, sets, shifts)}
+    made = {make.__name__: make for make in (uniform, readings, precisions, budgets, sets, shifts)}
     return {name: markdown(*made[name](rows)) for name, rows in results["sections"].items()}
 
 

@@ -7,15 +7,16 @@ import numpy as np
 from bench import DOMAINS, GROUP_SIZE, Bench
 from losses import Scores, losses
 
-from vllm_dymoe.config import Options
-from vllm_dymoe.residency.hotness import even_shares, swaps
-from vllm_dymoe.residency.rule import HIGH
-from vllm_dymoe.runtime.migration import Migration
+from vllm_dymoe.cache.migration import Migration
+from vllm_dymoe.options import Options
+from vllm_dymoe.planner.hotness import even_shares, swaps
+from vllm_dymoe.planner.rule import HIGH
 
 HIGH_SHARES = (0.125, 0.25, 0.5)
 TEXTS = 4  # of a window
 _FROZEN = 1e9  # uses
-# At this rate and a quarter of the link half of the experts' fine slices take about as long as two windows of texts.
+# At this rate and a quarter of the link half of the experts' residual slices take about as long as two windows of
+# texts.
 _LINK_GBPS = 0.03
 
 
@@ -27,7 +28,7 @@ class Shifts:
         self._bench, self._store, self._texts = bench, store, bench.domains
         self._reference: dict[str, Scores] = {}
         self._mass: dict[str, Any] = {}  # squared gates of a domain's texts, but for those that are measured
-        exact = {"hi": 16, "system": "exact", "system_options": {"look_ahead": 0}}
+        exact = {"high": 16, "policy": "exact", "policy_options": {"look_ahead": 0}}
         for domain, texts in self._texts.items():
             bench.serve("rtn", Options(group_size=GROUP_SIZE, expert_budget="100%", **exact))
             with bench.counted() as self._mass[domain]:
@@ -62,22 +63,22 @@ class Shifts:
         chosen = {"window_s": 0, "window_uses": uses, **options}
         nbytes = self._bench.nested_bytes(self._store, share)
         self._bench.serve(self._store, Options(
-            hi=4, lo=2, group_size=GROUP_SIZE, system="dynaexq", system_options=chosen, expert_budget=nbytes,
+            high=4, low=2, group_size=GROUP_SIZE, policy="dynaexq", policy_options=chosen, expert_budget=nbytes,
             link_gbps=_LINK_GBPS,
         ))  # fmt: skip
-        migration = self._bench.runtime.serving.migration
+        migration = self._bench.server.host_planned.migration
         assert migration is not None
         return migration
 
     def _place(self, migration: Migration, score: Any) -> None:
         """At once: an oracle waits for no link."""
         migration.stop()
-        self._bench.runtime.serving.fetcher.settle_all()
-        held = self._bench.runtime.memory.table.tier == HIGH
+        self._bench.server.host_planned.fetcher.settle_all()
+        held = self._bench.server.cache.table.precision == HIGH
         migration._planned.extend(swaps(score * migration._worth, held, migration._places, 0.0))
         while migration._planned or migration._flying:
             migration._began = 0.0
             migration.turn()
             for fetch in list(migration.flying):
-                self._bench.runtime.engine.wait(fetch.ticket)
-        assert np.count_nonzero(self._bench.runtime.memory.table.tier == HIGH) == migration._places
+                self._bench.server.engine.wait(fetch.ticket)
+        assert np.count_nonzero(self._bench.server.cache.table.precision == HIGH) == migration._places

@@ -19,15 +19,15 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from readme import markdown, put  # noqa: E402
 
-from vllm_dymoe.observe.synthetic import synthetic_trace  # noqa: E402
+from vllm_dymoe.experts.identity import ModelIdentity  # noqa: E402
 from vllm_dymoe.plan.choice import predict  # noqa: E402
 from vllm_dymoe.plan.device import find_device  # noqa: E402
 from vllm_dymoe.plan.model import ITEM, shape_of  # noqa: E402
 from vllm_dymoe.plan.ranks import Ranks  # noqa: E402
 from vllm_dymoe.plan.replay import LOCALITY, SKEW, made_up  # noqa: E402
-from vllm_dymoe.residency.identity import ModelIdentity  # noqa: E402
-from vllm_dymoe.residency.rule import HIGH, HIT  # noqa: E402
-from vllm_dymoe.residency.table import Table, set_pools  # noqa: E402
+from vllm_dymoe.planner.rule import HIGH, HIT  # noqa: E402
+from vllm_dymoe.planner.table import Table, set_pools  # noqa: E402
+from vllm_dymoe.trace.synthetic import synthetic_trace  # noqa: E402
 
 V4 = {"num_hidden_layers": 43, "hidden_size": 4096, "n_routed_experts": 256, "num_experts_per_tok": 6,
       "moe_intermediate_size": 2048, "n_shared_experts": 1, "vocab_size": 129280, "num_attention_heads": 64,
@@ -40,8 +40,8 @@ SETUPS = [
     ("DeepSeek-V4-Flash on 8 x 24 GB", V4, "rtx4090", Ranks(tp=8, ep=True)),
     ("Kimi-K2 on 2 nodes of 8 x 48 GB", K2, "l40s", Ranks(tp=8, dp=2, ep=True, nodes=2, network=50e9)),
 ]
-PARTS, REQUESTS, OPTIONS = (0.1, 0.25, 0.5, 0.75, 1.0), (1, 4, 16, 64), {"system": "exact", "hi": 4}
-OPTIONS |= {"system_options": {"look_ahead": 0}}
+PARTS, REQUESTS, OPTIONS = (0.1, 0.25, 0.5, 0.75, 1.0), (1, 4, 16, 64), {"policy": "exact", "high": 4}
+OPTIONS |= {"policy_options": {"look_ahead": 0}}
 SPARE = 1 << 28  # bytes beside slots, for the workspace
 STEPS, COLD, CHECKED = 60, 20, 0.25  # of a simulation; the share of experts that it is made for
 
@@ -67,8 +67,8 @@ def simulate(model, card, ranks, requests, part):
     for rank in tables:
         kept = {HIGH: [int(part * own)] * layers}
         set_pools(rank, {HIGH: (0, 0, sum(kept[HIGH]))}, kept)
-    blob = shape.packed((4,)).nbytes(4) / (layers * own)
-    computing, coming = blob / device.bandwidth, blob / device.link
+    packed = shape.packed((4,)).nbytes(4) / (layers * own)
+    computing, coming = packed / device.bandwidth, packed / device.link
     between = shape.token_weights * ITEM / device.bandwidth + ranks.seconds(model, card, -(-requests // ranks.dp))
     seconds = 0.0
     for step in range(STEPS):

@@ -184,9 +184,9 @@ template <Kind kind, int R> INLINE void codes(Codes at, i64 column, i64 fold, in
         if constexpr (kind == POINTS || kind == TWO_POINTS) {
             points<R>(packed(at.high + place), second, first, out);
             if constexpr (kind == TWO_POINTS && !in_planes(kind)) {
-                Q fine[R];
-                points<R>(packed(at.low + place), second, first, fine);
-                for (int i = 0; i < R; i++) out[i] = (out[i] << 2) + fine[i];
+                Q residual[R];
+                points<R>(packed(at.low + place), second, first, residual);
+                for (int i = 0; i < R; i++) out[i] = (out[i] << 2) + residual[i];
             }
         } else if constexpr (kind == TWO) split<3, false, R>(shifted(packed(at.high + place), 2 * second), first, out);
         else split<15, false, R>(merged(packed(at.high + place), packed(at.low + place), second), first, out);
@@ -305,9 +305,9 @@ static void strip(const Matrix& m, const uint8_t* section, Codes at, i64 block, 
                     codes<kind, R>(at, c, m.fold, first, q);
                 }, x, column, wide);
                 if constexpr (in_planes(kind)) {
-                    I fine[N][V];
-                    exact_sums<WIDTH, 16, N, R, DIGITS>([&](i64 c, Q* q) LAMBDA { codes<kind, R>({at.low, nullptr}, c, m.fold, first, q); }, x, column, fine);
-                    unroll<N * V>([&](auto i) LAMBDA { wide[i / V][i % V] = (wide[i / V][i % V] << in_planes(kind)) + fine[i / V][i % V]; });
+                    I residual[N][V];
+                    exact_sums<WIDTH, 16, N, R, DIGITS>([&](i64 c, Q* q) LAMBDA { codes<kind, R>({at.low, nullptr}, c, m.fold, first, q); }, x, column, residual);
+                    unroll<N * V>([&](auto i) LAMBDA { wide[i / V][i % V] = (wide[i / V][i % V] << in_planes(kind)) + residual[i / V][i % V]; });
                 }
                 unroll<N>([&](auto t) LAMBDA {
                     const F scale = all(x[t].scale[uint64_t(column) / UNIT]);
@@ -446,9 +446,9 @@ static void plain(const Matrix& m, const uint8_t* section, i64 block, const Row*
 // out [n, 64] = x [n, columns] times rows 64 * block and so on of a matrix, plus the bias; n is at most BATCH.
 static void product(const Matrix& m, const Item& item, int which, i64 block, const Row* x, i64 n, const Layer& k, float* out) {
     const i64 dtype = k.dtype;
-    const uint8_t *section = (const uint8_t*)item.sections[which], *fine = (const uint8_t*)item.fine[which];
+    const uint8_t *section = (const uint8_t*)item.sections[which], *residual = (const uint8_t*)item.residual[which];
     const i64 plane = BLOCK / 2 * m.padded_columns * block, half = plane / 2;
-    const Codes planes = m.nested ? Codes{section + plane, fine + plane}
+    const Codes planes = m.nested ? Codes{section + plane, residual + plane}
                                   : Codes{section + 2 * plane, section + 2 * plane + BLOCK / 2 * m.padded_columns};
 #ifdef PAIRS
     if (k.floats && m.code == PLAIN && dtype == BFLOAT16) plain_pairs(m, section, block, x, n, out);
@@ -460,12 +460,12 @@ static void product(const Matrix& m, const Item& item, int which, i64 block, con
 #endif
     if (m.code == PLAIN) plain(m, section, block, x, n, dtype, out);
     else if (m.code == E4M3) floats(m, section, planes, block, x, n, out);
-    else if (m.code == LATTICE && m.nested) quantized<TWO_POINTS>(m, section, {section + half, fine + half}, block, x, n, k, out);
+    else if (m.code == LATTICE && m.nested) quantized<TWO_POINTS>(m, section, {section + half, residual + half}, block, x, n, k, out);
     else if (m.code == LATTICE) quantized<POINTS>(m, section, {section + half, nullptr}, block, x, n, k, out);
     else if (m.code == E2M1) quantized<LEVELS>(m, section, {section + plane, nullptr}, block, x, n, k, out);
     else if (m.bits == 8) quantized<EIGHT>(m, section, planes, block, x, n, k, out);
     else if (m.bits == 2) quantized<TWO>(m, section, {section + half, nullptr}, block, x, n, k, out);
-    else if (m.nested) quantized<TWO_AND_TWO>(m, section, {section + half, fine + half}, block, x, n, k, out);
+    else if (m.nested) quantized<TWO_AND_TWO>(m, section, {section + half, residual + half}, block, x, n, k, out);
     else quantized<FOUR>(m, section, {section + plane, nullptr}, block, x, n, k, out);
     if (m.factor >= 0) {
         const float *pair = (const float*)(section + m.factor), factor = pair[0] / pair[1];

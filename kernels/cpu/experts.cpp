@@ -232,10 +232,10 @@ API void dymoe_round_block(Rounding* block, int isa) {
     portable::round_block(block);
 }
 
-#include "doorbell.h"
+#include "cpu_queue.h"
 #include "mapped.h"
 
 API i64 dymoe_sizes(int which) {
-    const i64 sizes[] = {sizeof(Matrix), sizeof(Item), sizeof(Layer), sizeof(Sum), sizeof(Rounding), sizeof(Bell)};
+    const i64 sizes[] = {sizeof(Matrix), sizeof(Item), sizeof(Layer), sizeof(Sum), sizeof(Rounding), sizeof(QueueControl)};
     return sizes[which];
 }

@@ -25,7 +25,7 @@ struct Matrix {
 
 struct Item {              // one expert's share of a layer's step
     i64 sections[3];       // addresses of gate, up and down
-    i64 fine[3];           // addresses of their lower halves, where nested
+    i64 residual[3];           // addresses of their lower halves, where nested
     i64 form;              // its matrices begin at Layer::matrices[3 * form]
     i64 first, count;      // its positions
 };
@@ -63,7 +63,7 @@ struct Rounding {
     i64 rows, columns, streams;
     float* left;           // what is wanted, overwritten
     float* errors;         // of each column, written
-    uint8_t *base, *fine;  // codes [columns, rows], overwritten
+    uint8_t *base, *residual;  // codes [columns, rows], overwritten
     const float *factors, *divisors, *before;  // [columns, columns]; [columns]; what is read so far, or null
     double low_share;
 };

@@ -48,7 +48,7 @@ API int dymoe_guard(uintptr_t begin, i64 nbytes, int number) {
 
 API i64 dymoe_lost_pages() { return __atomic_load_n(&lost_pages, __ATOMIC_RELAXED); }
 
-// Whether all of a part of a mapping is in memory: 1, or 0 if not, or if the system does not say.
+// Whether all of a part of a mapping is in memory: 1, or 0 if not, or if the policy does not say.
 API int dymoe_resident(uintptr_t begin, i64 nbytes) {
     unsigned char pages[256];
     for (uintptr_t at = begin & ~(PAGE - 1); at < begin + uintptr_t(nbytes); at += sizeof pages * PAGE) {

@@ -40,7 +40,7 @@ INLINE void nearest_points(const F wanted[POINT], I codes[POINT], F found[POINT]
 static void round_block(void* argument) {
     const Rounding& k = *(Rounding*)argument;
     const i64 stride = k.streams * k.rows;
-    const float share = (float)k.low_share, weight = share / (1 - share), fine = 0.25f;
+    const float share = (float)k.low_share, weight = share / (1 - share), residual = 0.25f;
     for (i64 first = 0; first < k.rows; first += POINT * W) {
         const i64 count = k.rows - first < POINT * W ? k.rows - first : POINT * W;
         for (i64 column = 0; column < k.columns; column++) {
@@ -59,12 +59,12 @@ static void round_block(void* argument) {
             for (int i = 0; i < POINT; i++)
                 for (int w = 0; w < W; w++) {
                     base[POINT * w + i] = both[POINT * w + i] = point[i][w];
-                    rest[i][w] = (high[POINT * w + i] - point[i][w]) / fine;
+                    rest[i][w] = (high[POINT * w + i] - point[i][w]) / residual;
                 }
             if (k.streams == 2) {
                 nearest_points(rest, codes[1], point);
                 for (int i = 0; i < POINT; i++)
-                    for (int w = 0; w < W; w++) both[POINT * w + i] += fine * point[i][w];
+                    for (int w = 0; w < W; w++) both[POINT * w + i] += residual * point[i][w];
             }
             const float* made[2] = {both, base};
             for (i64 w = 0; w < count / POINT; w++) {
@@ -82,7 +82,7 @@ static void round_block(void* argument) {
                 }
                 for (i64 stream = 0; taken && stream < k.streams; stream++)
                     for (int i = 0; i < POINT; i++)
-                        (stream ? k.fine : k.base)[column * k.rows + first + POINT * w + i] = uint8_t(codes[stream][i][w]);
+                        (stream ? k.residual : k.base)[column * k.rows + first + POINT * w + i] = uint8_t(codes[stream][i][w]);
                 for (i64 stream = 0; stream < k.streams; stream++)
                     for (i64 i = POINT * w; i < POINT * w + POINT; i++) {
                         const i64 at = column * stride + stream * k.rows + first + i;

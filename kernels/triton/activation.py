@@ -26,11 +26,11 @@ def constants(activation: Activation) -> tuple[int, float, float, float, bool]:
 
 
 @triton.jit
-def down_inputs(gate, up, first, ROWS: tl.constexpr, TIERS: tl.constexpr, ACTIVATION: tl.constexpr):
+def down_inputs(gate, up, first, ROWS: tl.constexpr, PRECISIONS: tl.constexpr, ACTIVATION: tl.constexpr):
     """What down multiplies, float32, of gate and up [positions, rows] from row `first` on, in whole rotated blocks."""
     result = gated(gate, up, ACTIVATION)
-    if down_rotation(ROWS, TIERS) > 0:
-        result = rotate(result, first, down_rotation(ROWS, TIERS))
+    if down_rotation(ROWS, PRECISIONS) > 0:
+        result = rotate(result, first, down_rotation(ROWS, PRECISIONS))
     return result
 
 

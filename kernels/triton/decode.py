@@ -12,7 +12,7 @@ Launches are described by device tensors; `int` is int32 or int64, as the launch
     addresses     int64 [experts, 3]     sections of gate, up and down
     destinations  int64 [experts, 3]     where to store them too, 0 for nowhere (FETCH)
     fine          int64 [experts, 3]     sections of lower halves, where bits are NESTED
-    fine_destinations  like destinations
+    residual_destinations  like destinations
     bits          int32 [experts, 3]     16, 8, 4 or 2, or a codebook's tag
     items         int32 [items, 3]       expert, first and last + 1 of its positions; expert -1 asks for zeros in the
                                          tokens first to last that have nothing computed (WEIGHTED)
@@ -31,7 +31,7 @@ import triton.language as tl
 
 from vllm_dymoe.kernels.triton.activation import down_inputs
 from vllm_dymoe.kernels.triton.combine import rounded, widened
-from vllm_dymoe.kernels.triton.fetch import fetch_fine, fetch_share
+from vllm_dymoe.kernels.triton.fetch import fetch_residual, fetch_share
 from vllm_dymoe.kernels.triton.rows import row_products
 from vllm_dymoe.kernels.triton.section import DESCRIPTIONS
 
@@ -42,8 +42,8 @@ def gate_up_kernel(
     hidden,
     addresses,
     destinations,
-    fine,
-    fine_destinations,
+    residual,
+    residual_destinations,
     bits,
     items,
     rows,
@@ -52,7 +52,7 @@ def gate_up_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
-    TIERS: tl.constexpr,
+    PRECISIONS: tl.constexpr,
     NESTED: tl.constexpr,
     STEPS: tl.constexpr,
     ORDERED: tl.constexpr,
@@ -75,41 +75,41 @@ def gate_up_kernel(
     first = tl.load(items + 3 * item + 1)
     last = tl.load(items + 3 * item + 2)
     source = addresses + 3 * expert
-    lower = fine + 3 * expert
+    lower = residual + 3 * expert
     if FETCH:
         if last > first:
             source, lower = _fetch_two(
-                source, destinations + 3 * expert, lower, fine_destinations + 3 * expert, bits + 3 * expert,
-                ROWS, COLUMNS, GROUP, TIERS, NESTED, ORDERED, BIAS, 0 if ACTIVATION[4] else 1, SPLIT, WARPS,
+                source, destinations + 3 * expert, lower, residual_destinations + 3 * expert, bits + 3 * expert,
+                ROWS, COLUMNS, GROUP, PRECISIONS, NESTED, ORDERED, BIAS, 0 if ACTIVATION[4] else 1, SPLIT, WARPS,
             )  # fmt: skip
         # An expert has one item however many positions it has, and is computed as if it had one for every two.
         if (last - first) % 2 == 1:
             _gate_up(
                 x, hidden, source, lower, bits + 3 * expert, rows, partials, semaphores, last - 1, last,
-                ROWS, COLUMNS, GROUP, TIERS, NESTED, STEPS, ORDERED, BIAS, ACTIVATION, 1, SPLIT, WARPS,
+                ROWS, COLUMNS, GROUP, PRECISIONS, NESTED, STEPS, ORDERED, BIAS, ACTIVATION, 1, SPLIT, WARPS,
             )  # fmt: skip
         for number in range((last - first) // 2):
             _gate_up(
                 x, hidden, source, lower, bits + 3 * expert, rows, partials, semaphores, first + 2 * number, last,
-                ROWS, COLUMNS, GROUP, TIERS, NESTED, STEPS, ORDERED, BIAS, ACTIVATION, 2, SPLIT, WARPS,
+                ROWS, COLUMNS, GROUP, PRECISIONS, NESTED, STEPS, ORDERED, BIAS, ACTIVATION, 2, SPLIT, WARPS,
             )  # fmt: skip
     elif last - first == 1:
         _gate_up(
             x, hidden, source, lower, bits + 3 * expert, rows, partials, semaphores, first, last,
-            ROWS, COLUMNS, GROUP, TIERS, NESTED, STEPS, ORDERED, BIAS, ACTIVATION, 1, SPLIT, WARPS,
+            ROWS, COLUMNS, GROUP, PRECISIONS, NESTED, STEPS, ORDERED, BIAS, ACTIVATION, 1, SPLIT, WARPS,
         )  # fmt: skip
     else:
         for number in range((last - first + 1) // 2):
             _gate_up(
                 x, hidden, source, lower, bits + 3 * expert, rows, partials, semaphores, first + 2 * number, last,
-                ROWS, COLUMNS, GROUP, TIERS, NESTED, STEPS, ORDERED, BIAS, ACTIVATION, 2, SPLIT, WARPS,
+                ROWS, COLUMNS, GROUP, PRECISIONS, NESTED, STEPS, ORDERED, BIAS, ACTIVATION, 2, SPLIT, WARPS,
             )  # fmt: skip
 
 
 @triton.jit
 def _fetch_two(
     source, destination, lower, lower_destination, bits,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TIERS: tl.constexpr, NESTED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, PRECISIONS: tl.constexpr, NESTED: tl.constexpr,
     ORDERED: tl.constexpr, BIAS: tl.constexpr, FIRST: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Fetch this program's shares of gate and up that have a destination; where to read their addresses then.
@@ -121,14 +121,14 @@ def _fetch_two(
             fetch_share(
                 tl.load(source + number), tl.load(destination + number), tl.load(bits + number),
                 tl.program_id(0), tl.program_id(2),
-                ROWS, COLUMNS, GROUP, TIERS, NESTED, ORDERED, BIAS, SPLIT, WARPS,
+                ROWS, COLUMNS, GROUP, PRECISIONS, NESTED, ORDERED, BIAS, SPLIT, WARPS,
             )  # fmt: skip
         tl.debug_barrier()
         source = destination
     if NESTED > 0:
         if tl.load(lower_destination + FIRST) != 0:
             for number in range(FIRST, 2):
-                fetch_fine(
+                fetch_residual(
                     tl.load(lower + number), tl.load(lower_destination + number), tl.program_id(0), tl.program_id(2),
                     COLUMNS, GROUP, NESTED, SPLIT, WARPS,
                 )  # fmt: skip
@@ -140,7 +140,7 @@ def _fetch_two(
 @triton.jit
 def _gate_up(
     x, hidden, source, lower, bits, rows, partials, semaphores, first, last,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TIERS: tl.constexpr, NESTED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, PRECISIONS: tl.constexpr, NESTED: tl.constexpr,
     STEPS: tl.constexpr, ORDERED: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, TOKENS: tl.constexpr,
     SPLIT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
@@ -156,14 +156,14 @@ def _gate_up(
         up = row_products(
             tl.load(source + number), _lower(lower + number, NESTED), tl.load(bits + number),
             block, x_first, apart, split,
-            ROWS, COLUMNS, GROUP, TIERS, NESTED, STEPS, ORDERED, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
+            ROWS, COLUMNS, GROUP, PRECISIONS, NESTED, STEPS, ORDERED, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
         )  # fmt: skip
     position = first + tl.arange(0, TOKENS)[:, None]
     row = block * 64 + tl.arange(0, 64)[None, :]
     inside = (position < last) & (row < ROWS)
     hidden_at = hidden + position.to(tl.int64) * ROWS + row
     if SPLIT == 1:
-        inner = down_inputs(gate, up, block * 64, ROWS, TIERS, ACTIVATION)
+        inner = down_inputs(gate, up, block * 64, ROWS, PRECISIONS, ACTIVATION)
         tl.store(hidden_at, inner.to(hidden.dtype.element_ty), mask=inside)
     else:
         BLOCKS: tl.constexpr = (ROWS + 63) // 64
@@ -177,7 +177,7 @@ def _gate_up(
             for part in tl.static_range(SPLIT):
                 gate += tl.load(partials_at + part * 2 * PADDED, mask=inside, other=0.0, cache_modifier=".cg")
                 up += tl.load(partials_at + part * 2 * PADDED + PADDED, mask=inside, other=0.0, cache_modifier=".cg")
-            inner = down_inputs(gate, up, block * 64, ROWS, TIERS, ACTIVATION)
+            inner = down_inputs(gate, up, block * 64, ROWS, PRECISIONS, ACTIVATION)
             tl.store(hidden_at, inner.to(hidden.dtype.element_ty), mask=inside)
 
 
@@ -220,8 +220,8 @@ def down_kernel(
     out,
     addresses,
     destinations,
-    fine,
-    fine_destinations,
+    residual,
+    residual_destinations,
     bits,
     items,
     pairs,
@@ -232,7 +232,7 @@ def down_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
-    TIERS: tl.constexpr,
+    PRECISIONS: tl.constexpr,
     NESTED: tl.constexpr,
     STEPS: tl.constexpr,
     ORDERED: tl.constexpr,
@@ -266,21 +266,21 @@ def down_kernel(
         last = tl.where(expert < 0, first, last)
         expert = tl.maximum(expert, 0)
     section = tl.load(addresses + 3 * expert + 2)
-    lower = _lower(fine + 3 * expert + 2, NESTED)
+    lower = _lower(residual + 3 * expert + 2, NESTED)
     width = tl.load(bits + 3 * expert + 2)
     if FETCH:
         destination = tl.load(destinations + 3 * expert + 2)
         if (destination != 0) & (last > first):
             fetch_share(
                 section, destination, width, tl.program_id(0), tl.program_id(2),
-                ROWS, COLUMNS, GROUP, TIERS, NESTED, ORDERED, BIAS, SPLIT, WARPS,
+                ROWS, COLUMNS, GROUP, PRECISIONS, NESTED, ORDERED, BIAS, SPLIT, WARPS,
             )  # fmt: skip
             tl.debug_barrier()
             section = destination
         if NESTED > 0:
-            lower_destination = tl.load(fine_destinations + 3 * expert + 2)
+            lower_destination = tl.load(residual_destinations + 3 * expert + 2)
             if (lower_destination != 0) & (last > first):
-                fetch_fine(
+                fetch_residual(
                     lower, lower_destination, tl.program_id(0), tl.program_id(2), COLUMNS, GROUP, NESTED, SPLIT, WARPS
                 )
                 tl.debug_barrier()
@@ -288,25 +288,25 @@ def down_kernel(
         if (last - first) % 2 == 1:
             _down(
                 hidden, out, section, lower, width, pairs, weights, computed, partials, semaphores, last - 1, last,
-                ROWS, COLUMNS, GROUP, TIERS, NESTED, STEPS, ORDERED, BIAS, TOP_K, WEIGHTED, 1, SPLIT, WARPS,
+                ROWS, COLUMNS, GROUP, PRECISIONS, NESTED, STEPS, ORDERED, BIAS, TOP_K, WEIGHTED, 1, SPLIT, WARPS,
             )  # fmt: skip
         for number in range((last - first) // 2):
             _down(
                 hidden, out, section, lower, width, pairs, weights, computed, partials, semaphores,
                 first + 2 * number, last,
-                ROWS, COLUMNS, GROUP, TIERS, NESTED, STEPS, ORDERED, BIAS, TOP_K, WEIGHTED, 2, SPLIT, WARPS,
+                ROWS, COLUMNS, GROUP, PRECISIONS, NESTED, STEPS, ORDERED, BIAS, TOP_K, WEIGHTED, 2, SPLIT, WARPS,
             )  # fmt: skip
     elif last - first == 1:
         _down(
             hidden, out, section, lower, width, pairs, weights, computed, partials, semaphores, first, last,
-            ROWS, COLUMNS, GROUP, TIERS, NESTED, STEPS, ORDERED, BIAS, TOP_K, WEIGHTED, 1, SPLIT, WARPS,
+            ROWS, COLUMNS, GROUP, PRECISIONS, NESTED, STEPS, ORDERED, BIAS, TOP_K, WEIGHTED, 1, SPLIT, WARPS,
         )  # fmt: skip
     else:
         for number in range((last - first + 1) // 2):
             _down(
                 hidden, out, section, lower, width, pairs, weights, computed, partials, semaphores,
                 first + 2 * number, last,
-                ROWS, COLUMNS, GROUP, TIERS, NESTED, STEPS, ORDERED, BIAS, TOP_K, WEIGHTED, 2, SPLIT, WARPS,
+                ROWS, COLUMNS, GROUP, PRECISIONS, NESTED, STEPS, ORDERED, BIAS, TOP_K, WEIGHTED, 2, SPLIT, WARPS,
             )  # fmt: skip
 
 
@@ -326,7 +326,7 @@ def _write_zeros(out, computed, first, last, ROWS: tl.constexpr, TOP_K: tl.const
 @triton.jit
 def _down(
     hidden, out, section, lower, width, pairs, weights, computed, partials, semaphores, first, last,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TIERS: tl.constexpr, NESTED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, PRECISIONS: tl.constexpr, NESTED: tl.constexpr,
     STEPS: tl.constexpr, ORDERED: tl.constexpr, BIAS: tl.constexpr, TOP_K: tl.constexpr, WEIGHTED: tl.constexpr,
     TOKENS: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
@@ -340,7 +340,7 @@ def _down(
     apart = (tl.minimum(first + 1, last - 1) - first).to(tl.int64) * COLUMNS
     sums = row_products(
         section, lower, width, block, h_first, apart, split,
-        ROWS, COLUMNS, GROUP, TIERS, NESTED, STEPS, ORDERED, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
+        ROWS, COLUMNS, GROUP, PRECISIONS, NESTED, STEPS, ORDERED, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
     )  # fmt: skip
     position = first + tl.arange(0, TOKENS)[:, None]
     pair = tl.load(pairs + position, mask=position < last, other=0)

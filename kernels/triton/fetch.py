@@ -42,7 +42,7 @@ def fetch_share(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
-    TIERS: tl.constexpr,
+    PRECISIONS: tl.constexpr,
     NESTED: tl.constexpr,
     ORDERED: tl.constexpr,
     BIAS: tl.constexpr,
@@ -60,7 +60,7 @@ def fetch_share(
         NESTED: bits of the codes whose upper halves alone are the section; half as many are such halves.
     """
     for width in tl.static_range(1, TAG_BITS):
-        if TIERS & (1 << width):
+        if PRECISIONS & (1 << width):
             if bits == (1 << width):
                 if width == 4:
                     _fetch_plain(source, destination, block, split, ROWS, COLUMNS, SPLIT, WARPS)
@@ -78,7 +78,7 @@ def fetch_share(
 
 
 @triton.jit
-def fetch_fine(
+def fetch_residual(
     source, destination, block, split,
     COLUMNS: tl.constexpr, GROUP: tl.constexpr, NESTED: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip

@@ -43,14 +43,14 @@ def grouped_gate_up_kernel(
     x,
     hidden,
     addresses,
-    fine,
+    residual,
     bits,
     items,
     rows,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
-    TIERS: tl.constexpr,
+    PRECISIONS: tl.constexpr,
     NESTED: tl.constexpr,
     STEPS: tl.constexpr,
     ORDERED: tl.constexpr,
@@ -73,20 +73,20 @@ def grouped_gate_up_kernel(
     gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     address = addresses + 3 * expert
-    lower = fine + 3 * expert
+    lower = residual + 3 * expert
     width = bits + 3 * expert
     if ACTIVATION[4]:
         gate = tile_products(
             gate, tl.load(address), lower, tl.load(width), tile, x_rows, inside,
-            ROWS, COLUMNS, GROUP, TIERS, NESTED, STEPS, ORDERED, BIAS, BLOCK_N, BLOCK_K,
+            ROWS, COLUMNS, GROUP, PRECISIONS, NESTED, STEPS, ORDERED, BIAS, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     up = tile_products(
         up, tl.load(address + 1), lower + 1, tl.load(width + 1), tile, x_rows, inside,
-        ROWS, COLUMNS, GROUP, TIERS, NESTED, STEPS, ORDERED, BIAS, BLOCK_N, BLOCK_K,
+        ROWS, COLUMNS, GROUP, PRECISIONS, NESTED, STEPS, ORDERED, BIAS, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     at = hidden + position.to(tl.int64)[:, None] * ROWS + row[None, :]
-    result = down_inputs(gate, up, tile * BLOCK_N, ROWS, TIERS, ACTIVATION).to(hidden.dtype.element_ty)
+    result = down_inputs(gate, up, tile * BLOCK_N, ROWS, PRECISIONS, ACTIVATION).to(hidden.dtype.element_ty)
     tl.store(at, result, mask=inside[:, None] & (row < ROWS)[None, :])
 
 
@@ -95,14 +95,14 @@ def grouped_down_kernel(
     hidden,
     out,
     addresses,
-    fine,
+    residual,
     bits,
     items,
     pairs,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
-    TIERS: tl.constexpr,
+    PRECISIONS: tl.constexpr,
     NESTED: tl.constexpr,
     STEPS: tl.constexpr,
     ORDERED: tl.constexpr,
@@ -122,8 +122,8 @@ def grouped_down_kernel(
     x_rows = hidden + source.to(tl.int64)[:, None] * COLUMNS
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     sums = tile_products(
-        sums, tl.load(addresses + 3 * expert + 2), fine + 3 * expert + 2, tl.load(bits + 3 * expert + 2), tile,
-        x_rows, inside, ROWS, COLUMNS, GROUP, TIERS, NESTED, STEPS, ORDERED, BIAS, BLOCK_N, BLOCK_K,
+        sums, tl.load(addresses + 3 * expert + 2), residual + 3 * expert + 2, tl.load(bits + 3 * expert + 2), tile,
+        x_rows, inside, ROWS, COLUMNS, GROUP, PRECISIONS, NESTED, STEPS, ORDERED, BIAS, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     at = out + target.to(tl.int64)[:, None] * ROWS + row[None, :]
@@ -132,8 +132,8 @@ def grouped_down_kernel(
 
 @triton.jit
 def tile_products(
-    sums, section, fine, bits, tile, x_rows, inside,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TIERS: tl.constexpr, NESTED: tl.constexpr,
+    sums, section, residual, bits, tile, x_rows, inside,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, PRECISIONS: tl.constexpr, NESTED: tl.constexpr,
     STEPS: tl.constexpr, ORDERED: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """sums + x rows times BLOCK_N rows of a section, and its bias.
@@ -150,7 +150,7 @@ def tile_products(
     FLOAT16: tl.constexpr = x_rows.dtype.element_ty == tl.float16
     row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     for width in tl.static_range(1, TAG_BITS):
-        if TIERS & (1 << width):
+        if PRECISIONS & (1 << width):
             if bits == (1 << width):
                 for start in range(0, COLUMNS, BLOCK_K):
                     column = start + tl.arange(0, BLOCK_K)
@@ -169,7 +169,7 @@ def tile_products(
                         )
                     else:
                         weights = load_weights(
-                            section, fine, tile, start,
+                            section, residual, tile, start,
                             ROWS, COLUMNS, GROUP, code_bits(1 << width), 4 if is_lattice(1 << width) else NESTED,
                             STEPS >> width & 1, is_lattice(1 << width), BLOCK_N, BLOCK_K, FLOAT16,
                         )  # fmt: skip
@@ -227,7 +227,7 @@ def _row_scales(
 
 @triton.jit
 def load_weights(
-    section, fine, tile, start,
+    section, residual, tile, start,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, NESTED: tl.constexpr,
     STEPS: tl.constexpr, LATTICE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FLOAT16: tl.constexpr,
@@ -272,7 +272,7 @@ def load_weights(
             words = (words >> second) & 0x33333333
             offset = 1.5 - 0.25 * _sign(words)
             if HALVES:
-                pointers = tl.multiple_of(tl.load(fine).to(tl.pointer_type(tl.int32)), 16) + at
+                pointers = tl.multiple_of(tl.load(residual).to(tl.pointer_type(tl.int32)), 16) + at
                 below = tl.load(pointers) if WHOLE else tl.load(pointers, mask=valid, other=0)
                 below = (below >> second) & 0x33333333
                 words = (words << 2) | below
@@ -290,7 +290,7 @@ def load_weights(
             if STORED == 8:
                 pointers += PADDED_COLUMNS * 8
             else:
-                pointers = tl.multiple_of(tl.load(fine).to(tl.pointer_type(tl.int32)), 16) + at
+                pointers = tl.multiple_of(tl.load(residual).to(tl.pointer_type(tl.int32)), 16) + at
             below = tl.load(pointers) if WHOLE else tl.load(pointers, mask=valid, other=0)
             codes = codes * (MASK + 1) + ((below[:, :, None, :, None] >> shift) & MASK)
         codes = codes.reshape(BLOCK_K, BLOCK_N)

@@ -6,8 +6,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from vllm_dymoe.experts.format import PackedExpert
+from vllm_dymoe.experts.matrix import MatrixFormat, PackedMatrix
 from vllm_dymoe.kernels.activation import Activation
 from vllm_dymoe.kernels.base import Receive, check_activations, check_formats
+from vllm_dymoe.kernels.triton.large_batch_step import TritonLargeBatch
 from vllm_dymoe.kernels.triton.launch import (
     ExpertShape,
     ExpertTable,
@@ -23,14 +26,11 @@ from vllm_dymoe.kernels.triton.launch import (
 from vllm_dymoe.kernels.triton.place import Place, place_experts
 from vllm_dymoe.kernels.triton.plan import DECODE, Plan, plan
 from vllm_dymoe.kernels.triton.rotate import rotated_inputs
+from vllm_dymoe.kernels.triton.small_batch_step import SmallBatchStep
 from vllm_dymoe.kernels.triton.start import Start, compile_kernel, compiling_together, run_kernel
-from vllm_dymoe.kernels.triton.step import DecodeStep
 from vllm_dymoe.kernels.triton.tiles import Tiles, choose_tiles
-from vllm_dymoe.kernels.triton.wide_step import TritonWide
-from vllm_dymoe.residency.decision import Decision
-from vllm_dymoe.residency.format import Expert
-from vllm_dymoe.residency.matrix import MatrixFormat, PackedMatrix
-from vllm_dymoe.residency.wide_rule import WideShape
+from vllm_dymoe.planner.large_batch import LargeBatchShape
+from vllm_dymoe.planner.plan import LayerPlan
 
 DEFAULT_WORKSPACE_BYTES = 32 << 20
 MINIMUM_WORKSPACE_BYTES = 320 << 10
@@ -78,10 +78,10 @@ class TritonKernel:
             major, minor = torch.cuda.get_device_capability(self.device)
             self._architecture = 10 * major + minor
 
-    def begin(self, x: Tensor, decision: Decision, out: Tensor, activation: Activation) -> None:
+    def begin(self, x: Tensor, plan: LayerPlan, out: Tensor, activation: Activation) -> None:
         """Begin a layer's step, see :class:`vllm_dymoe.kernels.base.ExpertKernel`."""
         check_activations(x, out)
-        self.step = TritonStep(self, x, decision, out, activation)
+        self.step = TritonStep(self, x, plan, out, activation)
 
     def compute(self, items: Sequence[int], receive: Receive | None = None) -> None:
         """Compute some items, see :class:`vllm_dymoe.kernels.base.ExpertKernel`.
@@ -98,7 +98,7 @@ class TritonKernel:
         How many tokens experts have decides which kernels run: without this, requests would wait for a compiler
         whenever a number comes that was not there before.
         """
-        kind = (table.shape, table.tiers, activation)
+        kind = (table.shape, table.precisions, activation)
         if kind in self._compiled:
             return
         shape, dtype, device = table.shape, table.shape.dtype, self.device
@@ -109,7 +109,7 @@ class TritonKernel:
         place = Place(0, (1 << 40,) * 3, (16,) * 3)
         with compiling_together():
             place_experts(table.addresses, table.bits, [place], start=compile_kernel)
-            rotated_inputs(x, shape.rotation(table.tiers), start=compile_kernel)
+            rotated_inputs(x, shape.rotation(table.precisions), start=compile_kernel)
             for grouped in range(DECODE, len(tiles.grouped_down)):
                 self.launch(grouped, x, x, table, work, activation, tiles, start=compile_kernel)
         self._compiled.add(kind)
@@ -144,17 +144,19 @@ class TritonKernel:
                 receive(3)
             grouped_down(hidden, out, table, work, tiles.grouped_down[grouped], start=start)
 
-    def decode_step(self, formats: Sequence[Formats], activation: Activation) -> DecodeStep:
+    def small_batch_step(self, formats: Sequence[Formats], activation: Activation) -> SmallBatchStep:
         """A whole decode step of experts of some formats, in this kernel's scratch; errors as :meth:`shape_of`."""
-        shape, tiers = self.shape_of(formats)
-        return DecodeStep(shape, tiers, self._tiles_of(shape), activation, self._memory, self._semaphores)
+        shape, precisions = self.shape_of(formats)
+        return SmallBatchStep(shape, precisions, self._tiles_of(shape), activation, self._memory, self._semaphores)
 
-    def wide_step(
-        self, table: Mapping[str, Tensor], shape: WideShape, formats: Sequence[Formats], activation: Activation
-    ) -> TritonWide:
-        """A wide step of experts of some formats; errors as :meth:`shape_of`."""
-        experts, tiers = self.shape_of(formats)
-        return TritonWide(table, shape, experts, tiers, self._tiles_of(experts), activation, self._scratch_of)
+    def large_batch_step(
+        self, table: Mapping[str, Tensor], shape: LargeBatchShape, formats: Sequence[Formats], activation: Activation
+    ) -> TritonLargeBatch:
+        """A large-batch step of experts of some formats; errors as :meth:`shape_of`."""
+        experts, precisions = self.shape_of(formats)
+        return TritonLargeBatch(
+            table, shape, experts, precisions, self._tiles_of(experts), activation, self._scratch_of
+        )
 
     def _scratch_of(self, partials: int, semaphores: int) -> Scratch:
         """This kernel's own, or, where that is too little, larger ones that are kept as long as steps use them."""
@@ -170,8 +172,8 @@ class TritonKernel:
     def shape_of(self, formats: Sequence[Formats]) -> tuple[ExpertShape, frozenset[int]]:
         """What experts of some formats have in common, and the bit-widths that launches are compiled for; ValueError
         if they cannot share a launch."""
-        tiers = frozenset(fmt.code.tag for three in formats for fmt in three)
-        return ExpertShape.of(formats, self._kinds), tiers.union(kind.bits for kind in self._kinds)
+        precisions = frozenset(fmt.encoding.tag for three in formats for fmt in three)
+        return ExpertShape.of(formats, self._kinds), precisions.union(kind.bits for kind in self._kinds)
 
     def plan(self, shape: ExpertShape, counts: Sequence[int]) -> tuple[Tiles, Plan]:
         """Sizes of programs, and what they are launched for if experts have so many tokens."""
@@ -207,12 +209,10 @@ class TritonStep:
     table: ExpertTable
     tiles: Tiles
 
-    def __init__(
-        self, kernel: TritonKernel, x: Tensor, decision: Decision, out: Tensor, activation: Activation
-    ) -> None:
+    def __init__(self, kernel: TritonKernel, x: Tensor, plan: LayerPlan, out: Tensor, activation: Activation) -> None:
         self.x, self.out, self.activation = x, out, activation
-        self._kernel, self._decision = kernel, decision
-        self._sizes = [after - before for before, after in pairwise(decision.bounds)]
+        self._kernel, self._layer_plan = kernel, plan
+        self._sizes = [after - before for before, after in pairwise(plan.bounds)]
         self._formats: list[Formats] = []  # that differ
         self._row: dict[int, int] = {}  # of the table, by item; rows behind these are of second sections
         self._known: set[int] = set()  # items whose places the device knows
@@ -225,7 +225,7 @@ class TritonStep:
             return []
         fresh = {
             item: view
-            for item, view in enumerate(self._decision.views)
+            for item, view in enumerate(self._layer_plan.views)
             if view is not None and item not in self._known and self._sizes[item]
         }
         self._known.update(fresh)
@@ -241,14 +241,14 @@ class TritonStep:
             # Before anything is waited for: the device has it done while bytes are on their way.
             place_experts(self._addresses, self._bits, self._places(fresh))
         if len(self._formats) > before:
-            shape, tiers = self._kernel.shape_of(self._formats)
-            addresses, *fine = self._addresses.chunk(1 + self._nested)
+            shape, precisions = self._kernel.shape_of(self._formats)
+            addresses, *residual = self._addresses.chunk(1 + self._nested)
             bits = self._bits[: len(addresses)]
-            self.table = ExpertTable(shape, tiers, addresses, bits, fine=fine[0] if fine else None)
+            self.table = ExpertTable(shape, precisions, addresses, bits, residual=residual[0] if residual else None)
             self._kernel.compile(self.table, self.activation)
         return list(self._cut(sorted(self._row[item] for item in some)))
 
-    def _describe(self, fresh: Mapping[int, Expert]) -> None:
+    def _describe(self, fresh: Mapping[int, PackedExpert]) -> None:
         """Put all that is known on the device."""
         shape, _ = self._kernel.shape_of(self._formats)
         self._nested = shape.nested > 0
@@ -258,7 +258,7 @@ class TritonStep:
         self._row = {item: row for row, item in enumerate(order)}
         index = [
             torch.cat([parts[item] for item in order])
-            for parts in (self._decision.rows.split(self._sizes), self._decision.pairs.split(self._sizes))
+            for parts in (self._layer_plan.rows.split(self._sizes), self._layer_plan.pairs.split(self._sizes))
         ]
         experts, count = len(order) * (1 + self._nested), len(self._plan.items)
         addresses, bits = torch.zeros(experts, 3, dtype=torch.int64), torch.zeros(experts, 3, dtype=torch.int32)
@@ -277,14 +277,14 @@ class TritonStep:
         self._bits, self._items = small[: 3 * (experts + count)].view(-1, 3).split([experts, count])
         self._index = moved[len(moved) - 2 * len(index[0]) :].view(2, -1)
 
-    def _places(self, fresh: Mapping[int, Expert]) -> list[Place]:
+    def _places(self, fresh: Mapping[int, PackedExpert]) -> list[Place]:
         """Of some items, and behind all rows those of their second sections; ValueError at a misaligned address."""
         places = []
         for item, expert in fresh.items():
             gate, up, down = expert
-            widths = gate.format.code.tag, up.format.code.tag, down.format.code.tag
+            widths = gate.format.encoding.tag, up.format.encoding.tag, down.format.encoding.tag
             places.append(Place(self._row[item], _aligned(gate, up, down, 0), widths))
-            if gate.fine is not None and self._nested:
+            if gate.residual is not None and self._nested:
                 places.append(Place(len(self._row) + self._row[item], _aligned(gate, up, down, -1), (0, 0, 0)))
         return places
 

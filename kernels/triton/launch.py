@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from vllm_dymoe.experts.checks import check_tensor
+from vllm_dymoe.experts.encoding import E8_BASE, E8_NESTED, NESTED, UPPER_HALVES, WHOLE
+from vllm_dymoe.experts.format import ExpertFormat
+from vllm_dymoe.experts.matrix import GROUP_SIZES, MatrixFormat
 from vllm_dymoe.kernels.activation import Activation
 from vllm_dymoe.kernels.triton.activation import constants
 from vllm_dymoe.kernels.triton.decode import down_kernel, gate_up_kernel
 from vllm_dymoe.kernels.triton.grouped import grouped_down_kernel, grouped_gate_up_kernel
 from vllm_dymoe.kernels.triton.start import Start, run_kernel
 from vllm_dymoe.kernels.triton.tiles import DecodeTile, GroupedTile
-from vllm_dymoe.residency.checks import check_tensor
-from vllm_dymoe.residency.code import E8_BASE, E8_NESTED, NESTED, UPPER_HALVES, WHOLE
-from vllm_dymoe.residency.format import Format
-from vllm_dymoe.residency.matrix import GROUP_SIZES, MatrixFormat
 
 Formats = tuple[MatrixFormat, MatrixFormat, MatrixFormat]
 """Of gate, up and down."""
@@ -37,8 +37,8 @@ class Kind(NamedTuple):
     @classmethod
     def of(cls, format: MatrixFormat) -> "Kind":
         """That of a format."""
-        nested = format.bits if format.nested else format.code.upper_of
-        return cls(format.code.tag, format.integer_zeros, format.act_order, nested)
+        nested = format.bits if format.nested else format.encoding.upper_of
+        return cls(format.encoding.tag, format.integer_zeros, format.act_order, nested)
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ class ExpertShape:
         """Of experts of some formats, and of what else launches hold; a group size counts below 16 bits only.
         ValueError if they cannot share a launch."""
         every = [fmt for three in formats for fmt in three]
-        groups = {fmt.group_size for fmt in every if fmt.quantized and not fmt.code.group_size}
+        groups = {fmt.group_size for fmt in every if fmt.quantized and not fmt.encoding.group_size}
         inner = {up.rows for _, up, _ in formats}
         for name, values in (("group sizes", groups), ("intermediate sizes", inner)):
             if len(values) > 1:
                 raise ValueError(f"work holds experts of different {name}: {', '.join(map(str, sorted(values)))}")
-        if len({fmt.code.lattice for fmt in every}) > 1:
+        if len({fmt.encoding.lattice for fmt in every}) > 1:
             raise ValueError("work holds points of a lattice, whose inputs are rotated, and other codes")
         if len({fmt.bias for fmt in every}) > 1:
             raise ValueError("work holds projections with a bias and projections without one")
@@ -88,44 +88,44 @@ class ExpertShape:
 
     def formats(self, bits: int) -> Formats:
         """Gate [I, H] or [0, H], up [I, H] and down [H, I] at some bits, or with the codebook of a tag."""
-        code = WHOLE[bits]
+        encoding = WHOLE[bits]
         if self.nested:
             halves = NESTED[self.nested], UPPER_HALVES[self.nested], E8_NESTED, E8_BASE
-            code = {half.tag: half for half in halves}.get(bits, code)
+            encoding = {half.tag: half for half in halves}.get(bits, encoding)
         flags = self.bias, bits in self.integer_zeros, bits in self.act_order, self.has_gate
-        return Format(self.hidden, self.intermediate, code, self.group_size, self.dtype, *flags).matrices
+        return ExpertFormat(self.hidden, self.intermediate, encoding, self.group_size, self.dtype, *flags).matrices
 
-    def rotation(self, tiers: frozenset[int]) -> int:
+    def rotation(self, precisions: frozenset[int]) -> int:
         """Neighbouring inputs of gate and up that are rotated together before launches read them; 0 for none."""
-        return self.formats(max(tiers))[1].rotation
+        return self.formats(max(precisions))[1].rotation
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertTable:
-    """Where experts are. The tensors may be rewritten between launches; only `tiers` and the shape are compiled in.
-    TypeError or ValueError if a tensor has another dtype or shape, or is missing."""
+    """Where experts are. The tensors may be rewritten between launches; only `precisions` and the shape are compiled
+    in. TypeError or ValueError if a tensor has another dtype or shape, or is missing."""
 
     shape: ExpertShape
-    tiers: frozenset[int]  # bit-widths, or codes' tags, that `bits` may hold
+    precisions: frozenset[int]  # bit-widths, or codes' tags, that `bits` may hold
     addresses: Tensor  # int64 [experts, 3], sections of gate, up and down, each a multiple of 16
     bits: Tensor  # int32 [experts, 3]
     destinations: Tensor | None = None
     """int64 [experts, 3], where decode stores the sections too, 0 for nowhere; None to fetch nothing."""
-    fine: Tensor | None = None
+    residual: Tensor | None = None
     """int64 [experts, 3], sections of lower halves where bits are the shape's nested ones; None if it has none."""
-    fine_destinations: Tensor | None = None  # like destinations, if there are both
+    residual_destinations: Tensor | None = None  # like destinations, if there are both
 
     def __post_init__(self) -> None:
         check_tensor("addresses", self.addresses, shape=(None, 3), dtype=torch.int64)
         check_tensor("bits", self.bits, shape=(self.addresses.shape[0], 3), dtype=torch.int32)
-        for name in ("destinations", "fine", "fine_destinations"):
+        for name in ("destinations", "residual", "residual_destinations"):
             if (tensor := getattr(self, name)) is not None:
                 check_tensor(name, tensor, shape=tuple(self.addresses.shape), dtype=torch.int64)
         if self.shape.nested:
-            if self.fine is None:
+            if self.residual is None:
                 raise ValueError("fine is missing, but the shape has nested codes")
-            if (self.fine_destinations is None) != (self.destinations is None):
-                raise ValueError("destinations and fine_destinations go together where codes are nested")
+            if (self.residual_destinations is None) != (self.destinations is None):
+                raise ValueError("destinations and residual_destinations go together where codes are nested")
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class ExpertTable:
         shape = self.shape
         return {
             "GROUP": shape.group_size,
-            "TIERS": sum(self.tiers),
+            "PRECISIONS": sum(self.precisions),
             "NESTED": shape.nested,
             "STEPS": sum(shape.integer_zeros),
             "ORDERED": sum(shape.act_order),
@@ -143,7 +143,7 @@ class ExpertTable:
     @property
     def places(self) -> tuple[Tensor, ...]:
         """Where decode reads and stores; what the table has not stands for itself, and is not read."""
-        parts = self.addresses, self.destinations, self.fine, self.fine_destinations
+        parts = self.addresses, self.destinations, self.residual, self.residual_destinations
         return tuple(self.addresses if part is None else part for part in parts)
 
 
@@ -316,13 +316,13 @@ def _grouped(
     if table.destinations is not None:  # many programs read a section here, and none of them stores it
         raise ValueError("table has destinations, but only the decode kernels fetch through")
     if len(work.items):
-        addresses, _, fine, _ = table.places
+        addresses, _, residual, _ = table.places
         width = min(tile.block_k, table.shape.group_size)
         blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": width}
         start(
             kernel,
             (len(work.items), -(-sizes["ROWS"] // tile.block_n)),
-            (*states, addresses, fine, table.bits, work.items, index),
+            (*states, addresses, residual, table.bits, work.items, index),
             {**sizes, **table.constants, **blocks},
             {"num_warps": tile.warps, "num_stages": tile.stages},
         )

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_dymoe.experts.checks import check_tensor
 from vllm_dymoe.kernels.triton.start import Start, run_kernel
-from vllm_dymoe.residency.checks import check_tensor
 
 _LEAST_COLUMNS = 1024  # of a program: eight for each thread of four warps, one load of 16 bytes
 

@@ -42,7 +42,7 @@ from vllm_dymoe.kernels.triton.section import (
 @triton.jit
 def quantized_rows(
     section,
-    fine,
+    residual,
     block,
     x,
     apart,
@@ -119,7 +119,7 @@ def quantized_rows(
     first_word = block * (PADDED_COLUMNS * STORED * 2) + (8 * beside + word)
     words_at = section.to(tl.pointer_type(tl.int32)) + first_word
     # At 8 bits in one section the lower halves of a block follow the upper ones.
-    fine_at = words_at + PADDED_COLUMNS * 8 if STORED == 8 else fine.to(tl.pointer_type(tl.int32)) + first_word
+    residual_at = words_at + PADDED_COLUMNS * 8 if STORED == 8 else residual.to(tl.pointer_type(tl.int32)) + first_word
     scales_at = (section + weight_bytes(ROWS, COLUMNS, GROUP, STORED)).to(tl.pointer_type(tl.int32))
     scales_at = tl.multiple_of(scales_at + block * 64, 16) + (4 * word + byte + 32 * half)
     if ORDERED:
@@ -127,11 +127,11 @@ def quantized_rows(
     sums = tl.zeros([TOKENS, 2, 4, THREADS], tl.float32)
 
     last = tl.minimum((split + 1) * SHARE, STRIPS)
-    words = _load_words(words_at, fine_at, split * SHARE + warp, last, STRIP, BITS, STORED)
+    words = _load_words(words_at, residual_at, split * SHARE + warp, last, STRIP, BITS, STORED)
     for chunk in range(split * SHARE, last, WARPS):
         strip = chunk + warp
         # On their way while this chunk is computed. What is not there stays undefined, and meets zeros.
-        next_words = _load_words(words_at, fine_at, strip + WARPS, last, STRIP, BITS, STORED)
+        next_words = _load_words(words_at, residual_at, strip + WARPS, last, STRIP, BITS, STORED)
         valid = strip < last
         folded = strip * STRIP
         group = folded * FOLD // GROUP
@@ -203,7 +203,7 @@ def quantized_rows(
 
 
 @triton.jit
-def _load_words(words_at, fine_at, strip, last, STRIP: tl.constexpr, BITS: tl.constexpr, STORED: tl.constexpr):
+def _load_words(words_at, residual_at, strip, last, STRIP: tl.constexpr, BITS: tl.constexpr, STORED: tl.constexpr):
     """A strip for each warp: a tuple of int32 like `strip`, one for each step; in pairs where codes are two halves."""
     LOADS: tl.constexpr = STRIP // 8 if BITS == 4 and STORED == 2 else STRIP // 4
     at = strip * (LOADS * 32)
@@ -211,7 +211,7 @@ def _load_words(words_at, fine_at, strip, last, STRIP: tl.constexpr, BITS: tl.co
     for step in tl.static_range(LOADS):
         words = words + (tl.load(words_at + at + 32 * step, mask=strip < last),)
         if BITS == 8 or STORED < BITS:
-            words = words + (tl.load(fine_at + at + 32 * step, mask=strip < last),)
+            words = words + (tl.load(residual_at + at + 32 * step, mask=strip < last),)
     return words
 
 
@@ -302,7 +302,7 @@ def plain_rows(
 @triton.jit
 def row_products(
     section,
-    fine,
+    residual,
     bits,
     block,
     x,
@@ -311,7 +311,7 @@ def row_products(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
-    TIERS: tl.constexpr,
+    PRECISIONS: tl.constexpr,
     NESTED: tl.constexpr,
     STEPS: tl.constexpr,
     ORDERED: tl.constexpr,
@@ -342,7 +342,7 @@ def row_products(
     sums = tl.zeros([TOKENS, 64], tl.float32)
     row = block * 64 + tl.arange(0, 64)
     for width in tl.static_range(1, TAG_BITS):
-        if TIERS & (1 << width):
+        if PRECISIONS & (1 << width):
             if bits == (1 << width):
                 if width == 4:
                     sums = plain_rows(section, block, x, apart, split, ROWS, COLUMNS, TOKENS, SPLIT, WARPS, FLOAT16)
@@ -352,7 +352,7 @@ def row_products(
                     )
                 else:
                     sums = quantized_rows(
-                        section, fine, block, x, apart, split,
+                        section, residual, block, x, apart, split,
                         ROWS, COLUMNS, GROUP, code_bits(1 << width), 4 if is_lattice(1 << width) else NESTED,
                         STEPS >> width & 1, ORDERED >> width & 1, BIAS, is_lattice(1 << width),
                         TOKENS, SPLIT, WARPS, FLOAT16,

@@ -6,10 +6,10 @@ Sizes are compile-time constants, so every offset but the block's and the group'
 import triton
 import triton.language as tl
 
-from vllm_dymoe.residency.code import E8, E8_NESTED, WHOLE
+from vllm_dymoe.experts.encoding import E8, E8_NESTED, WHOLE
 
 DESCRIPTIONS = [
-    "addresses", "destinations", "fine", "fine_destinations", "bits", "items", "rows", "pairs", "weights",
+    "addresses", "destinations", "residual", "residual_destinations", "bits", "items", "rows", "pairs", "weights",
     "computed",
 ]  # fmt: skip
 """Arguments that may begin anywhere: no kernel is compiled again because one of them is a slice of a tensor."""
@@ -63,9 +63,9 @@ def is_float(tag):
 
 
 @triton.constexpr_function
-def down_rotation(rows, tiers):
-    """Neighbouring inputs of down that are rotated together, 0 if tiers are no points of a lattice."""
-    return min(rows & -rows, 64) if tiers & (E8.tag | E8_NESTED.tag) else 0
+def down_rotation(rows, precisions):
+    """Neighbouring inputs of down that are rotated together, 0 if precisions are no points of a lattice."""
+    return min(rows & -rows, 64) if precisions & (E8.tag | E8_NESTED.tag) else 0
 
 
 @triton.constexpr_function

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_dymoe.kernels.triton.decide import WARPS
+from vllm_dymoe.kernels.triton.planner import WARPS
 from vllm_dymoe.kernels.triton.start import Start, run_kernel
 
 # Of one expert. Each has 8 KiB on its way, and a PCIe link of 50 GB/s with 2 us of latency needs 100 KB.

@@ -1,14 +1,14 @@
-"""The systems that papers' tables compare: the oracle is right, and what came first goes first."""
+"""The policies that papers' tables compare: the oracle is right, and what came first goes first."""
 
 import numpy as np
 import pytest
 
-from tests.runtime.steps import random_step
+from tests.executor.steps import random_step
 from tests.small_model import make_experts, make_store
 from tests.support.benchmarks import modules_of
-from vllm_dymoe.residency.routing import Routing
-from vllm_dymoe.residency.rule import HIGH
-from vllm_dymoe.residency.table import Table, set_pools
+from vllm_dymoe.planner.routing import Routing
+from vllm_dymoe.planner.rule import HIGH
+from vllm_dymoe.planner.table import Table, set_pools
 
 LAYERS = 2
 STORE = make_store(make_experts(layers=LAYERS, num_experts=8, bits=(4,)))

@@ -18,7 +18,7 @@ def test_a_missing_peer_is_left_out_and_an_unknown_one_refused(tmp_path, monkeyp
         raise SystemExit(7)
 
     monkeypatch.setattr("vllm_dymoe.cli.bench.measure", measure)
-    asked = ["bench", "benchmarks/tiny_moe/model", "--out", tmp_path, "--budget", "25%", "--system", "exact"]
+    asked = ["bench", "benchmarks/tiny_moe/model", "--out", tmp_path, "--budget", "25%", "--policy", "exact"]
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     result = command(*asked, "--peer", "vllm-offload", "--peer", "vllm")
     assert "vllm-offload is left out" in result.stdout
@@ -34,7 +34,7 @@ def test_flags_are_options_and_arguments_of_the_engine(tmp_path, monkeypatch):
         raise SystemExit(7)
 
     monkeypatch.setattr("vllm_dymoe.cli.bench.measure", measure)
-    asked = "--system exact --budget 25% --tp 2 --ep --misses fetch --misses compute --disk 2GB/s --link 10MB/s"
+    asked = "--policy exact --budget 25% --tp 2 --ep --misses fetch --misses compute --disk 2GB/s --link 10MB/s"
     command("bench", "benchmarks/tiny_moe/model", "--out", tmp_path, *asked.split())
     assert {tuple(case.engine.items()) for case in measured} == {
         (("tensor_parallel_size", 2), ("enable_expert_parallel", True))

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from vllm_dymoe.bench.prompts import Prompt, by_turns, read_prompts
-from vllm_dymoe.config import ConfigError
+from vllm_dymoe.options import ConfigError
 
 SHAREGPT = [
     {"id": "a", "conversations": [{"from": "gpt", "value": "Hello."}, {"from": "human", "value": "Why?"}]},

@@ -8,13 +8,13 @@ from vllm_dymoe.bench import run
 from vllm_dymoe.bench.cases import Subject, Workload, grid, groups, subject_of
 from vllm_dymoe.bench.prompts import PromptSet
 from vllm_dymoe.bench.rows import ROWS, OutputsDifferError, append_row, check_outputs, read_rows
-from vllm_dymoe.config import ConfigError
+from vllm_dymoe.options import ConfigError
 
 WORKLOAD = Workload("digest", "prompts", False, 2, 1, 8)
 
 
-def cases(*systems, budgets=("25%", "50%"), batches=(1,)):
-    return grid("model", [subject_of(system, {}) for system in systems], budgets, batches, WORKLOAD, {})
+def cases(*policies, budgets=("25%", "50%"), batches=(1,)):
+    return grid("model", [subject_of(policy, {}) for policy in policies], budgets, batches, WORKLOAD, {})
 
 
 def test_a_grid_has_every_combination_once_and_full_load():
@@ -30,21 +30,21 @@ def test_full_load_is_measured_first_and_an_engine_once():
 
 
 @pytest.mark.parametrize(
-    ("system", "fixed"),
+    ("policy", "fixed"),
     [
         ("exact", True),
         ("firm", True),
-        ('{"system": "dymoe", "lo": 2}', False),
+        ('{"policy": "dymoe", "low": 2}', False),
     ],
 )
-def test_only_what_serves_one_precision_has_to_answer_alike(system, fixed):
-    found = {case.fixed_precision for case in cases(system) if case.budget != "100%"}
-    full = {case.fixed_precision for case in cases(system) if case.budget == "100%"}
+def test_only_what_serves_one_precision_has_to_answer_alike(policy, fixed):
+    found = {case.fixed_precision for case in cases(policy) if case.budget != "100%"}
+    full = {case.fixed_precision for case in cases(policy) if case.budget == "100%"}
     assert (found == full) is fixed
 
 
 def test_dense_layers_of_fewer_bits_are_another_precision_with_a_full_load_of_its_own():
-    found = cases("exact", '{"label": "packed", "system": "exact", "dense": 8}', budgets=("25%",))
+    found = cases("exact", '{"label": "packed", "policy": "exact", "dense": 8}', budgets=("25%",))
     assert len({case.fixed_precision for case in found}) == 2
     assert [case.subject.label for case in found if case.budget == "100%"] == [
         "full load, 4 bits",
@@ -52,10 +52,10 @@ def test_dense_layers_of_fewer_bits_are_another_precision_with_a_full_load_of_it
     ]
 
 
-@pytest.mark.parametrize("system", ["nothing", "{", '{"system": "exact", "expert_budget": 1}', '{"lo": 3}'])
-def test_systems_that_cannot_be_served_are_refused_before_anything_starts(system):
+@pytest.mark.parametrize("policy", ["nothing", "{", '{"policy": "exact", "expert_budget": 1}', '{"low": 3}'])
+def test_policies_that_cannot_be_served_are_refused_before_anything_starts(policy):
     with pytest.raises(ConfigError):
-        subject_of(system, {})
+        subject_of(policy, {})
 
 
 def test_a_row_that_a_kill_has_cut_is_measured_again(tmp_path):
@@ -119,7 +119,7 @@ def test_nothing_is_reported_where_they_differ(outputs):
 
 
 def test_subjects_differ_by_what_is_served_and_not_by_their_label():
-    one, other = (Subject(label, {"system": "exact"}) for label in ("a", "b"))
+    one, other = (Subject(label, {"policy": "exact"}) for label in ("a", "b"))
     assert len(grid("model", [one, other], ["25%"], [1], WORKLOAD, {})) == 2
     peers = [Subject(name, peer=name) for name in ("a", "b")]
     assert len(grid("model", peers, ["its own"], [1], WORKLOAD, {})) == 2

@@ -7,7 +7,7 @@ from vllm_dymoe.bench.table import Bounds, for_terminals, lines
 from vllm_dymoe.cli.display import print_table
 
 COUNTED = {
-    "hits": 30, "misses": 10, "bytes_moved": {"demand": 6e6, "prefetch": 2e6}, "resident_experts": {"hi": 3},
+    "hits": 30, "misses": 10, "bytes_moved": {"demand": 6e6, "prefetch": 2e6}, "resident_experts": {"high": 3},
     "peak_expert_bytes": 5_000_000, "budget_bytes": 6_000_000, "predictor_bytes": 0, "prefetch_interval": {},
 }  # fmt: skip
 
@@ -25,14 +25,14 @@ def test_engines_beside_each_other_are_one_round_as_long_as_the_slowest():
     assert (both.seconds, both.first, both.outputs) == (0.5, [0.1, 0.2, 0.2], ["a", "b", "c"])
     found = summarise([both])
     assert found["decode_tokens_per_second"] == pytest.approx(6 / 0.3)
-    assert (found["decode"]["hits"], found["decode"]["resident_experts"]) == (60, {"hi": 6})
+    assert (found["decode"]["hits"], found["decode"]["resident_experts"]) == (60, {"high": 6})
     assert side_by_side([[ours, theirs]]) == [ours, theirs]
     assert side_by_side([[answers(decode={})]] * 2)[0].decode == {}, "of a peer nothing is counted"
 
 
 def row(label, measured, **changes):
     return {
-        "kind": "speed", "label": label, "budget": "25%", "batch": 2, "options": {"hi": 4}, "measured": measured,
+        "kind": "speed", "label": label, "budget": "25%", "batch": 2, "options": {"high": 4}, "measured": measured,
         "workload": {"random": False},
     } | changes  # fmt: skip
 
@@ -47,7 +47,7 @@ def test_counts_add_up_and_sizes_do_not():
     found = summarise([answers(), answers(outputs=["c", "d"])])
     assert found["decode"]["bytes_moved"] == {"demand": 12e6, "prefetch": 4e6}
     assert found["decode"]["hit_rate"] == 0.75
-    assert found["decode"]["resident_experts"] == {"hi": 3}
+    assert found["decode"]["resident_experts"] == {"high": 3}
     assert found["decode_tokens_per_second"] == pytest.approx(8 / 0.2)
     assert found["outputs"] == ["a", "b", "c", "d"]
 
@@ -70,7 +70,7 @@ def test_every_share_is_of_what_it_says():
 
 def test_an_emulated_link_is_the_bound_and_random_prompts_have_no_hits():
     measured = summarise([answers()]) | {"peak_device_bytes": 9e6}
-    said = {"options": {"hi": 4, "link_gbps": 0.1}, "workload": {"random": True}}
+    said = {"options": {"high": 4, "link_gbps": 0.1}, "workload": {"random": True}}
     (cells,) = lines([row("exact", measured, **said)], Bounds(1e9, 1e9))
     assert (cells["hits"], cells["link used"]) == ("random", "80%")
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.support.benchmarks import modules_of
-from vllm_dymoe.observe.trace import Trace
-from vllm_dymoe.residency.identity import ModelIdentity
+from vllm_dymoe.experts.identity import ModelIdentity
+from vllm_dymoe.trace.trace import Trace
 
 STEPS, LAYERS, EXPERTS, TOP_K, HIDDEN = 3, 8, 32, 4, 256
 
@@ -42,4 +42,4 @@ def test_a_token_takes_as_long_as_the_data_sheet_says(virtual, host):
     assert served["ACC"] == pytest.approx(computing + moving, rel=0.01)
     assert served["ACC, pageable copies"] == pytest.approx(computing + moving / 0.4, rel=0.01)
     assert max(computing, moving) <= served["an oracle"] < 0.97 * served["ACC"]
-    assert replay.served({"system": "exact", "system_options": {"look_ahead": 0}}, "100%")[0] < computing + 0.1
+    assert replay.served({"policy": "exact", "policy_options": {"look_ahead": 0}}, "100%")[0] < computing + 0.1

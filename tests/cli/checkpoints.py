@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
+from vllm_dymoe.cache.store import FileStore
 from vllm_dymoe.cli import app
-from vllm_dymoe.residency.format import BlobKey, Projection
-from vllm_dymoe.residency.matrix import MatrixFormat
-from vllm_dymoe.store import FileStore
+from vllm_dymoe.experts.format import Projection, SliceKey
+from vllm_dymoe.experts.matrix import MatrixFormat
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 96, 80, 4, 2
 MOE_LAYERS = (1, 2)  # layer 0 is dense
@@ -153,8 +153,8 @@ def sections(out: Path, bits: int) -> Iterator[tuple[tuple[int, int, Projection]
     fmt = store.experts.formats[bits]
     for layer in range(len(store.experts.layers)):
         for expert in range(store.experts.num_experts):
-            blob = torch.full((fmt.nbytes,), 0xEE, dtype=torch.uint8)
-            store.read_into(BlobKey(layer, expert, bits), blob)
+            packed = torch.full((fmt.nbytes,), 0xEE, dtype=torch.uint8)
+            store.read_into(SliceKey(layer, expert, bits), packed)
             for projection in Projection:
-                yield (layer, expert, projection), fmt.matrices[projection], blob[fmt.sections[projection]]
+                yield (layer, expert, projection), fmt.matrices[projection], packed[fmt.sections[projection]]
     store.close()

@@ -8,8 +8,8 @@ import torch
 
 import vllm_dymoe
 from tests.cli.checkpoints import command, make_model, refused
+from vllm_dymoe.executor.rates import RATES
 from vllm_dymoe.quantize.recording import CalibrationError, Recording
-from vllm_dymoe.runtime.rates import RATES
 
 RECORDING = Recording("0123", "4567", (300, 200), (1, 2), 4, 2, 96, "bfloat16", "silu")
 
@@ -43,7 +43,7 @@ def test_texts_of_several_files_are_read(model, asked, tmp_path):
     out = tmp_path / "out"
     result = command("calibrate", model, "--texts", plain, "--texts", lines, "-o", out, "--tokens", 500)
     assert result.exit_code == 0, result.output + result.stderr
-    options = {"tokens": 500, "length": 2048, "hi": 16, "expert_budget": "auto"}
+    options = {"tokens": 500, "length": 2048, "high": 16, "expert_budget": "auto"}
     assert asked == [(model, ["one text\nof two lines", "first", "second"], out, options)]
     assert f"-o OUT --calibration {out}" in result.stdout
     assert "2 layers for 500 tokens" in result.stdout
@@ -83,7 +83,7 @@ def test_what_cannot_work_is_refused_before_an_engine_starts(model, asked, tmp_p
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has a link of its own")
 def test_without_texts_link_and_host_are_measured_and_kept_for_the_next_start(model, tmp_path):
     store = tmp_path / "store"
-    assert command("quantize", model, "-o", store, "--hi", 4, "--lo", 2).exit_code == 0
+    assert command("quantize", model, "-o", store, "--high", 4, "--low", 2).exit_code == 0
     assert "--link 25GB/s" in refused("calibrate", store)
     result = command("calibrate", store, "--link", "1MB/s")
     assert result.exit_code == 0, result.output + result.stderr

@@ -10,14 +10,14 @@ import torch
 
 from tests.cli.checkpoints import EXPERTS, HIDDEN, MOE_LAYERS, TOP_K, command, make_model, quantized, refused, sections
 from tests.quantize.recordings import write_recording
+from vllm_dymoe.cache.store import Manifest
+from vllm_dymoe.experts.format import Projection
 from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize import QUANTIZERS, packer, quantize_matrix
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.gptq import quantize_gptq
 from vllm_dymoe.quantize.quantizers import pack_bias
-from vllm_dymoe.residency.format import Projection
-from vllm_dymoe.store import Manifest
 
 RARE = 1
 
@@ -43,27 +43,27 @@ def made(tmp_path_factory):
 def test_experts_are_what_gptq_makes_of_them_and_rare_ones_what_hqq_does(tmp_path, style):
     model, calibration, *_ = make(tmp_path, style)
     out = tmp_path / "out"
-    quantized(model, out, "--hi", 4, "--lo", 2, "--quantizer", "gptq", "--calibration", calibration)
+    quantized(model, out, "--high", 4, "--low", 2, "--quantizer", "gptq", "--calibration", calibration)
     found = Calibration(calibration)
-    for (place, matrix, fine), (_, _, base) in zip(sections(out, 4), sections(out, 2), strict=True):
+    for (place, matrix, residual), (_, _, base) in zip(sections(out, 4), sections(out, 2), strict=True):
         layer, expert, projection = place
         matrices = {p: (model.experts[layer, expert, p], model.biases.get((layer, expert, p))) for p in Projection}
         quantizer = QUANTIZERS["hqq"]
         if expert != RARE:
             outer, inner = found.curvatures(layer, expert, matrices)
             quantizer = partial(quantize_gptq, curvature=inner if projection is Projection.DOWN else outer)
-        expected, below = torch.full_like(fine, 0xEE), torch.full_like(base, 0xEE)
+        expected, below = torch.full_like(residual, 0xEE), torch.full_like(base, 0xEE)
         quantize_matrix(model.experts[place], matrix, quantizer, expected, below)
         if model.biases:
             pack_bias(model.biases[place], matrix.base.view(below))
-        assert torch.equal(fine, expected), place
+        assert torch.equal(residual, expected), place
         assert torch.equal(base, below), place
 
 
 def test_errors_and_rare_experts_are_reported(made, tmp_path):
     model, calibration, *_ = made
     out = tmp_path / "out"
-    options = ("--hi", 4, "--lo", 2, "--calibration", calibration)
+    options = ("--high", 4, "--low", 2, "--calibration", calibration)
     said = quantized(model, out, *options)
     assert f"2 of {2 * EXPERTS} experts saw too few tokens in the calibration (fewer than {HIDDEN})" in said
     assert f"layer 2: {RARE}" in said
@@ -87,7 +87,7 @@ def test_errors_and_rare_experts_are_reported(made, tmp_path):
 @pytest.mark.parametrize(("how", "quantizer"), [("SIGKILL", "gptq"), ("SIGINT", "e8")])
 def test_a_run_that_was_ended_goes_on_and_gives_the_same_bytes(made, tmp_path, how, quantizer):
     model, calibration, *_ = made
-    options = ("--hi", 4, "--lo", 2, "--quantizer", quantizer, "--calibration", calibration)
+    options = ("--high", 4, "--low", 2, "--quantizer", quantizer, "--calibration", calibration)
     out, whole = tmp_path / "out", tmp_path / "whole"
     program = f"""
 import os, signal
@@ -134,9 +134,9 @@ def test_what_cannot_be_calibrated_with_is_refused(made, tmp_path):
     gptq = ("quantize", model.folder, "-o", out, "--quantizer", "gptq")
     assert "gptq needs --calibration" in refused(*gptq)
     e8 = (*gptq[:-1], "e8")
-    assert "e8 needs --calibration" in refused(*e8, "--hi", 4, "--lo", 2)
-    for tiers in (("--hi", 8, "--lo", 4), ("--hi", 4)):
-        assert "set hi to 4 and lo to 2, or hi to 2 and lo to 0" in refused(*e8, *tiers)
+    assert "e8 needs --calibration" in refused(*e8, "--high", 4, "--low", 2)
+    for precisions in (("--high", 8, "--low", 4), ("--high", 4)):
+        assert "set high to 4 and low to 2, or high to 2 and low to 0" in refused(*e8, *precisions)
     assert "holds no calibration" in refused(*gptq, "--calibration", tmp_path)
     assert "does not use a --calibration" in refused(*gptq[:-1], "hqq", "--calibration", calibration)
     other = make_model(tmp_path / "other", "mixtral")
@@ -148,18 +148,27 @@ def test_what_cannot_be_calibrated_with_is_refused(made, tmp_path):
     assert not out.exists()
 
 
-@pytest.mark.parametrize("tiers", [(4, 2), (2, 0)])
-def test_the_low_reading_of_a_lattice_loses_less_than_gptqs_at_more_bytes(made, tmp_path, tiers):
+@pytest.mark.parametrize("precisions", [(4, 2), (2, 0)])
+def test_the_low_reading_of_a_lattice_loses_less_than_gptqs_at_more_bytes(made, tmp_path, precisions):
     model, calibration, *_ = made
     errors = {}
     for quantizer in ("e8", "gptq"):
         out = tmp_path / quantizer
-        options = "--hi", tiers[0], "--lo", tiers[1], "--quantizer", quantizer, "--calibration", calibration
+        options = (
+            "--high",
+            precisions[0],
+            "--low",
+            precisions[1],
+            "--quantizer",
+            quantizer,
+            "--calibration",
+            calibration,
+        )
         said = quantized(model, out, *options)
         errors[quantizer] = Manifest.read(out).errors
         if quantizer == "e8":
             assert "were quantized with what their layers read" in said
-    for bits in (some for some in tiers if some):
+    for bits in (some for some in precisions if some):
         for ours, theirs in zip(errors["e8"].output[bits], errors["gptq"].output[bits], strict=True):
             assert ours < theirs * (0.9 if bits == 2 else 1.7)
     record = errors["e8"]
@@ -175,7 +184,7 @@ def test_what_an_expert_loses_is_measured_from_its_own_inputs(made, tmp_path):
     """The low reading's errors of an expert, straight from what the calibration recorded."""
     model, calibration, *_ = made
     out = tmp_path / "out"
-    quantized(model, out, "--hi", 4, "--lo", 2, "--quantizer", "e8", "--calibration", calibration)
+    quantized(model, out, "--high", 4, "--low", 2, "--quantizer", "e8", "--calibration", calibration)
     record, found = Manifest.read(out).errors, Calibration(calibration)
     expert = next(number for number in range(EXPERTS) if number != RARE)
     low = {place: dequantize(matrix.view(section)) for place, matrix, section in sections(out, 2)}
@@ -195,6 +204,6 @@ def test_what_an_expert_loses_is_measured_from_its_own_inputs(made, tmp_path):
 def test_inspect_shows_the_codes_of_a_lattice(made, tmp_path):
     model, calibration, *_ = made
     out = tmp_path / "out"
-    quantized(model, out, "--hi", 2, "--quantizer", "e8", "--calibration", calibration)
+    quantized(model, out, "--high", 2, "--quantizer", "e8", "--calibration", calibration)
     assert json.loads(command("inspect", out, "--json", "--verify").stdout)["quantizer"] == "e8"
     assert json.loads((out / "config.json").read_text())["quantization_config"]["codebooks"] == {"2": "e8"}

@@ -6,12 +6,12 @@ import shutil
 import pytest
 
 from tests.cli.checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, MOE_LAYERS, command, make_model, refused
-from vllm_dymoe.config import ConfigError, Options
-from vllm_dymoe.runtime.sizing import plan_slots, workspace_bytes
-from vllm_dymoe.store import MANIFEST, FileStore
-from vllm_dymoe.store.files import file_name
-from vllm_dymoe.systems.dymoe import Dymoe
-from vllm_dymoe.systems.exact import Exact
+from vllm_dymoe.cache.budget import plan_slots, workspace_bytes
+from vllm_dymoe.cache.store import MANIFEST, FileStore
+from vllm_dymoe.cache.store.files import file_name
+from vllm_dymoe.options import ConfigError, Options
+from vllm_dymoe.policies.dymoe import Dymoe
+from vllm_dymoe.policies.exact import Exact
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def original(model):
     out = model.folder.parent / "checkpoint"
-    assert command("quantize", model.folder, "-o", out, "--hi", 4, "--lo", 2).exit_code == 0
+    assert command("quantize", model.folder, "-o", out, "--high", 4, "--low", 2).exit_code == 0
     return out
 
 
@@ -69,7 +69,7 @@ def test_what_was_measured_of_the_disk(checkpoint):
     assert (found["alignment"], found["disk"]["depth"]) == (4096, rates.depth)
     assert (found["disk"]["cached"], found["disk"]["warm"]) == (rates.cached, rates.warm)
     assert "GB/s" in command("inspect", checkpoint).stdout
-    levels = report(checkpoint, "--budget", "50%", "--host-memory", "25%")["levels"]
+    levels = report(checkpoint, "--budget", "50%", "--host-memory", "25%")["memory_precisions"]
     every = 2 * EXPERTS
     assert [row["experts"] for row in levels] == [every // 2, every // 4, every]
 
@@ -86,19 +86,19 @@ def test_a_checkpoint_that_is_not_quantized_yet(model, original):
     assert "not quantized yet" in words
 
 
-@pytest.mark.parametrize(("names", "system"), [(["hi"], Exact()), (["hi", "lo"], Dymoe())])
-def test_the_smallest_budget_is_the_smallest_and_shares_are_shares(checkpoint, names, system):
+@pytest.mark.parametrize(("names", "policy"), [(["high"], Exact()), (["high", "low"], Dymoe())])
+def test_the_smallest_budget_is_the_smallest_and_shares_are_shares(checkpoint, names, policy):
     experts = FileStore(checkpoint).experts
-    rows = {row["expert_budget"]: row for row in report(checkpoint)["budgets"] if row["tiers"] == names}
-    options, workspace, smallest = Options(hi=4, lo=2), workspace_bytes(experts), rows["smallest"]["bytes"]
-    plan_slots(experts, options, system, smallest, workspace)
+    rows = {row["expert_budget"]: row for row in report(checkpoint)["budgets"] if row["precisions"] == names}
+    options, workspace, smallest = Options(high=4, low=2), workspace_bytes(experts), rows["smallest"]["bytes"]
+    plan_slots(experts, options, policy, smallest, workspace)
     with pytest.raises(ConfigError):
-        plan_slots(experts, options, system, smallest - 1, workspace)
-    if names == ["hi"]:
+        plan_slots(experts, options, policy, smallest - 1, workspace)
+    if names == ["high"]:
         assert [rows[f"{share}%"]["bytes"] - workspace for share in (25, 50, 100)] == [
             experts.nbytes(4) * share // 100 for share in (25, 50, 100)
         ]
-        assert rows["100%"]["experts_kept_per_layer"] == {"hi": EXPERTS}
+        assert rows["100%"]["experts_kept_per_layer"] == {"high": EXPERTS}
 
 
 def test_errors_of_every_layer(checkpoint):
@@ -136,7 +136,7 @@ def test_verify_finds_one_flipped_bit(checkpoint, bits, expert, byte):
     content = bytearray(path.read_bytes())
     header_end = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:header_end])
-    begin = header_end + header["4bit.blobs"]["data_offsets"][0] + expert * place.stride + place.start
+    begin = header_end + header["4bit.packed experts"]["data_offsets"][0] + expert * place.stride + place.start
     content[begin + byte % fmt.nbytes] ^= 0x10
     path.write_bytes(content)
     assert command("inspect", checkpoint).exit_code == 0  # which reads no experts without --verify

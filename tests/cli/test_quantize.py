@@ -26,13 +26,13 @@ from tests.cli.checkpoints import (
     refused,
     sections,
 )
+from vllm_dymoe.cache.store import MANIFEST, FileStore, writer
+from vllm_dymoe.experts.encoding import encoding_of
+from vllm_dymoe.experts.format import Projection
 from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize import QUANTIZERS, quantize_matrix, tensors
 from vllm_dymoe.quantize.quantizers import pack_bias
 from vllm_dymoe.quantize.tensors import read_tensors
-from vllm_dymoe.residency.code import code_of
-from vllm_dymoe.residency.format import Projection
-from vllm_dymoe.store import MANIFEST, FileStore, writer
 
 
 @pytest.fixture
@@ -53,14 +53,14 @@ def test_experts_are_what_quantizing_them_directly_gives(tmp_path, out, style, q
     model = make_model(tmp_path / "model", style)
     model.save()
     if quantizer == "16 bits":
-        quantized(model, out, "--hi", 16)
+        quantized(model, out, "--high", 16)
         for place, matrix, section in sections(out, 16):
             packed = matrix.view(section.clone())
             assert torch.equal(packed.weight, model.experts[place]), place
             assert packed.bias is None if not model.biases else torch.equal(packed.bias, model.biases[place]), place
         return
-    said = quantized(model, out, "--hi", 4, "--lo", 2, "--group-size", 32, "--quantizer", quantizer)
-    assert all(words in said for words in (f"vllm serve {out}", "high tier, 4 bits", "low tier, 2 bits"))
+    said = quantized(model, out, "--high", 4, "--low", 2, "--group-size", 32, "--quantizer", quantizer)
+    assert all(words in said for words in (f"vllm serve {out}", "high precision, 4 bits", "low precision, 2 bits"))
     seen = set()
     bases = {place: (matrix, section.clone()) for place, matrix, section in sections(out, 2)}
     for place, matrix, section in sections(out, 4):
@@ -72,7 +72,7 @@ def test_experts_are_what_quantizing_them_directly_gives(tmp_path, out, style, q
         assert torch.equal(section, expected), place
         assert torch.equal(base, expected_base), place
         # The high version is what it would be by itself.
-        alone = replace(matrix, code=code_of(matrix.bits))
+        alone = replace(matrix, encoding=encoding_of(matrix.bits))
         single = torch.empty(alone.nbytes, dtype=torch.uint8)
         quantize_matrix(model.experts[place], alone, QUANTIZERS[quantizer], single)
         high = matrix.view(section.clone(), low.view(base))
@@ -86,7 +86,7 @@ def test_experts_without_a_gate_are_quantized(tmp_path, out):
     model.config["model_type"] = "nemotron_h"
     model.tensors = {n: t for n, t in model.tensors.items() if ".experts." not in n or ".gate_proj." not in n}
     model.save()
-    quantized(model, out, "--hi", 16)
+    quantized(model, out, "--high", 16)
     seen = set()
     for place, matrix, section in sections(out, 16):
         if place[2] is Projection.GATE:
@@ -129,7 +129,7 @@ def test_sizes_that_each_layer_has_and_router_biases_beside_the_experts(model, o
     bias = f"model.layers.{MOE_LAYERS[0]}.mlp.experts.e_score_correction_bias"
     model.tensors[bias] = torch.arange(EXPERTS).float()
     model.save()
-    quantized(model, out, "--hi", 16)
+    quantized(model, out, "--high", 16)
     assert FileStore(out).experts.top_k == TOP_K
     with safe_open(read_tensors(out)[bias].path, framework="pt") as file:
         assert torch.equal(file.get_tensor(bias), model.tensors[bias])
@@ -142,13 +142,13 @@ def test_config_and_small_files(model, out):
     (model.folder / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
     for unwanted in ("pytorch_model.bin", "pytorch_model.bin.index.json", ".gitattributes", "model.gguf"):
         (model.folder / unwanted).write_text("not for us")
-    quantized(model, out, "--lo", 2, "--group-size", 32, "--quantizer", "hqq")
+    quantized(model, out, "--low", 2, "--group-size", 32, "--quantizer", "hqq")
     wanted = {"additional_chat_templates/tools.jinja", "chat_template.jinja", "config.json", MANIFEST, "tokenizer.json"}
     wanted |= {f"dymoe-experts-0000{layer}.safetensors" for layer in (1, 2)}
     wanted |= {"model-00001-of-00001.safetensors", "model.safetensors.index.json"}
     assert {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()} == wanted
     config = json.loads((out / "config.json").read_text())
-    ours = {"quant_method": "dymoe", "format_version": 6, "hi": 4, "lo": 2, "group_size": 32, "quantizer": "hqq"}
+    ours = {"quant_method": "dymoe", "format_version": 6, "high": 4, "low": 2, "group_size": 32, "quantizer": "hqq"}
     assert config.pop("quantization_config") == ours
     assert config == model.config
     manifest = FileStore(out).manifest
@@ -164,7 +164,7 @@ def test_auto_makes_bfloat16_of_32_bits(tmp_path, out, named):
     if not named:
         del model.config["dtype"]
     model.save()
-    quantized(model, out, "--hi", 16)
+    quantized(model, out, "--high", 16)
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
     for place, matrix, section in sections(out, 16):
         assert torch.equal(matrix.view(section.clone()).weight, model.experts[place].bfloat16())
@@ -230,7 +230,7 @@ def fail_after(monkeypatch, writes, error):
 def test_a_run_that_ends_early_leaves_what_was_there(model, out, monkeypatch, before, writes, error):
     """A disk that refuses is a sentence; an interrupt and a mistake of ours stay what they are."""
     if before:
-        quantized(model, out, "--hi", 8)
+        quantized(model, out, "--high", 8)
     held = {path.name: path.read_bytes() for path in out.iterdir()} if before else None
     fail_after(monkeypatch, writes, error)
     arguments = ("quantize", model.folder, "-o", out, "--overwrite")
@@ -245,7 +245,7 @@ def test_a_run_that_ends_early_leaves_what_was_there(model, out, monkeypatch, be
 
 def test_overwrite_replaces_the_whole_folder_or_nothing(model, out, monkeypatch):
     out.mkdir(parents=True)  # an empty one is filled
-    quantized(model, out, "--hi", 8)
+    quantized(model, out, "--high", 8)
     assert "--overwrite" in refused("quantize", model.folder, "-o", out)
     rename = os.rename
 
@@ -260,14 +260,14 @@ def test_overwrite_replaces_the_whole_folder_or_nothing(model, out, monkeypatch)
     assert FileStore(out).experts.formats.keys() == {8}
     assert list(out.parent.iterdir()) == [out]
     (out / "left from before").write_text("")
-    quantized(model, out, "--hi", 4, "--overwrite")
+    quantized(model, out, "--high", 4, "--overwrite")
     assert FileStore(out).experts.formats.keys() == {4}
     assert not (out / "left from before").exists()
     assert list(out.parent.iterdir()) == [out]
 
 
 def test_a_run_killed_between_two_renames_loses_nothing(model, out):
-    quantized(model, out, "--hi", 8)
+    quantized(model, out, "--high", 8)
     program = (
         "import os, signal; from vllm_dymoe.cli import main;"
         "rename = os.rename; os.rename = lambda source, target: ("
@@ -278,7 +278,7 @@ def test_a_run_killed_between_two_renames_loses_nothing(model, out):
     assert not out.exists()
     assert "--overwrite" in refused("quantize", model.folder, "-o", out)
     assert FileStore(out).experts.formats.keys() == {8}
-    quantized(model, out, "--hi", 4, "--overwrite")
+    quantized(model, out, "--high", 4, "--overwrite")
     assert FileStore(out).experts.formats.keys() == {4}
     assert list(out.parent.iterdir()) == [out]
 
@@ -397,8 +397,8 @@ def test_targets_and_options_that_cannot_be_used_are_refused(model, out, tmp_pat
     assert (tmp_path / "precious" / "file").read_text() == "precious"
     assert "write to another folder" in refused(*source, model.folder, "--overwrite")
     assert "/proc/nowhere" in refused(*source, "/proc/nowhere/out")  # read-only for root too
-    assert "must be below hi" in refused(*source, out, "--hi", 2, "--lo", 4)
-    assert command(*source, out, "--hi", 3).exit_code == 2
+    assert "must be below high" in refused(*source, out, "--high", 2, "--low", 4)
+    assert command(*source, out, "--high", 3).exit_code == 2
 
 
 def test_files_that_are_not_the_checkpoints_are_not_read_and_damaged_ones_refused(model, out):

@@ -8,10 +8,10 @@ import torch
 from tests.cli import checkpoints
 from tests.cli.checkpoints import MOE_LAYERS, NAMES, command, make_model, quantized, refused, sections
 from tests.quantize.readers.kinds import FLOATS, INTEGERS, config_of, dtype_of, parts_of, random_matrix, tensors_of
+from vllm_dymoe.cache.store import FileStore
+from vllm_dymoe.experts.format import Projection
 from vllm_dymoe.kernels import dequantize, unpack
 from vllm_dymoe.quantize.tensors import read_tensors
-from vllm_dymoe.residency.format import Projection
-from vllm_dymoe.store import FileStore
 
 
 def name_of(place):
@@ -52,30 +52,30 @@ def stacked(folder, kind):
 
 
 @pytest.mark.parametrize("kind", INTEGERS)
-def test_integers_are_taken_as_they_are_and_the_low_tier_is_their_upper_halves(tmp_path, kind):
+def test_integers_are_taken_as_they_are_and_the_low_precision_is_their_upper_halves(tmp_path, kind):
     model, matrices = make(tmp_path / "model", kind)
     model.save(shards=3)  # tensors of one matrix lie in several files
     out, name, ordered = tmp_path / "out", kind.removesuffix("-ordered"), kind == "gptq-ordered"
-    said = quantized(model, out, "--lo", 2)
+    said = quantized(model, out, "--low", 2)
     assert f"{name} checkpoint, 4 bits as they are, 2 bits inside the 4" in said
     store = FileStore(out)
     store.close()
     assert store.manifest.quantizer == f"{name} checkpoint"
     assert [fmt.act_order for fmt in store.experts.formats.values()] == [ordered] * 2
-    for (place, low, base), (_, high, fine) in zip(sections(out, 2), sections(out, 4), strict=True):
+    for (place, low, base), (_, high, residual) in zip(sections(out, 2), sections(out, 4), strict=True):
         matrix, upper = matrices[place], low.view(base)
         assert torch.equal(unpack(upper), matrix.codes >> 2)
-        packed = high.view(fine, upper)
+        packed = high.view(residual, upper)
         assert torch.equal(unpack(packed), matrix.codes)
         assert torch.equal(dequantize(packed, dtype_of(kind)), matrix.dequantize())
     config = json.loads((out / "config.json").read_text())["quantization_config"]
-    assert (config["quant_method"], config["hi"], config["lo"], config["group_size"]) == ("dymoe", 4, 2, 32)
+    assert (config["quant_method"], config["high"], config["low"], config["group_size"]) == ("dymoe", 4, 2, 32)
     assert config["dense"] == config_of(kind)
     assert config["zeros_in_steps"] == ([4, 2] if kind == "awq" else [])
     assert config["ordered"] == ([4, 2] if ordered else [])
     dense = read_tensors(out)
     assert sorted(name for name in dense if "4bit" not in name and "2bit" not in name) == sorted(model.dense)
-    quantized(model, out, "--hi", 16, "--overwrite")
+    quantized(model, out, "--high", 16, "--overwrite")
     for place, matrix, section in sections(out, 16):
         assert torch.equal(matrix.view(section.clone()).weight, matrices[place].dequantize())
     report = json.loads(command("inspect", model.folder, "--json").stdout)
@@ -93,7 +93,7 @@ def test_floats_are_taken_as_they_are(tmp_path, kind, monkeypatch):
     model, matrices = (stacked if kind == "mxfp4" else make)(tmp_path / "model", kind)
     model.save(shards=2)
     out, high = tmp_path / "out", next(iter(matrices.values())).bits
-    quantized(model, out, "--hi", high, "--lo", 2)
+    quantized(model, out, "--high", high, "--low", 2)
     for bits in (high, 2):
         for place, form, section in sections(out, bits):
             packed, matrix = form.view(section.clone()), matrices[place]
@@ -104,7 +104,7 @@ def test_floats_are_taken_as_they_are(tmp_path, kind, monkeypatch):
             else:
                 assert error.norm() < 0.6 * matrix.dequantize().norm()
     config = json.loads((out / "config.json").read_text())["quantization_config"]
-    assert config["codebooks"] == {str(high): matrix.code.name}
+    assert config["codebooks"] == {str(high): matrix.encoding.name}
     assert f"at {high} bits" in json.loads(command("inspect", model.folder, "--json").stdout)["kind"]
 
 

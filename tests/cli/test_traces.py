@@ -23,7 +23,7 @@ def test_the_command_asks_for_what_it_was_told(tmp_path, asked):
     path = tmp_path / "prompts.txt"
     path.write_text("one\ntwo\n")
     result = command("trace", "a/model", "--prompts", path, "--out", tmp_path / "out", "--max-tokens", 7, "--inputs",
-                     "--limit", "1GiB", "--options", '{"hi": 16}', "--engine", '{"max_model_len": 99}')  # fmt: skip
+                     "--limit", "1GiB", "--options", '{"high": 16}', "--engine", '{"max_model_len": 99}')  # fmt: skip
     assert result.exit_code == 0, result.output
     assert asked == {
         "model": "a/model",
@@ -32,7 +32,7 @@ def test_the_command_asks_for_what_it_was_told(tmp_path, asked):
         "max_tokens": 7,
         "limit": "1GiB",
         "inputs": True,
-        "options": {"hi": 16},
+        "options": {"high": 16},
         "engine": {"max_model_len": 99},
     }
     assert "1234 tokens of 2 prompts, 4.9 KiB" in result.stdout

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from tests.cli.checkpoints import command
-from tests.predict.made_up import SIZES, made_up
+from tests.prefetch.made_up import SIZES, made_up
 from vllm_dymoe import __version__
-from vllm_dymoe.predict.checkpoint import load_predictor
+from vllm_dymoe.prefetch.checkpoint import load_predictor
 
 
 def invoke(*arguments):
@@ -48,7 +48,7 @@ def test_a_predictor_that_is_worth_less_than_the_next_gate_is_said_to_be(right, 
     result = invoke(path, "--out", tmp_path / "predictor", "--architecture", "linear", "--epochs", 1)
     card, _ = load_predictor(tmp_path / "predictor")
     assert (card.metrics["next gate"]["accuracy"] == 1.0) is right
-    assert ("foresees more: serve without a predictor" in result.output) is right
+    assert ("predicts more: serve without a predictor" in result.output) is right
 
 
 @pytest.mark.parametrize(

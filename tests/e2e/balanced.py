@@ -12,7 +12,7 @@ from vllm.distributed.eplb import eplb_state
 from vllm.model_executor.layers.fused_moe.router import base_router
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from vllm_dymoe.vllm_adapter.worker import DymoeWorkerExtension
+from vllm_dymoe.vllm_plugin.worker import DymoeWorkerExtension
 
 SETTINGS = {
     "enable_eplb": True,

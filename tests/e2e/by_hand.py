@@ -29,7 +29,7 @@ from tests.e2e.engines import (
     answers_at_budgets,
     check_logprobs_close,
     random_prompts,
-    runtime_of,
+    server_of,
     small_engine,
 )
 from tests.e2e.quantized import check_store, write
@@ -151,9 +151,9 @@ def check(name: str, kind: str, folder: Path) -> dict[str, str]:
         return {"failed": f"vLLM's CPU build does not run it: {why}"}
     alone, why = _of_vllm(served) if kind else (theirs, "")
     try:
-        with small_engine(served, {} if kind else {"hi": 16}) as llm:
+        with small_engine(served, {} if kind else {"high": 16}) as llm:
             if experts is not None:
-                check_store(runtime_of(llm).store, experts)
+                check_store(server_of(llm).store, experts)
             ours = answers_at_budgets(llm, ("100%", "30%"), lambda: answer(llm, random_prompts(LENGTHS), 12))
     except Exception as error:
         traceback.print_exc()

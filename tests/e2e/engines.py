@@ -21,7 +21,7 @@ import torch
 
 from tests.support.instead import Instead
 
-# Read by vLLM when it is imported: the engine core stays in this process, so that tests can look into the runtime.
+# Read by vLLM when it is imported: the engine core stays in this process, so that tests can look into the server.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 # Stores that a test run packs are its own, and go with it.
@@ -90,10 +90,10 @@ def prepare_rank(log: Path) -> None:
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, CORES))
 
 
-def runtime_of(llm: Any) -> Any:
-    runtime = llm.llm_engine.vllm_config.quant_config.loaded_model().runtime
-    assert runtime is not None
-    return runtime
+def server_of(llm: Any) -> Any:
+    server = llm.llm_engine.vllm_config.quant_config.loaded_model().server
+    assert server is not None
+    return server
 
 
 @dataclass
@@ -121,20 +121,20 @@ def answer(llm: Any, texts: list[Any], max_tokens: int = 32, logprobs: int | Non
 
 
 @contextlib.contextmanager
-def recorded_layers(runtime: Any) -> Iterator[list[torch.Tensor]]:
+def recorded_layers(server: Any) -> Iterator[list[torch.Tensor]]:
     outputs: list[torch.Tensor] = []
-    original = runtime.serving.forward
+    original = server.host_planned.forward
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         out = original(*args, **kwargs)
         outputs.append(out.clone())
         return out
 
-    runtime.serving.forward = forward
+    server.host_planned.forward = forward
     try:
         yield outputs
     finally:
-        del runtime.serving.forward
+        del server.host_planned.forward
 
 
 def same_bits(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
@@ -142,22 +142,22 @@ def same_bits(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
 
 
 def resize(llm: Any, budget: str) -> None:
-    runtime = runtime_of(llm)
-    runtime.resize(runtime.minimum_budget if budget == "minimum" else budget)
+    server = server_of(llm)
+    server.resize(server.minimum_budget if budget == "minimum" else budget)
 
 
 def answers_at_budgets(llm: Any, budgets: Iterable[str], ask: Callable[[], Any]) -> Any:
     """What ``ask`` returns, once it has returned the same at every budget, from the same bits of every layer."""
-    runtime, want, want_layers = runtime_of(llm), None, []
+    server, want, want_layers = server_of(llm), None, []
     for budget in budgets:
         resize(llm, budget)
         llm.reset_prefix_cache()
-        with recorded_layers(runtime) as layers:
+        with recorded_layers(server) as layers:
             got = ask()
-        runtime.check_integrity()
-        slots = sum(pool.count * pool.format.nbytes for pool in runtime.memory.pools.values())
-        assert slots + runtime.kernel.workspace_bytes <= runtime.budget.limit
-        assert runtime.budget.reserved <= runtime.budget.limit
+        server.check_integrity()
+        slots = sum(pool.count * pool.format.nbytes for pool in server.cache.pools.values())
+        assert slots + server.kernel.workspace_bytes <= server.budget.limit
+        assert server.budget.reserved <= server.budget.limit
         if want is None:
             want, want_layers = got, layers
         assert got == want, budget
@@ -165,19 +165,19 @@ def answers_at_budgets(llm: Any, budgets: Iterable[str], ask: Callable[[], Any])
     return want
 
 
-class WatchedSystem:
-    """A system that keeps what it was asked and what it said."""
+class WatchedPolicy:
+    """A policy that keeps what it was asked and what it said."""
 
-    def __init__(self, system: Any) -> None:
-        self._system = system
-        self.precision = Instead(system.precision, select=self._select)
+    def __init__(self, policy: Any) -> None:
+        self._policy = policy
+        self.precision = Instead(policy.precision, select=self._select)
         self.seen: list[tuple[Any, Any]] = []
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._system, name)
+        return getattr(self._policy, name)
 
     def _select(self, routing: Any) -> Any:
-        plan = self._system.precision.select(routing)
+        plan = self._policy.precision.select(routing)
         self.seen.append((routing, plan))
         return plan
 
@@ -186,22 +186,22 @@ class WatchedSystem:
 def gates_compared(llm: Any, change: Callable[[Any], Any] = lambda gate: gate) -> Iterator[list[float]]:
     """Collect, for every MoE layer of every step, the share of vLLM's choices that the layer's gate would have made, or
     what ``change`` puts in its place."""
-    from vllm_dymoe.vllm_adapter.gates import NEAR_TIE
+    from vllm_dymoe.vllm_plugin.gates import NEAR_TIE
 
     model = llm.llm_engine.vllm_config.quant_config.loaded_model()
     shares: list[float] = []
-    original = model.runtime.serving.forward
+    original = model.server.host_planned.forward
 
     def forward(routing: Any, activation: Any) -> torch.Tensor:
-        gate = change(model.foresight.gates[routing.layer])
+        gate = change(model.prefetch.gates[routing.layer])
         shares.append(gate.agreement(routing.x, routing.ids, NEAR_TIE))
         return original(routing, activation)
 
-    model.runtime.serving.forward = forward
+    model.server.host_planned.forward = forward
     try:
         yield shares
     finally:
-        del model.runtime.serving.forward
+        del model.server.host_planned.forward
 
 
 def equal_share(ours: list[Answer], theirs: list[Answer]) -> float:

@@ -2,8 +2,8 @@
 
 A capture runs the model once and keeps every operation with its tensors. A replay runs these operations and nothing
 else: no Python of the model, of vLLM's layers or of ours. Two things are more than an operation of torch, and are
-launches here: attention, which on a CPU reads the step's metadata from the forward context, and the decode path, whose
-plain twin stands in for kernels. What a graph cannot hold ends the capture.
+launches here: attention, which on a CPU reads the step's metadata from the forward context, and the small-batch path,
+whose plain twin stands in for kernels. What a graph cannot hold ends the capture.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from tests.e2e.replays import Replays, platform_with_graphs, seen
 from tests.support.launches import Launch, decode_as_launches, tensors
 from tests.support.no_host import NoHost
-from vllm_dymoe.vllm_adapter import moe_method, running
+from vllm_dymoe.vllm_plugin import moe_method, rank_server
 
 
 class Capture(NoHost):
@@ -85,7 +85,7 @@ def replayed_steps() -> Iterator[Replays]:
     replaced = (
         (CPUModelRunner, "load_model", load_model),
         (CPUModelRunner, "get_model", lambda self: getattr(self.model, "replayed_model", self.model)),
-        (running, "is_captured", lambda x: seen.capturing is not None),
+        (rank_server, "is_captured", lambda x: seen.capturing is not None),
         (CPUAttentionMetadataBuilder, "get_cudagraph_support", lambda *_: AttentionCGSupport.UNIFORM_BATCH),
     )
     with contextlib.ExitStack() as stack:

@@ -1,7 +1,7 @@
 """Writes checkpoints/, small random models that ModelOpt itself has quantized and exported (by hand).
 
 pip install --target modelopt --no-deps nvidia-modelopt==0.47.0
-pip install --target modelopt --no-deps scipy omegaconf pulp antlr4-python3-runtime==4.9.3
+pip install --target modelopt --no-deps scipy omegaconf pulp antlr4-python3-server==4.9.3
 PYTHONPATH=.:modelopt python -m tests.e2e.make_checkpoints
 """
 

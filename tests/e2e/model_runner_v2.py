@@ -11,7 +11,7 @@ import pytest
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.gpu import warmup
 
-from tests.e2e.engines import WatchedSystem, answer, answers_at_budgets, engine, prompts, runtime_of
+from tests.e2e.engines import WatchedPolicy, answer, answers_at_budgets, engine, prompts, server_of
 from tests.e2e.test_precision import DYMOE, LAYERS, WATCHED, _as_at_start, change, stats_of  # noqa: F401
 
 
@@ -23,12 +23,12 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def llm(folder):
     # Residency must not be precision where answers are compared.
-    system = {"system_options": WATCHED | {"reuse_high": False}}
-    options = DYMOE | system | {"misses": "fetch", "trace": {"folder": str(folder), "inputs": True}}
+    policy = {"policy_options": WATCHED | {"reuse_high": False}}
+    options = DYMOE | policy | {"misses": "fetch", "trace": {"folder": str(folder), "inputs": True}}
     settings = {"max_num_batched_tokens": 48, "max_num_seqs": 6, "enable_prefix_caching": True}
     with engine(dymoe=options, **settings) as llm:
         yield llm
-        runtime_of(llm).check_integrity()
+        server_of(llm).check_integrity()
 
 
 @pytest.fixture
@@ -73,9 +73,9 @@ def test_it_is_the_second_runner(llm):
 
 
 def test_nothing_is_made_of_what_vllm_computes_to_warm_up(llm, monkeypatch):
-    """Neither before the first request nor later is it counted, recorded, learned from or foreseen."""
-    runtime = runtime_of(llm)
-    predictor, heard = runtime.predictor.predictor, []
+    """Neither before the first request nor later is it counted, recorded, learned from or predicted."""
+    server = server_of(llm)
+    predictor, heard = server.predictor.predictor, []
     observe = predictor.observe
     monkeypatch.setattr(predictor, "observe", lambda routing: (heard.append(routing.layer), observe(routing)))
     for served in (False, True):
@@ -83,9 +83,9 @@ def test_nothing_is_made_of_what_vllm_computes_to_warm_up(llm, monkeypatch):
             answer(llm, prompts()[:1], max_tokens=3, logprobs=None)
         assert bool(heard) == served
         before, recorded, told = stats_of(llm), tokens_recorded(llm), len(heard)
-        watched = runtime.serving.system = WatchedSystem(runtime.system)
+        watched = server.host_planned.policy = WatchedPolicy(server.policy)
         warm_up(llm)
-        runtime.serving.system = watched._system
+        server.host_planned.policy = watched._policy
         assert len(watched.seen) >= 2 * LAYERS  # a dummy batch has no tokens of this engine
         assert all(routing.prompt is None for routing, _ in watched.seen), "a prompt that was not sent"
         after = stats_of(llm)
@@ -96,16 +96,16 @@ def test_nothing_is_made_of_what_vllm_computes_to_warm_up(llm, monkeypatch):
 
 
 def test_the_same_tokens_and_the_same_bits_at_every_budget_and_counts_that_add_up(llm):
-    runtime = runtime_of(llm)
+    server = server_of(llm)
     change(llm, retention=1.0)
     llm.collective_rpc("dymoe_reset_stats")
     answers_at_budgets(llm, ("100%", "25%"), lambda: answer(llm, prompts()[:2], max_tokens=6))
     stats = stats_of(llm)
     assert stats["evictions"] > 0
-    assert stats["hits"] + stats["misses"] == stats["planned"]["hi"] > 0
-    assert stats["peak_expert_bytes"] <= stats["budget_bytes"] == runtime.budget.limit
+    assert stats["hits"] + stats["misses"] == stats["planned"]["high"] > 0
+    assert stats["peak_expert_bytes"] <= stats["budget_bytes"] == server.budget.limit
     (resized,) = llm.collective_rpc("dymoe_resize", args=("50%",))
-    assert sum(resized["slots"].values()) == sum(pool.count for pool in runtime.memory.pools.values())
+    assert sum(resized["slots"].values()) == sum(pool.count for pool in server.cache.pools.values())
 
 
 # What the first runner's tests show has to hold here, too. Behind the tests above, the first of which is of an engine
@@ -115,6 +115,6 @@ from tests.e2e.test_faults import (  # noqa: E402
     test_a_fault_in_any_layer_fails_the_requests_of_its_step,  # noqa: F401
 )
 from tests.e2e.test_precision import (  # noqa: E402
+    test_precisions_follow_the_schedule_in_both_phases,  # noqa: F401
     test_steps_of_many_requests_mix_both_phases,  # noqa: F401
-    test_tiers_follow_the_schedule_in_both_phases,  # noqa: F401
 )

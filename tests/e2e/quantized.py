@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.e2e.architectures import Architecture
 from tests.quantize.readers.kinds import INTEGERS, config_of, dtype_of, parts_of, random_matrix, tensors_of
+from vllm_dymoe.experts.format import Projection, SliceKey
 from vllm_dymoe.kernels import dequantize, unpack
 from vllm_dymoe.quantize.readers import make_reader
-from vllm_dymoe.residency.format import BlobKey, Projection
 
 
 def write(architecture: Architecture, kind: str, folder: Path, *, dense: bool = False) -> dict:
@@ -122,17 +122,17 @@ def _named(experts: dict) -> Iterator[tuple[int, int, int, Any]]:
 
 
 def check_store(store: Any, experts: dict) -> None:
-    """Every code and every weight of the high tier is the checkpoint's."""
+    """Every code and every weight of the high precision is the checkpoint's."""
     bits = max(store.experts.formats)
     fmt, count = store.experts.formats[bits], 0
 
-    def read(key: BlobKey, format: Any, base: Any = None) -> Any:
-        blob = torch.empty(format.nbytes, dtype=torch.uint8)
-        store.read_into(key, blob)
-        return format.view(blob, base)
+    def read(key: SliceKey, format: Any, base: Any = None) -> Any:
+        packed = torch.empty(format.nbytes, dtype=torch.uint8)
+        store.read_into(key, packed)
+        return format.view(packed, base)
 
     for layer, expert, projection, matrix in _named(experts):
-        key = BlobKey(store.experts.layers.index(layer), expert, bits)
+        key = SliceKey(store.experts.layers.index(layer), expert, bits)
         base = read(replace(key, bits=bits // 2), fmt.base) if fmt.nested else None
         packed = read(key, fmt, base)[projection]
         assert torch.equal(unpack(packed), matrix.codes), (layer, expert, projection)

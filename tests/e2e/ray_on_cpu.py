@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from vllm_dymoe.vllm_adapter.worker import DymoeWorkerExtension
+from vllm_dymoe.vllm_plugin.worker import DymoeWorkerExtension
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,7 +26,7 @@ class RayWorker(DymoeWorkerExtension):
     """Here, since tests.e2e.engines gives each process that imports it a folder of its own for stores."""
 
     def process(self):
-        return os.getpid(), self.vllm_config.quant_config.loaded_model().runtime.experts.num_experts
+        return os.getpid(), self.vllm_config.quant_config.loaded_model().server.experts.num_experts
 
 
 @contextlib.contextmanager

@@ -12,8 +12,8 @@ from vllm_dymoe.bench.rows import read_rows
 pytestmark = pytest.mark.engine
 
 
-def test_a_table_of_a_system_beside_full_load(tmp_path, monkeypatch):
-    asked = ["bench", MODEL, "--system", "exact", "--budget", "25%",
+def test_a_table_of_a_policy_beside_full_load(tmp_path, monkeypatch):
+    asked = ["bench", MODEL, "--policy", "exact", "--budget", "25%",
              "--batch", 1, "--batch", 2, "--requests", 2, "--warm-up", 1, "--max-tokens", 6, "--out", tmp_path,
              "--engine", '{"max_model_len": 256}']  # fmt: skip
     result = command(*map(str, asked))
@@ -35,7 +35,7 @@ def test_a_table_of_a_system_beside_full_load(tmp_path, monkeypatch):
 
 @needs_two_cores
 def test_engines_of_data_parallelism_are_one_row(tmp_path):
-    asked = ["bench", MODEL, "--system", "exact", "--budget", "25%", "--requests", 5, "--warm-up", 2, "--max-tokens", 6,
+    asked = ["bench", MODEL, "--policy", "exact", "--budget", "25%", "--requests", 5, "--warm-up", 2, "--max-tokens", 6,
              "--dp", 2, "--ep", "--engine", '{"max_model_len": 256}', "--out", tmp_path]  # fmt: skip
     result = command(*map(str, asked))
     assert result.exit_code == 0, result.output

@@ -4,11 +4,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.e2e.engines import MODEL, engine, runtime_of
+from tests.e2e.engines import MODEL, engine, server_of
 from vllm_dymoe import calibrate
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.recording import CalibrationError
-from vllm_dymoe.vllm_adapter import offline as calibrating
+from vllm_dymoe.vllm_plugin import offline as calibrating
 
 pytestmark = pytest.mark.engine
 
@@ -24,7 +24,7 @@ def texts():
 def llm():
     # Prefix caching would leave out what was read before; a chunk is smaller than a part.
     with engine(
-        dymoe={"hi": 16, "expert_budget": "50%"}, enable_prefix_caching=True, max_num_batched_tokens=128
+        dymoe={"high": 16, "expert_budget": "50%"}, enable_prefix_caching=True, max_num_batched_tokens=128
     ) as llm:
         yield llm
 
@@ -40,9 +40,9 @@ def run(llm, out, progress=lambda done, total: None):
 
 @pytest.fixture(scope="module")
 def recorded(llm, tmp_path_factory):
-    """A calibration, and what the runtime was given meanwhile: by layer, inputs, weights and experts."""
-    runtime, seen = runtime_of(llm), [([], [], []) for _ in range(LAYERS)]
-    original = runtime.serving.forward
+    """A calibration, and what the server was given meanwhile: by layer, inputs, weights and experts."""
+    server, seen = server_of(llm), [([], [], []) for _ in range(LAYERS)]
+    original = server.host_planned.forward
 
     def forward(routing, activation):
         for kind, values in zip(seen[routing.layer], (routing.x, routing.weights, routing.ids), strict=True):
@@ -50,13 +50,13 @@ def recorded(llm, tmp_path_factory):
         return original(routing, activation)
 
     out = tmp_path_factory.mktemp("calibration")
-    runtime.serving.forward = forward
+    server.host_planned.forward = forward
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibrating, "PART_TOKENS", PART)
         try:
             recording = run(llm, out)
         finally:
-            del runtime.serving.forward
+            del server.host_planned.forward
     return out, recording, [tuple(torch.cat(rows) for rows in layer) for layer in seen]
 
 

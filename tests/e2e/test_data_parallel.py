@@ -9,6 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
+from tests.cache.store.test_shared import pss
 from tests.e2e.engines import (
     Answer,
     answer,
@@ -17,26 +18,25 @@ from tests.e2e.engines import (
     needs_two_cores,
     prepare_rank,
     prompts,
-    runtime_of,
+    server_of,
 )
 from tests.e2e.test_server import free_port
-from tests.store.test_shared import pss
-from vllm_dymoe.store import StoreError
+from vllm_dymoe.cache.store import StoreError
 
 pytestmark = [pytest.mark.engine, needs_two_cores]
 
-OPTIONS = {"hi": 16, "expert_budget": "25%", "misses": "fetch", "system_options": {"look_ahead": 0}}
+OPTIONS = {"high": 16, "expert_budget": "25%", "misses": "fetch", "policy_options": {"look_ahead": 0}}
 TOKENS = 12
 
 
 def resize(worker, budget):
-    runtime = worker.vllm_config.quant_config.loaded_model().runtime
-    runtime.resize(budget)
-    runtime.reset_stats()
+    server = worker.vllm_config.quant_config.loaded_model().server
+    server.resize(budget)
+    server.reset_stats()
 
 
 def break_disk(worker, broken):
-    store = worker.vllm_config.quant_config.loaded_model().runtime.store
+    store = worker.vllm_config.quant_config.loaded_model().server.store
 
     def fail(*arguments, **settings):
         raise StoreError("the disk is on fire")
@@ -48,8 +48,8 @@ def break_disk(worker, broken):
 
 
 def describe(worker):
-    runtime = worker.vllm_config.quant_config.loaded_model().runtime
-    return runtime.experts.num_experts, runtime.store.description, pss()
+    server = worker.vllm_config.quant_config.loaded_model().server
+    return server.experts.num_experts, server.store.description, pss()
 
 
 def serve(rank, port, folder, options, settings):
@@ -131,11 +131,11 @@ def serve_two(folder, options, **settings):
 @pytest.fixture(scope="module")
 def alone():
     with engine(dymoe=OPTIONS | {"expert_budget": "100%"}) as llm:
-        runtime = runtime_of(llm)
+        server = server_of(llm)
         texts = answer(llm, prompts()[:7], max_tokens=TOKENS)
-        runtime.reset_stats()
+        server.reset_stats()
         answer(llm, prompts()[:1], max_tokens=TOKENS)
-        stats = runtime.stats()
+        stats = server.stats()
         return texts, stats.hits + stats.misses
 
 

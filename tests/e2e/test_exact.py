@@ -7,28 +7,28 @@ import pytest
 
 from tests.e2e.engines import (
     MODEL,
-    WatchedSystem,
+    WatchedPolicy,
     answer,
     answers_at_budgets,
     check_logprobs_close,
     engine,
     equal_share,
     prompts,
-    runtime_of,
+    server_of,
 )
 from tests.quantize.recordings import write_recording
-from vllm_dymoe.config import Options
+from vllm_dymoe.experts.encoding import E8_BASE, E8_NESTED
+from vllm_dymoe.options import Options
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.convert import convert
-from vllm_dymoe.residency.code import E8_BASE, E8_NESTED
 
 pytestmark = pytest.mark.engine
 
 BUDGETS = ("100%", "25%", "minimum")
-# Of which retention 1 is the system "exact"; in both engines, so that a lower one can be compared between them.
+# Of which retention 1 is the policy "exact"; in both engines, so that a lower one can be compared between them.
 WATCHED = {"retention": 1, "high_by": "depth", "heavy_share": 0.2, "look_ahead": 0}
-EXACT = {"hi": 16, "lo": 2, "system": "dymoe", "system_options": WATCHED}
+EXACT = {"high": 16, "low": 2, "policy": "dymoe", "policy_options": WATCHED}
 
 
 def every_budget(llm):
@@ -39,12 +39,12 @@ def every_budget(llm):
 def answers_of(**settings):
     """Answers at 16 bits, those with half of the experts at 2, and the heavy hitters of each layer."""
     with engine(dymoe=EXACT | {"expert_budget": "25%"}, **settings) as llm:
-        exact, runtime = every_budget(llm), runtime_of(llm)
-        runtime.resize("25%")
+        exact, server = every_budget(llm), server_of(llm)
+        server.resize("25%")
         llm.collective_rpc("dymoe_precision", kwargs={"retention": 0.5})
-        watched = runtime.serving.system = WatchedSystem(runtime.system)
+        watched = server.host_planned.policy = WatchedPolicy(server.policy)
         less = answer(llm, prompts())
-        assert runtime.stats().planned["lo"] > 0
+        assert server.stats().planned["low"] > 0
         return exact, less, [routing.prompt.heavy for routing, _ in watched.seen if routing.prompt is not None]
 
 
@@ -88,14 +88,14 @@ def test_points_of_a_lattice_have_the_same_bits_at_every_budget_and_answers_near
     checkpoint = Checkpoint.open(MODEL)
     described = {"layers": checkpoint.layers, "num_experts": 32, "top_k": 4, "hidden": 256}
     write_recording(tmp_path / "calibration", model=checkpoint.fingerprint(), parts=(600,), **described)
-    options, calibration = Options(hi=4, lo=2, quantizer="e8"), Calibration(tmp_path / "calibration")
+    options, calibration = Options(high=4, low=2, quantizer="e8"), Calibration(tmp_path / "calibration")
     manifest = convert(checkpoint, tmp_path / "e8", options, calibration=calibration)
     assert manifest.experts.stored_nbytes < 4.4 / 16 * checkpoint.expert_bytes
     assert len(manifest.experts.curves) == 2
-    system = {"system": "dymoe", "system_options": {"retention": 0.5, "high_by": "depth", "reuse_high": False}}
-    with engine(tmp_path / "e8", {"expert_budget": "50%", **system}) as llm:
-        formats = runtime_of(llm).store.experts.formats
-        assert {bits: fmt.code for bits, fmt in formats.items()} == {4: E8_NESTED, 2: E8_BASE}
+    policy = {"policy": "dymoe", "policy_options": {"retention": 0.5, "high_by": "depth", "reuse_high": False}}
+    with engine(tmp_path / "e8", {"expert_budget": "50%", **policy}) as llm:
+        formats = server_of(llm).store.experts.formats
+        assert {bits: fmt.encoding for bits, fmt in formats.items()} == {4: E8_NESTED, 2: E8_BASE}
         got = answers_at_budgets(llm, ("100%", "minimum"), lambda: answer(llm, prompts()[:3]))
     # A wrong scale, rotation or slice leaves fewer than a tenth of the tokens.
     assert equal_share(got, plain_answers[:3]) > 0.5

@@ -7,11 +7,11 @@ import threading
 import pytest
 from vllm import SamplingParams
 
-from tests.e2e.engines import CORES, answer, engine, needs_two_cores, prompts, runtime_of
+from tests.e2e.engines import CORES, answer, engine, needs_two_cores, prompts, server_of
 from tests.support.faulty_store import FaultyStore
 from tests.support.patience import becomes
-from vllm_dymoe.observe.trace import Trace
-from vllm_dymoe.store.files import file_name
+from vllm_dymoe.cache.store.files import file_name
+from vllm_dymoe.trace.trace import Trace
 
 pytestmark = pytest.mark.engine
 
@@ -19,28 +19,28 @@ LAYERS = 8
 
 
 class FaultyReads(FaultyStore):
-    """Breaks reads of a runtime's store, the ``nth`` of a layer and every later one of it, while it is armed."""
+    """Breaks reads of a server's store, the ``nth`` of a layer and every later one of it, while it is armed."""
 
     def arm(self, layer, nth=1, how="fail"):
         self.broken, begin = False, len(self.reads)
 
-        def fate(number, key):
+        def action(number, key):
             if key.layer != layer or [key.layer for _, key in self.reads[begin:]].count(layer) < nth - 1:
                 return "cold"  # every read is left to a thread
             self.broken = True
             return how
 
-        self.fate = fate
+        self.action = action
 
     def disarm(self):
-        self.fate = lambda number, key: "cold"
+        self.action = lambda number, key: "cold"
 
 
 @pytest.fixture(scope="module")
 def llm():
     """Steps of at most 64 tokens and 8 requests, prefixes cached, a quarter of the experts on the device."""
     settings = {"enable_prefix_caching": True, "max_num_batched_tokens": 64, "max_num_seqs": 8}
-    with engine(dymoe={"hi": 4, "expert_budget": "25%", "misses": "fetch"}, **settings) as llm:
+    with engine(dymoe={"high": 4, "expert_budget": "25%", "misses": "fetch"}, **settings) as llm:
         yield llm
 
 
@@ -51,13 +51,13 @@ def want(llm):
 
 @pytest.fixture
 def reads(llm):
-    runtime = runtime_of(llm)
-    reads = FaultyReads(runtime.store)
+    server = server_of(llm)
+    reads = FaultyReads(server.store)
     reads.disarm()
-    runtime.store.read_into = reads.read_into
+    server.store.read_into = reads.read_into
     yield reads
     reads.gate.set()
-    del runtime.store.read_into
+    del server.store.read_into
 
 
 def start(llm, numbers, **settings):
@@ -92,11 +92,11 @@ def check_failed(outputs, sentence):
 
 def check_well(llm, want):
     """No slot is lost, and the same prompts give the same tokens, found in the prefix cache or not."""
-    runtime = runtime_of(llm)
-    runtime.check_integrity()
+    server = server_of(llm)
+    server.check_integrity()
     for _ in range(2):
         assert [a.tokens for a in answer(llm, prompts()[: len(want)], max_tokens=12)] == want
-    runtime.check_integrity()
+    server.check_integrity()
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode", "mixed"])
@@ -107,13 +107,13 @@ def test_a_fault_in_any_layer_fails_the_requests_of_its_step(llm, want, reads, p
             assert not step(llm, 3)
         if phase == "mixed":
             start(llm, [1])
-        runtime_of(llm).memory.clear()
+        server_of(llm).cache.clear()
         reads.arm(layer, nth=1 + layer % 3)
         done = finish_with_fault(llm, reads)
         assert len(done) == 2
         check_failed(done, "the disk is on fire")
         reads.disarm()
-        runtime_of(llm).check_integrity()
+        server_of(llm).check_integrity()
     check_well(llm, want)
 
 
@@ -145,30 +145,30 @@ def cut(file, size):
 
 @pytest.mark.parametrize("budget", ["25%", "minimum"])
 def test_a_read_that_does_not_end_fails_its_step_and_keeps_its_slot(llm, want, reads, budget, monkeypatch):
-    runtime = runtime_of(llm)
-    monkeypatch.setattr(runtime.engine, "_timeout", 0.2)
+    server = server_of(llm)
+    monkeypatch.setattr(server.engine, "_timeout", 0.2)
     threads = threading.active_count()
-    runtime.resize(runtime.minimum_budget if budget == "minimum" else budget)
-    free = {tier: pool.count for tier, pool in runtime.memory.pools.items()}
+    server.resize(server.minimum_budget if budget == "minimum" else budget)
+    free = {precision: pool.count for precision, pool in server.cache.pools.items()}
     reads.arm(4, how="hang")
     check_failed(llm.generate(prompts()[:2], SamplingParams(max_tokens=4), use_tqdm=False), "transfer_timeout_s")
     reads.disarm()
-    runtime.check_integrity()
-    assert runtime.serving.fetcher.orphaned
+    server.check_integrity()
+    assert server.host_planned.fetcher.orphaned
     with pytest.raises(ValueError, match="have not ended"):
-        runtime.resize("50%")
+        server.resize("50%")
     if budget == "minimum":  # its only slot is the one that is being read into
         check_failed(llm.generate(prompts()[:1], SamplingParams(max_tokens=4), use_tqdm=False), "has not ended")
     else:
         assert answer(llm, prompts()[:1], max_tokens=12)[0].tokens == want[0]
-    assert runtime.serving.fetcher.orphaned
+    assert server.host_planned.fetcher.orphaned
     reads.gate.set()
-    assert becomes(runtime.serving.fetcher.settle_all, 30)
+    assert becomes(server.host_planned.fetcher.settle_all, 30)
     check_well(llm, want)
-    runtime.memory.clear()
-    assert {tier: pool.free for tier, pool in runtime.memory.pools.items()} == free
+    server.cache.clear()
+    assert {precision: pool.free for precision, pool in server.cache.pools.items()} == free
     assert threading.active_count() == threads
-    runtime.resize("25%")
+    server.resize("25%")
 
 
 @needs_two_cores
@@ -176,7 +176,7 @@ def test_another_ranks_fault_fails_the_step(monkeypatch, tmp_path):
     """Two ranks: only one's file is damaged, only rank 0's output is collected, and no rank waits for ever."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, CORES)))
     traces = tmp_path / "traces"
-    options = {"hi": 4, "expert_budget": "2%", "store_dir": str(tmp_path), "trace": str(traces),
+    options = {"high": 4, "expert_budget": "2%", "store_dir": str(tmp_path), "trace": str(traces),
                "misses": "fetch"}  # fmt: skip
     settings = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "enable_prefix_caching": True}
     with engine(dymoe=options, **settings) as llm:

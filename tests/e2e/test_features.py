@@ -22,14 +22,14 @@ from tests.e2e.engines import (
     in_own_process,
     prompts,
     recorded_layers,
-    runtime_of,
+    server_of,
 )
-from tests.runtime.steps import forward
+from tests.executor.steps import forward
 from vllm_dymoe.kernels import native
 
 pytestmark = pytest.mark.engine
 
-OPTIONS = {"hi": 4, "expert_budget": "25%"}
+OPTIONS = {"high": 4, "expert_budget": "25%"}
 
 
 def long_prompts():
@@ -42,7 +42,7 @@ def long_prompts():
 def plain():
     with engine(dymoe=OPTIONS) as llm:
         yield llm
-        runtime_of(llm).check_integrity()
+        server_of(llm).check_integrity()
 
 
 @pytest.fixture(scope="module")
@@ -67,16 +67,16 @@ def crowded():
     }
     with engine(dymoe=OPTIONS, **settings) as llm:
         yield llm
-        runtime_of(llm).check_integrity()
+        server_of(llm).check_integrity()
 
 
 @contextlib.contextmanager
 def counted_tokens(llm):
     """Tokens of every step, as the first MoE layer sees them."""
     steps = []
-    with recorded_layers(runtime_of(llm)) as layers:
+    with recorded_layers(server_of(llm)) as layers:
         yield steps
-    steps += [len(out) for out in layers[:: len(runtime_of(llm).experts.layers)]]
+    steps += [len(out) for out in layers[:: len(server_of(llm).experts.layers)]]
 
 
 def check_same_text(ours, theirs):
@@ -142,7 +142,7 @@ def test_an_aborted_request_leaves_the_others_as_they_are(plain, plain_answers):
         if step < 8:
             llm_engine.abort_request([str(2 * step)])
         step += 1
-        runtime_of(plain).check_integrity()
+        server_of(plain).check_integrity()
     assert sorted(finished) == list(range(1, 16, 2))
     answers = [Answer.of(finished[number].outputs[0]) for number in range(1, 16, 2)]
     check_same_text(answers, plain_answers[1::2])
@@ -154,13 +154,13 @@ def test_dummy_weights_need_no_checkpoint_and_no_time(tmp_path):
             shutil.copy(path, tmp_path)
     assert not list(tmp_path.glob("*.safetensors"))
     with engine(tmp_path, dymoe=OPTIONS, load_format="dummy") as llm:
-        runtime = runtime_of(llm)
-        assert runtime.store.manifest.quantizer == "dummy"
+        server = server_of(llm)
+        assert server.store.manifest.quantizer == "dummy"
         x = torch.randn(7, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
         ids = torch.arange(28).view(7, 4).int()
-        outputs = [forward(runtime, layer, x, torch.full((7, 4), 0.25), ids).float() for layer in range(8)]
+        outputs = [forward(server, layer, x, torch.full((7, 4), 0.25), ids).float() for layer in range(8)]
         assert len(answer(llm, prompts()[:2], max_tokens=4, logprobs=None)[0].tokens) == 4
-        runtime.check_integrity()
+        server.check_integrity()
     assert all(torch.isfinite(output).all() and output.std() > 1e-3 for output in outputs)
     assert len({output.sum().item() for output in outputs}) == 8, "layers have the same experts"
 
@@ -169,7 +169,7 @@ def test_dummy_weights_need_no_checkpoint_and_no_time(tmp_path):
 def test_dense_layers_of_eight_bits_answer_like_those_of_sixteen_and_no_budget_changes_that(plain_answers):
     with engine(dymoe=OPTIONS | {"dense": 8}, enforce_eager=False) as llm:
         got = answer(llm, prompts()[:8], logprobs=None)
-        runtime_of(llm).resize("100%")
+        server_of(llm).resize("100%")
         assert answer(llm, prompts()[:8], logprobs=None) == got
         model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
         packed = sum(hasattr(module, "packed") for module in model.modules())
@@ -178,22 +178,22 @@ def test_dense_layers_of_eight_bits_answer_like_those_of_sixteen_and_no_budget_c
 
 
 def speculate():
-    """Answers with tokens guessed from the text so far; of one prompt alone also the number of steps."""
-    os.environ["NUMBA_DISABLE_JIT"] = "1"  # compiling what guesses takes a minute, and changes no guess
+    """Answers with tokens predicted from the text so far; of one prompt alone also the number of steps."""
+    os.environ["NUMBA_DISABLE_JIT"] = "1"  # compiling what predictions takes a minute, and changes no prediction
     speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
-    options = OPTIONS | {"decisions": "device", "host_store": "pinned"}
+    options = OPTIONS | {"planning": "device", "host_store": "pinned"}
     with engine(dymoe=options, speculative_config=speculation) as llm:
-        runtime = runtime_of(llm)
+        server = server_of(llm)
         answers = answer(llm, prompts()[:6])
-        runtime.check_integrity()
-        before = int(runtime.decode.table.step[0])
+        server.check_integrity()
+        before = int(server.small_batches.table.step[0])
         (alone,) = answer(llm, prompts()[3:4])
         assert before > 0
-        return answers, len(alone.tokens), int(runtime.decode.table.step[0]) - before
+        return answers, len(alone.tokens), int(server.small_batches.table.step[0]) - before
 
 
 def test_ngram_speculation_gives_the_same_tokens_in_fewer_steps(plain_answers):
-    """Where the device decides; test_models has drafts of a model, where the host does."""
+    """Where the device plans; test_models has drafts of a model, where the host does."""
     # Not in this process: it leaves modules of numba's behind, over which vLLM stumbles when it creates an engine.
     answers, tokens, steps = in_own_process(speculate)
     assert tokens > steps, "no draft was accepted"

@@ -13,14 +13,14 @@ NAMES = "off", "over whole steps"
 
 @pytest.fixture
 def part(monkeypatch):
-    """Engines in this process. As on a card the device decides, and decode steps are captured once they run."""
+    """Engines in this process. As on a card the device plans, and decode steps are captured once they run."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     original = vllm.LLM
     with modules_of("gpu"), replayed_steps() as seen:
         from parts import engine
 
         def start(**settings):
-            settings["additional_config"]["dymoe"] |= {"decisions": "device", "host_store": "pinned"}
+            settings["additional_config"]["dymoe"] |= {"planning": "device", "host_store": "pinned"}
             settings["compilation_config"]["mode"], seen.replaying = 0, False
             llm = original(**settings)
             seen.replaying = True

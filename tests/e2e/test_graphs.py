@@ -3,7 +3,7 @@
 import pytest
 
 from tests.e2e.architectures import ARCHITECTURES
-from tests.e2e.engines import answer, check_first_logprobs_close, random_prompts, runtime_of, small_engine
+from tests.e2e.engines import answer, check_first_logprobs_close, random_prompts, server_of, small_engine
 from tests.e2e.replays import replayed_graphs
 
 pytestmark = pytest.mark.engine
@@ -23,7 +23,7 @@ def test_replayed_graphs_give_the_answers_of_the_model(tmp_path):
     ``vllm_adapter/test_moe_method`` has layers without them, too, and shows that replayed pieces are wrong with vLLM's
     own operator between them.
     """
-    model, options = ARCHITECTURES["glm-4-moe"].save(tmp_path / "model"), {"hi": 16, "expert_budget": "50%"}
+    model, options = ARCHITECTURES["glm-4-moe"].save(tmp_path / "model"), {"high": 16, "expert_budget": "50%"}
     with small_engine(model, options) as llm:
         eager = answers(llm, 0)
     graphs = {"enforce_eager": False, "compilation_config": {"cudagraph_capture_sizes": list(SIZES)}}
@@ -33,6 +33,6 @@ def test_replayed_graphs_give_the_answers_of_the_model(tmp_path):
         seen.replaying = True  # prompts of the second seed meet only graphs that others have captured
         assert [answers(llm, seed) for seed in (0, 1)] == without
         assert seen.replays > 2 * len(seen.captures) > 0
-        runtime_of(llm).check_integrity()
+        server_of(llm).check_integrity()
     assert seen.moved == 0
     check_first_logprobs_close(without[0], eager, bound=0.3)  # compiled and eager differ most without AVX-512

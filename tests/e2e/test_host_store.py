@@ -2,11 +2,11 @@
 
 import pytest
 
-from tests.e2e.engines import answer, engine, prompts, runtime_of
-from vllm_dymoe.config import ConfigError
+from tests.e2e.engines import answer, engine, prompts, server_of
+from vllm_dymoe.cache.store import FileStore
+from vllm_dymoe.cache.transfer import HostCache
+from vllm_dymoe.options import ConfigError
 from vllm_dymoe.quantize.packer import ExpertPacker
-from vllm_dymoe.store import FileStore
-from vllm_dymoe.transfer import HostLevel
 
 pytestmark = pytest.mark.engine
 
@@ -14,23 +14,23 @@ pytestmark = pytest.mark.engine
 def test_a_second_start_never_quantizes_again(tmp_path, monkeypatch):
     packed, put, tokens = [], ExpertPacker.put, []
     monkeypatch.setattr(ExpertPacker, "put", lambda self, *what: packed.append(what[:3]) or put(self, *what))
-    options = {"store_dir": str(tmp_path), "expert_budget": "50%", "lo": 2}
-    for host_store, kind, count in (("pinned", HostLevel, 8 * 32 * 3), ("auto", FileStore, 0)):
+    options = {"store_dir": str(tmp_path), "expert_budget": "50%", "low": 2}
+    for host_store, kind, count in (("pinned", HostCache, 8 * 32 * 3), ("auto", FileStore, 0)):
         packed.clear()
         with engine(dymoe=options | {"host_store": host_store}) as llm:
-            assert type(runtime_of(llm).store) is kind
+            assert type(server_of(llm).store) is kind
             tokens.append([a.tokens for a in answer(llm, prompts()[:4], max_tokens=16, logprobs=None)])
-            counts = runtime_of(llm).serving.counts
-            assert (counts.there > 0) is runtime_of(llm).store.mapped, "in memory a slot is the same memory"
+            counts = server_of(llm).host_planned.counts
+            assert (counts.cpu_executed > 0) is server_of(llm).store.mapped, "in memory a slot is the same memory"
             for level in (1, 2):
-                llm.sleep(level)  # what it frees is measured where slots are large (tests/runtime/test_sleep.py)
-                assert not runtime_of(llm).memory.pools
-                assert kind is FileStore or (runtime_of(llm).store.slots.nbytes == 0) is (level == 2)
+                llm.sleep(level)  # what it frees is measured where slots are large (tests/server/test_sleep.py)
+                assert not server_of(llm).cache.pools
+                assert kind is FileStore or (server_of(llm).store.slots.nbytes == 0) is (level == 2)
                 llm.wake_up()
                 if level == 2:  # which loses dense weights on a device with memory of its own
                     llm.collective_rpc("reload_weights")
                 tokens.append([a.tokens for a in answer(llm, prompts()[:4], max_tokens=16, logprobs=None)])
-                runtime_of(llm).check_integrity()
+                server_of(llm).check_integrity()
             with pytest.raises(ConfigError, match="weights cannot be replaced"):
                 llm.collective_rpc("reload_weights", kwargs={"weights_path": "/another"})
         assert len(packed) == count

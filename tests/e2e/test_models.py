@@ -9,9 +9,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.cache.store.stores import read
 from tests.e2e.architectures import ARCHITECTURES, NEMOTRON_H
 from tests.e2e.engines import (
-    WatchedSystem,
+    WatchedPolicy,
     answer,
     answers_at_budgets,
     check_first_logprobs_close,
@@ -19,22 +20,21 @@ from tests.e2e.engines import (
     gates_compared,
     random_prompts,
     resize,
-    runtime_of,
+    server_of,
     share_of_likeliest,
     small_engine,
 )
-from tests.store.stores import read
-from vllm_dymoe.config import Options
+from vllm_dymoe.cache.store import FileStore
+from vllm_dymoe.experts.format import all_keys
+from vllm_dymoe.options import Options
+from vllm_dymoe.planner.precision import Precision
+from vllm_dymoe.policies.schedule import Schedule
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.convert import convert
-from vllm_dymoe.residency.format import all_keys
-from vllm_dymoe.residency.tier import Tier
-from vllm_dymoe.store import FileStore
-from vllm_dymoe.systems.schedule import Schedule
 
 pytestmark = pytest.mark.engine
 
-BUDGETS, BOTH = ("100%", "50%", "minimum"), {"hi": 16, "lo": 4}
+BUDGETS, BOTH = ("100%", "50%", "minimum"), {"high": 16, "low": 4}
 TOKENS = 12
 
 
@@ -49,7 +49,7 @@ def its_neighbour(gate):
 
 def check_converted(llm, folder):
     """What was packed while a checkpoint loaded is what converting it writes: every byte of both versions."""
-    store, converted = runtime_of(llm).store, folder.with_name("converted")
+    store, converted = server_of(llm).store, folder.with_name("converted")
     convert(Checkpoint.open(folder), converted, Options(**BOTH))
     files = FileStore(converted)
     assert store.experts == files.experts
@@ -58,31 +58,31 @@ def check_converted(llm, folder):
     files.close()
 
 
-def check_tiers_by_load(llm):
+def check_precisions_by_load(llm):
     """MLA hands over no queries and keys, by which tokens would be weighed: every token of a prompt counts."""
-    runtime = runtime_of(llm)
+    server = server_of(llm)
     resize(llm, "100%")
     llm.collective_rpc("dymoe_precision", kwargs={"retention": 0.5})
     texts = [{"prompt_token_ids": list(tokens)} for tokens in (range(5, 35), range(90, 101))]
     answers_at_budgets(llm, ("100%", "minimum"), lambda: answer(llm, texts, max_tokens=6))
-    watched = runtime.serving.system = WatchedSystem(runtime.system)
+    watched = server.host_planned.policy = WatchedPolicy(server.policy)
     answer(llm, texts, max_tokens=6)
     read = [(routing, plan) for routing, plan in watched.seen if routing.prompt is not None]
-    assert len(read) == len(runtime.experts.layers) < len(watched.seen)
+    assert len(read) == len(server.experts.layers) < len(watched.seen)
     for routing, plan in read:
         assert torch.equal(routing.prompt.heavy, routing.prompt.rows)
-        high = {expert for expert, tier in plan.items() if tier is Tier.HI}
+        high = {expert for expert, precision in plan.items() if precision is Precision.HIGH}
         assert len(high) == Schedule(0.5).critical(routing.layer, routing.num_layers, len(plan))
         load = routing.ids.flatten().bincount().tolist()
         least, most = min((load[e] for e in high), default=99), max((load[e] for e in plan.keys() - high), default=0)
         assert least >= most
 
 
-def check_sixteen_bits(folder, served=None, system=None, more=lambda llm: None):
+def check_sixteen_bits(folder, served=None, policy=None, more=lambda llm: None):
     """vLLM's answers to the random prompts, from a folder; ours are from ``served``, the same model."""
     with small_engine(folder) as llm:
         theirs = answers(llm)
-    with small_engine(served or folder, BOTH | (system or {})) as llm:
+    with small_engine(served or folder, BOTH | (policy or {})) as llm:
         check_converted(llm, folder)
         with gates_compared(llm) as shares:
             answer(llm, random_prompts(), max_tokens=2)
@@ -110,19 +110,19 @@ def test_one_tensor_for_a_whole_layer_is_the_same_model_as_one_for_each_projecti
 
 
 def test_without_queries_and_keys_the_number_of_tokens_decides(tmp_path):
-    system = {
-        "system": "dymoe",
-        "system_options": {"retention": 1, "high_by": "depth", "heavy_share": 0.2, "reuse_high": False},
+    policy = {
+        "policy": "dymoe",
+        "policy_options": {"retention": 1, "high_by": "depth", "heavy_share": 0.2, "reuse_high": False},
     }
-    check_sixteen_bits(ARCHITECTURES["deepseek-v2"].save(tmp_path / "mla"), None, system, check_tiers_by_load)
+    check_sixteen_bits(ARCHITECTURES["deepseek-v2"].save(tmp_path / "mla"), None, policy, check_precisions_by_load)
 
 
 def test_experts_without_a_gate_agree_with_transformers_at_every_budget(tmp_path):
     """vLLM refuses Nemotron-H's layers on a CPU, since its own kernels cannot compute them there; ours can."""
     folder = NEMOTRON_H.save(tmp_path / "model")
     on_a_gpu = mock.patch("vllm.model_executor.layers.fused_moe.config.current_platform")
-    with on_a_gpu, small_engine(folder, {"hi": 16}) as llm:
-        assert not runtime_of(llm).experts.formats[16].has_gate
+    with on_a_gpu, small_engine(folder, {"high": 16}) as llm:
+        assert not server_of(llm).experts.formats[16].has_gate
         given = answers_at_budgets(llm, ("100%", "30%"), lambda: answers(llm))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     read = [prompt["prompt_token_ids"] for prompt in random_prompts()]
@@ -172,8 +172,8 @@ def test_drafts_with_experts_are_served_out_of_the_same_slots(tmp_path):
     folder = save_with_drafts(tmp_path / "model")
     want = [a.tokens for a in check_sixteen_bits(folder)]
     speculation = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}, "disable_log_stats": False}
-    with small_engine(folder, {"hi": 16}, **speculation) as llm:
-        experts, counts = runtime_of(llm).experts, []
+    with small_engine(folder, {"high": 16}, **speculation) as llm:
+        experts, counts = server_of(llm).experts, []
         assert (experts.layers, experts.draft_layers) == ((1, 2), 1)
 
         def ask():

@@ -22,56 +22,56 @@ from tests.e2e.engines import (
     next_gate_accuracy,
     prepare_rank,
     prompts,
-    runtime_of,
+    server_of,
 )
-from tests.runtime.steps import forward
-from vllm_dymoe.observe.trace import Trace
-from vllm_dymoe.systems.dymoe import Dymoe
-from vllm_dymoe.systems.exact import Exact
-from vllm_dymoe.transfer import HostLevel
+from tests.executor.steps import forward
+from vllm_dymoe.cache.transfer import HostCache
+from vllm_dymoe.policies.dymoe import Dymoe
+from vllm_dymoe.policies.exact import Exact
+from vllm_dymoe.trace.trace import Trace
 
 pytestmark = [pytest.mark.engine, needs_two_cores]
 
-OPTIONS = {"hi": 16, "lo": 4, "group_size": 32, "expert_budget": "100%"}
+OPTIONS = {"high": 16, "low": 4, "group_size": 32, "expert_budget": "100%"}
 IN_MEMORY = {"host_store": "pinned", "misses": "fetch"}
 BUDGETS = ("100%", "25%", "minimum")
-STAGED = {"system": "dymoe", "system_options": {"high_by": "depth", "retention": 0.6, "reuse_high": False}}
-SYSTEMS = {"16 bits": Exact(look_ahead=0), "4 bits": Dymoe(retention=0, look_ahead=0)}
+STAGED = {"policy": "dymoe", "policy_options": {"high_by": "depth", "retention": 0.6, "reuse_high": False}}
+POLICIES = {"16 bits": Exact(look_ahead=0), "4 bits": Dymoe(retention=0, look_ahead=0)}
 
 
-def layer_output(runtime, position):
+def layer_output(server, position):
     """One MoE layer on tokens that are the same in every process."""
-    generator = torch.Generator().manual_seed(runtime.experts.layers[position])
-    experts, hidden = runtime.experts.num_experts, runtime.experts.formats[16].hidden
+    generator = torch.Generator().manual_seed(server.experts.layers[position])
+    experts, hidden = server.experts.num_experts, server.experts.formats[16].hidden
     x = torch.randn(5, hidden, generator=generator).bfloat16()
     ids = torch.stack([torch.randperm(experts, generator=generator)[:4] for _ in range(5)]).int()
     weights = torch.rand(5, 4, generator=generator)
-    return forward(runtime, position, x, weights, ids).float()
+    return forward(server, position, x, weights, ids).float()
 
 
-def set_system(worker, system, budget):
-    from vllm_dymoe.vllm_adapter.worker import _runtime
+def set_policy(worker, policy, budget):
+    from vllm_dymoe.vllm_plugin.worker import _server
 
-    runtime = _runtime(worker)
-    runtime.serving.system = system
-    runtime.resize(runtime.minimum_budget if budget == "minimum" else budget)
-    runtime.reset_stats()
+    server = _server(worker)
+    server.host_planned.policy = policy
+    server.resize(server.minimum_budget if budget == "minimum" else budget)
+    server.reset_stats()
 
 
 def held_bytes(worker):
     """Of slots, and of experts in host memory."""
-    from vllm_dymoe.vllm_adapter.worker import _runtime
+    from vllm_dymoe.vllm_plugin.worker import _server
 
-    runtime = _runtime(worker)
-    return sum(pool.nbytes for pool in runtime.memory.pools.values()), runtime.store.slots.nbytes
+    server = _server(worker)
+    return sum(pool.nbytes for pool in server.cache.pools.values()), server.store.slots.nbytes
 
 
 def describe_rank(worker):
-    from vllm_dymoe.vllm_adapter.worker import _runtime
+    from vllm_dymoe.vllm_plugin.worker import _server
 
-    runtime = _runtime(worker)
-    store = runtime.store
-    files = store.files if isinstance(store, HostLevel) else store
+    server = _server(worker)
+    store = server.store
+    files = store.files if isinstance(store, HostCache) else store
     manifest = files.manifest
     return {
         "folder": str(files.folder),
@@ -80,7 +80,7 @@ def describe_rank(worker):
         "tensor_parallel": list(manifest.tensor_parallel),
         "layers": list(store.experts.layers),
         "num_experts": store.experts.num_experts,
-        "outputs": [layer_output(runtime, position) for position in range(len(store.experts.layers))],
+        "outputs": [layer_output(server, position) for position in range(len(store.experts.layers))],
     }
 
 
@@ -100,9 +100,9 @@ def serve_two_ranks(log, settings):
             llm.wake_up()
             result["awake"] = llm.collective_rpc(describe_rank)
             return result
-        for bits, system in SYSTEMS.items():
+        for bits, policy in POLICIES.items():
             for budget in BUDGETS:
-                llm.collective_rpc(set_system, args=(system, budget))
+                llm.collective_rpc(set_policy, args=(policy, budget))
                 result["answers"][bits, budget] = answer(llm, prompts(), max_tokens=16)
                 llm.collective_rpc("dymoe_check_integrity")
                 result["stats"][bits, budget] = llm.collective_rpc("dymoe_stats")
@@ -121,7 +121,7 @@ def serve_balanced(log):
     from tests.e2e import balanced
 
     prepare_rank(log)
-    options = OPTIONS | IN_MEMORY | {"expert_budget": "25%", "system_options": {"look_ahead": 0}}
+    options = OPTIONS | IN_MEMORY | {"expert_budget": "25%", "policy_options": {"look_ahead": 0}}
     settings = {"tensor_parallel_size": 2, "enable_expert_parallel": True, **balanced.SETTINGS}
     result = {}
     with (
@@ -147,13 +147,13 @@ def one_rank(tmp_path_factory):
     result = {}
     folder = tmp_path_factory.mktemp("one-rank")
     with engine(dymoe=OPTIONS | {"trace": {"folder": str(folder), "inputs": True}}) as llm:
-        runtime = runtime_of(llm)
-        runtime.serving.system = Dymoe(**STAGED["system_options"])
-        runtime.resize("100%")
-        result["outputs"] = [layer_output(runtime, position) for position in range(8)]
-        for bits, system in SYSTEMS.items():
-            runtime.serving.system = system
-            runtime.resize("100%")
+        server = server_of(llm)
+        server.host_planned.policy = Dymoe(**STAGED["policy_options"])
+        server.resize("100%")
+        result["outputs"] = [layer_output(server, position) for position in range(8)]
+        for bits, policy in POLICIES.items():
+            server.host_planned.policy = policy
+            server.resize("100%")
             result[bits] = answer(llm, prompts(), max_tokens=16)
             result.setdefault("trace", llm.collective_rpc("dymoe_trace"))
     return result
@@ -197,7 +197,7 @@ def test_vllm_balances_experts_and_answers_stay(one_rank, tmp_path):
         assert stats["peak_expert_bytes"] <= stats["budget_bytes"]
 
 
-@pytest.mark.parametrize("bits", SYSTEMS)
+@pytest.mark.parametrize("bits", POLICIES)
 def test_two_ranks_answer_like_one(parallel, one_rank, bits):
     answers = parallel[1]["answers"][bits, "100%"]
     check_logprobs_close(answers, one_rank[bits])

@@ -1,27 +1,27 @@
-"""The system `dymoe` through the real engine: what it decides, what it moves, and changes while requests are served."""
+"""The policy `dymoe` through the real engine: what it decides, what it moves, and changes while requests are served."""
 
 import pytest
 import torch
 from vllm import SamplingParams
 
 from tests.e2e.engines import (
-    WatchedSystem,
+    WatchedPolicy,
     answer,
     answers_at_budgets,
     engine,
     equal_share,
     prompts,
     resize,
-    runtime_of,
+    server_of,
 )
-from vllm_dymoe.residency.tier import Tier
-from vllm_dymoe.systems.schedule import Schedule
+from vllm_dymoe.planner.precision import Precision
+from vllm_dymoe.policies.schedule import Schedule
 
 pytestmark = pytest.mark.engine
 
 LAYERS, TOP_K = 8, 4
 WATCHED = {"retention": 0.75, "high_by": "depth", "heavy_share": 0.2}
-DYMOE = {"hi": 4, "lo": 2, "system": "dymoe", "system_options": WATCHED, "expert_budget": "50%"}
+DYMOE = {"high": 4, "low": 2, "policy": "dymoe", "policy_options": WATCHED, "expert_budget": "50%"}
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def _as_at_start(request):
         llm = request.getfixturevalue("llm")
         llm.reset_prefix_cache()
         resize(llm, "50%")
-        change(llm, hi=4, lo=2, **WATCHED)
+        change(llm, high=4, low=2, **WATCHED)
 
 
 def change(llm, **changes):
@@ -51,12 +51,12 @@ def stats_of(llm):
 
 
 def watch(llm):
-    runtime = runtime_of(llm)
-    runtime.serving.system = WatchedSystem(runtime.system)
-    return runtime.system.seen
+    server = server_of(llm)
+    server.host_planned.policy = WatchedPolicy(server.policy)
+    return server.policy.seen
 
 
-def test_tiers_follow_the_schedule_in_both_phases(llm):
+def test_precisions_follow_the_schedule_in_both_phases(llm):
     seen = watch(llm)
     llm.collective_rpc("dymoe_reset_stats")
     answer(llm, prompts()[:1], max_tokens=8)
@@ -66,11 +66,13 @@ def test_tiers_follow_the_schedule_in_both_phases(llm):
     assert len(read) == LAYERS
     assert len(decoded) == 7 * LAYERS
     for routing, plan in seen:
-        high = {expert for expert, tier in plan.items() if tier is Tier.HI}
+        high = {expert for expert, precision in plan.items() if precision is Precision.HIGH}
         assert len(high) == schedule.critical(routing.layer, LAYERS, len(plan))
     for routing, plan in decoded:
         weights = dict(zip(routing.ids[0].tolist(), routing.weights[0].tolist(), strict=True))
-        assert max(weights, key=weights.get) in {expert for expert, tier in plan.items() if tier is Tier.HI}
+        assert max(weights, key=weights.get) in {
+            expert for expert, precision in plan.items() if precision is Precision.HIGH
+        }
     for routing, _ in read:
         tokens = routing.weights.shape[0]
         assert routing.prompt.rows.all()
@@ -79,7 +81,8 @@ def test_tiers_follow_the_schedule_in_both_phases(llm):
     assert any(not torch.equal(heavy[0], other) for other in heavy[1:]), "each layer has its own attention"
     stats = stats_of(llm)
     assert stats["planned"] == {
-        tier: sum(list(plan.values()).count(Tier(tier)) for _, plan in seen) for tier in ("hi", "lo", "skip")
+        precision: sum(list(plan.values()).count(Precision(precision)) for _, plan in seen)
+        for precision in ("high", "low", "skipped")
     }
     assert stats["peak_expert_bytes"] <= stats["budget_bytes"]
 
@@ -96,20 +99,20 @@ def test_steps_of_many_requests_mix_both_phases(llm):
         "decode" if routing.prompt is None else "mixed" if routing.prompt.mixed else "prompts" for routing, _ in seen
     }
     assert kinds == {"decode", "mixed", "prompts"}
-    runtime_of(llm).check_integrity()
+    server_of(llm).check_integrity()
 
 
 def test_precision_changes_while_requests_are_served(llm):
-    runtime, requests = runtime_of(llm), llm.llm_engine
-    limit = runtime.budget.limit
+    server, requests = server_of(llm), llm.llm_engine
+    limit = server.budget.limit
     for number, changes in enumerate(
         (
             {"retention": 1.0},
             {"retention": 0.75},
             {"retention": 0.5},
-            {"lo": 0},
-            {"hi": 2, "lo": 0, "retention": 1.0},
-            {"hi": 4, "lo": 2},
+            {"low": 0},
+            {"high": 2, "low": 0, "retention": 1.0},
+            {"high": 4, "low": 2},
         )
     ):
         requests.add_request(f"{number}", prompts()[0], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
@@ -124,26 +127,26 @@ def test_precision_changes_while_requests_are_served(llm):
         assert stats["budget_bytes"] == limit
         assert stats["peak_expert_bytes"] <= limit
         planned = stats["planned"]
-        assert (planned["hi"] > 0, planned["lo"] > 0, planned["skip"] > 0) == (
+        assert (planned["high"] > 0, planned["low"] > 0, planned["skipped"] > 0) == (
             True,
-            now["lo"] > 0 and now["system_options"]["retention"] < 1,
-            now["lo"] == 0 and now["system_options"]["retention"] < 1,
+            now["low"] > 0 and now["policy_options"]["retention"] < 1,
+            now["low"] == 0 and now["policy_options"]["retention"] < 1,
         )
-        formats, slots = runtime.experts.formats, stats["slots"]
-        assert slots["hi"] * formats[now["hi"]].nbytes + slots.get("lo", 0) * formats[2].nbytes <= limit
-        assert stats["hits"] + stats["misses"] == planned["hi"] + planned["lo"], "what is skipped asks for no bytes"
-        runtime.check_integrity()
+        formats, slots = server.experts.formats, stats["slots"]
+        assert slots["high"] * formats[now["high"]].nbytes + slots.get("low", 0) * formats[2].nbytes <= limit
+        assert stats["hits"] + stats["misses"] == planned["high"] + planned["low"], "what is skipped asks for no bytes"
+        server.check_integrity()
 
 
 def test_four_bits_are_the_same_at_every_budget_and_two_bits_still_speak(llm):
     change(llm, retention=1.0)
     high = answers_at_budgets(llm, ("100%", "25%", "minimum"), lambda: answer(llm, prompts()[:8]))
     change(llm, retention=0)
-    runtime = runtime_of(llm)
-    runtime.resize("25%")
-    runtime.reset_stats()
-    low, stats = answer(llm, prompts()[:4]), runtime.stats()
-    assert stats.bytes_moved["demand"] == (stats.misses - stats.there) * runtime.experts.formats[2].nbytes
+    server = server_of(llm)
+    server.resize("25%")
+    server.reset_stats()
+    low, stats = answer(llm, prompts()[:4]), server.stats()
+    assert stats.bytes_moved["demand"] == (stats.misses - stats.cpu_executed) * server.experts.formats[2].nbytes
     likely = sum(t in position for a in low for t, position in zip(a.tokens, a.logprobs, strict=True))
     assert likely == 4 * 32
     assert equal_share(low, high[:4]) < 1

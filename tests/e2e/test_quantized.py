@@ -1,7 +1,7 @@
 """Checkpoints that are quantized already, through the real engine.
 
-The bytes of the high tier are the checkpoint's, so are the dense layers' numbers, and the answers are those of vLLM
-with the dequantized weights.
+The bytes of the high precision are the checkpoint's, so are the dense layers' numbers, and the answers are those of
+vLLM with the dequantized weights.
 """
 
 import pytest
@@ -15,15 +15,15 @@ from tests.e2e.engines import (
     check_logprobs_close,
     equal_share,
     random_prompts,
-    runtime_of,
+    server_of,
     share_of_likeliest,
     small_engine,
 )
 from tests.e2e.make_checkpoints import FOLDER
 from tests.e2e.quantized import check_store, dequantize_checkpoint, write
 from tests.quantize.readers.kinds import INTEGERS
-from vllm_dymoe.config import Options
 from vllm_dymoe.kernels import native
+from vllm_dymoe.options import Options
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.convert import convert
 
@@ -58,18 +58,18 @@ def test_a_quantized_checkpoint_is_served_with_its_own_numbers(tmp_path, kind, m
         experts = write(ARCHITECTURES[model], kind, tmp_path, dense=integers)
     with small_engine(tmp_path / "plain") as llm:
         want = answers(llm)
-    with small_engine(tmp_path / "quantized", {"lo": 2, "expert_budget": "50%"}) as llm:
-        runtime = runtime_of(llm)
-        check_store(runtime.store, experts)
+    with small_engine(tmp_path / "quantized", {"low": 2, "expert_budget": "50%"}) as llm:
+        server = server_of(llm)
+        check_store(server.store, experts)
         got = answers_at_budgets(llm, ("100%", "30%"), lambda: answers(llm))
         if integers:
-            assert (runtime.options.stored_bits, runtime.options.group_size) == ((4, 2), 32)
-            assert runtime.store.manifest.quantizer == f"{kind} checkpoint"  # the low version lies inside its codes
+            assert (server.options.stored_bits, server.options.group_size) == ((4, 2), 32)
+            assert server.store.manifest.quantizer == f"{kind} checkpoint"  # the low version lies inside its codes
             assert "UnquantizedLinearMethod" not in llm.collective_rpc(dense_methods)[0]
     check_logprobs_close(got, want)
     assert equal_share(got, want) > 0.8
     if kind == "awq":
-        convert(Checkpoint.open(tmp_path / "quantized"), tmp_path / "ours", Options(hi=4, lo=2, group_size=32))
+        convert(Checkpoint.open(tmp_path / "quantized"), tmp_path / "ours", Options(high=4, low=2, group_size=32))
         with small_engine(tmp_path / "ours", {"expert_budget": "25%"}) as llm:
             assert [a.tokens for a in answers(llm)] == [a.tokens for a in got]
             assert "UnquantizedLinearMethod" not in llm.collective_rpc(dense_methods)[0]
@@ -78,11 +78,11 @@ def test_a_quantized_checkpoint_is_served_with_its_own_numbers(tmp_path, kind, m
 def test_experts_in_the_order_of_their_activations_are_served_beside_dense_layers_of_16_bits(tmp_path):
     """Beside transformers with the dequantized weights, in float32 and over the same tokens."""
     experts = write(ARCHITECTURES["qwen3-moe"], "gptq-ordered", tmp_path)
-    with small_engine(tmp_path / "quantized", {"lo": 2, "expert_budget": "50%"}) as llm:
-        got, runtime = answers(llm), runtime_of(llm)
-        runtime.check_integrity()
-        assert all(fmt.act_order for fmt in runtime.experts.formats.values())
-        check_store(runtime.store, experts)
+    with small_engine(tmp_path / "quantized", {"low": 2, "expert_budget": "50%"}) as llm:
+        got, server = answers(llm), server_of(llm)
+        server.check_integrity()
+        assert all(fmt.act_order for fmt in server.experts.formats.values())
+        check_store(server.store, experts)
         assert llm.collective_rpc(dense_methods)[0] == {"UnquantizedLinearMethod"}
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
     read = [prompt["prompt_token_ids"] for prompt in random_prompts()]

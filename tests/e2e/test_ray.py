@@ -20,7 +20,7 @@ from tests.e2e.engines import (
 pytest.importorskip("ray", reason="ray is not installed (pip install ray), which starts these ranks")
 pytestmark = [pytest.mark.engine, needs_two_cores]
 
-OPTIONS = {"hi": 16, "expert_budget": "25%", "system_options": {"look_ahead": 0}}
+OPTIONS = {"high": 16, "expert_budget": "25%", "policy_options": {"look_ahead": 0}}
 TOKENS = 12
 
 

@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.engines import MODEL, prompts
 from tests.e2e.test_faults import cut, damaged
-from vllm_dymoe.store import Manifest
-from vllm_dymoe.store.files import file_name
+from vllm_dymoe.cache.store import Manifest
+from vllm_dymoe.cache.store.files import file_name
 
 pytestmark = pytest.mark.engine
 
@@ -39,7 +39,7 @@ def run_until_it_ends(command, **environment):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints") / "tiny-4bit"
-    done = run_until_it_ends([BIN / "vllm-dymoe", "quantize", MODEL, "-o", folder, "--hi", "4", "--lo", "2"])
+    done = run_until_it_ends([BIN / "vllm-dymoe", "quantize", MODEL, "-o", folder, "--high", "4", "--low", "2"])
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -79,7 +79,7 @@ class Server:
 @pytest.fixture(scope="module")
 def server(checkpoint, tmp_path_factory):
     """No --quantization: the checkpoint says what it is. Every expert is high, until a test wants less."""
-    policy = {"system": "dymoe", "system_options": {"retention": 1, "look_ahead": 0}}
+    policy = {"policy": "dymoe", "policy_options": {"retention": 1, "look_ahead": 0}}
     options = json.dumps({"dymoe": {"expert_budget": "25%"} | policy})
     server = Server(checkpoint, tmp_path_factory.mktemp("server") / "log", "--additional-config", options)
     server.wait_until_ready()
@@ -100,7 +100,7 @@ def complete(client, prompt, **options):
 def test_one_loud_line_says_what_is_active(server, checkpoint):
     lines = [line for line in server.log.read_text().splitlines() if "is active" in line]
     assert len(lines) == 1
-    for part in ("8 MoE layers x 32 experts", "hi = 4 bits", "64 slots", "budget", "system dymoe", str(checkpoint)):
+    for part in ("8 MoE layers x 32 experts", "high = 4 bits", "64 slots", "budget", "policy dymoe", str(checkpoint)):
         assert part in lines[0], part
 
 
@@ -127,7 +127,7 @@ def test_statistics_and_live_resizing(client, server):
     assert stats["hits"] > 0
     assert stats["bytes_moved"]["demand"] > 0
     assert stats["peak_expert_bytes"] <= stats["budget_bytes"]
-    assert rpc(server, "dymoe_resize", "50%")[0]["slots"]["hi"] == 128
+    assert rpc(server, "dymoe_resize", "50%")[0]["slots"]["high"] == 128
     assert complete(client, prompts()[1], max_tokens=24).choices[0].text == before
     rpc(server, "dymoe_check_integrity")
 
@@ -176,28 +176,28 @@ def test_a_client_changes_precision_over_http(client, server):
 
     before = complete(client, prompts()[1]).choices[0].text
     (rank,) = client.get("/dymoe/precision", cast_to=object)["ranks"]
-    assert (rank["hi"], rank["lo"], rank["system_options"]) == (4, 2, {"retention": 1, "look_ahead": 0})
-    assert planned(client, server)["lo"] == 0
+    assert (rank["high"], rank["low"], rank["policy_options"]) == (4, 2, {"retention": 1, "look_ahead": 0})
+    assert planned(client, server)["low"] == 0
     try:
         stream = complete(client, prompts()[2], max_tokens=200, stream=True, extra_body={"ignore_eos": True})
         next(stream)
         rpc(server, "dymoe_reset_stats")
-        assert change(retention=0.5)["system_options"] == {"retention": 0.5, "look_ahead": 0}
+        assert change(retention=0.5)["policy_options"] == {"retention": 0.5, "look_ahead": 0}
         assert sum(1 for _ in stream) > 100, "the answer went on"
         counts = rpc(server, "dymoe_stats")[0]["planned"]
-        assert counts["lo"] > 0, "and did so with less precision"
-        assert change(lo=0)["lo"] == 0
+        assert counts["low"] > 0, "and did so with less precision"
+        assert change(low=0)["low"] == 0
         counts = planned(client, server)
-        assert counts["skip"] > 0
-        assert counts["lo"] == 0
+        assert counts["skipped"] > 0
+        assert counts["low"] == 0
         with pytest.raises(openai.BadRequestError, match="vllm-dymoe: the precision stays as it was"):
             change(retention=2)
-        with pytest.raises(openai.BadRequestError, match="vllm-dymoe: hi cannot become 16 bits"):
-            change(hi=16)
+        with pytest.raises(openai.BadRequestError, match="vllm-dymoe: high cannot become 16 bits"):
+            change(high=16)
         (rank,) = client.get("/dymoe/precision", cast_to=object)["ranks"]
-        assert (rank["lo"], rank["system_options"]) == (0, {"retention": 0.5, "look_ahead": 0})
+        assert (rank["low"], rank["policy_options"]) == (0, {"retention": 0.5, "look_ahead": 0})
     finally:
-        change(retention=1, lo=2)
+        change(retention=1, low=2)
     assert complete(client, prompts()[1]).choices[0].text == before
     rpc(server, "dymoe_check_integrity")
 
@@ -239,8 +239,8 @@ def test_metrics_say_what_the_workers_count(client, server, checkpoint):
     assert moved == stats["bytes_moved"]["demand"] - counted["bytes_moved"]["demand"]
     assert moved == grown["vllm_dymoe_misses_total",] * Manifest.read(checkpoint).experts.formats[4].whole_nbytes
     assert after["vllm_dymoe_budget_bytes",] == stats["budget_bytes"]
-    assert after["vllm_dymoe_resident_experts", "hi"] == stats["resident_experts"]["hi"]
-    assert 0 < after["vllm_dymoe_resident_experts", "hi"] <= after["vllm_dymoe_slots", "hi"] == 64
+    assert after["vllm_dymoe_resident_experts", "high"] == stats["resident_experts"]["high"]
+    assert 0 < after["vllm_dymoe_resident_experts", "high"] <= after["vllm_dymoe_slots", "high"] == 64
 
 
 def test_a_mistake_ends_the_start_with_one_sentence(checkpoint):

@@ -16,7 +16,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.e2e.engines import engine, in_own_process, prompts, runtime_of
+from tests.e2e.engines import engine, in_own_process, prompts, server_of
 from tests.support.patience import becomes
 
 REQUESTS = int(os.environ.pop("DYMOE_TEST_SOAK", "400"))
@@ -59,9 +59,9 @@ class Account:
     resident: int
 
     @classmethod
-    def take(cls, runtime):
-        becomes(lambda: not runtime.engine._queue._pending, 5)  # what others have run a thread takes out in its turn
-        runtime.kernel._kept.clear()  # as large as the largest step so far, up to a bound
+    def take(cls, server):
+        becomes(lambda: not server.engine._queue._pending, 5)  # what others have run a thread takes out in its turn
+        server.kernel._kept.clear()  # as large as the largest step so far, up to a bound
         gc.collect()
         tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
         return cls(
@@ -76,14 +76,14 @@ class Account:
 
 
 @contextlib.contextmanager
-def held_by(runtime):
+def held_by(server):
     """Bytes that experts hold while steps run, sampled from outside of them each 2 ms."""
     samples, over = [], threading.Event()
 
     def watch():
         while not over.wait(0.002):
-            slots = sum(pool.slots[0].blob.untyped_storage().nbytes() for pool in runtime.memory.pools.values())
-            samples.append(slots + runtime.kernel.workspace_bytes)
+            slots = sum(pool.slots[0].packed.untyped_storage().nbytes() for pool in server.cache.pools.values())
+            samples.append(slots + server.kernel.workspace_bytes)
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
@@ -134,34 +134,34 @@ class Traffic:
 
 def test_a_soak_leaves_everything_accounted_for():
     alone = in_own_process(growth_of_vllm_alone, REQUESTS, timeout=300 + REQUESTS)
-    options = {"hi": 4, "expert_budget": "20%", "misses": "fetch"}
+    options = {"high": 4, "expert_budget": "20%", "misses": "fetch"}
     with engine(dymoe=options, **SETTINGS) as llm:
-        runtime = runtime_of(llm)
+        server = server_of(llm)
         traffic = Traffic(llm)
         traffic.run(WARM_UP)  # what is made once, such as threads of libraries and their caches
-        before = Account.take(runtime)
-        with held_by(runtime) as samples:
+        before = Account.take(server)
+        with held_by(server) as samples:
             traffic.run(REQUESTS)
-        after = Account.take(runtime)
+        after = Account.take(server)
 
-        runtime.check_integrity()
+        server.check_integrity()
         assert traffic.finished + traffic.aborted == WARM_UP + REQUESTS
         assert traffic.aborted > REQUESTS // 50
         assert traffic.finished > REQUESTS // 2
         assert traffic.most_at_once >= 8, "requests never waited for each other"
 
-        for pool in runtime.memory.pools.values():
+        for pool in server.cache.pools.values():
             assert len({slot.index for slot in pool.slots}) == pool.count
-        assert all(ticket.ended for _, _, ticket in runtime.engine._queue._pending), "a ticket is still open"
+        assert all(ticket.ended for _, _, ticket in server.engine._queue._pending), "a ticket is still open"
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         assert not scheduler.running
         assert not scheduler.waiting
 
-        stats = runtime.stats()
+        stats = server.stats()
         assert stats.misses == stats.transfers["demand"]
         assert stats.failed_transfers == 0
         assert len(samples) > 100
-        assert 0 < max(samples) <= runtime.budget.limit
+        assert 0 < max(samples) <= server.budget.limit
         samples.clear()
         assert stats.peak_expert_bytes <= stats.budget_bytes
 

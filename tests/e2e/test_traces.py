@@ -4,12 +4,12 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.e2e.engines import MODEL, engine, next_gate_accuracy, prompts, runtime_of
+from tests.e2e.engines import MODEL, engine, next_gate_accuracy, prompts, server_of
 from vllm_dymoe import record_trace
-from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.quantize.checkpoint import Checkpoint
-from vllm_dymoe.vllm_adapter import offline
-from vllm_dymoe.vllm_adapter.observers import Observer
+from vllm_dymoe.trace.trace import Trace
+from vllm_dymoe.vllm_plugin import offline
+from vllm_dymoe.vllm_plugin.observers import Observer
 
 pytestmark = pytest.mark.engine
 
@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def llm(folder):
     # Prompts longer than a step may be, and a cache that is too small for all requests at once.
-    options = {"hi": 4, "trace": {"folder": str(folder), "inputs": True}}
+    options = {"high": 4, "trace": {"folder": str(folder), "inputs": True}}
     settings = {"max_num_batched_tokens": 48, "enable_prefix_caching": True}
     with engine(dymoe=options, **settings) as llm:
         yield llm
@@ -33,14 +33,14 @@ def llm(folder):
 class Watched(Observer):
     """Hears what a trace hears, and keeps it in the order in which it comes."""
 
-    needs_fates = True
+    needs_actions = True
 
     def __init__(self):
         self.layers = []
 
     def see(self, routing):
         self.layers.append(
-            (routing.layer, routing.x.clone(), routing.weights.clone(), routing.ids.clone(), routing.fates)
+            (routing.layer, routing.x.clone(), routing.weights.clone(), routing.ids.clone(), routing.actions)
         )
 
 
@@ -74,11 +74,11 @@ def test_everything_is_recorded_of_requests_in_chunks_and_side_by_side(llm, fold
     # What the routers chose, layer by layer: rows behind a step's tokens are padding, and there is none on a CPU.
     for layer in range(LAYERS):
         heard = [of_layer for at, *of_layer in watched.layers if at == layer]
-        inputs, weights, ids, fates = (torch.cat(parts) for parts in zip(*heard, strict=True))
+        inputs, weights, ids, actions = (torch.cat(parts) for parts in zip(*heard, strict=True))
         assert torch.equal(trace.router_inputs[:, layer], inputs.half())
         assert torch.equal(trace.weights[:, layer], weights.half())
         assert torch.equal(trace.experts[:, layer], ids.byte())
-        assert torch.equal(trace.fates[:, layer], fates)
+        assert torch.equal(trace.actions[:, layer], actions)
 
     # Every token of every request once, but the last, which is never computed.
     of_requests = list(trace.by_request())
@@ -148,7 +148,7 @@ def test_what_the_prefix_cache_has_is_not_computed_and_preempted_requests_are(ll
     (rows,) = trace.by_request()
     assert trace.position[rows].tolist() == list(range(length))
     assert trace.prefill[rows].sum() == len(output.prompt_token_ids)
-    runtime_of(llm).check_integrity()
+    server_of(llm).check_integrity()
 
 
 def test_prompts_are_recorded(llm, folder, monkeypatch):
@@ -157,13 +157,13 @@ def test_prompts_are_recorded(llm, folder, monkeypatch):
     monkeypatch.setattr(offline, "LLM", lambda **settings: started.append(settings) or llm)
     texts = [prompts()[0], prompts()[6], prompts()[2]]
     llm.reset_prefix_cache()
-    report = record_trace(MODEL, texts, folder, max_tokens=5, options={"hi": 4}, engine={"max_model_len": 512})
+    report = record_trace(MODEL, texts, folder, max_tokens=5, options={"high": 4}, engine={"max_model_len": 512})
     trace = {"folder": str(folder), "limit": "256MiB", "inputs": False}
     assert started == [
         {
             "model": MODEL,
             "quantization": "dymoe",
-            "additional_config": {"dymoe": {"hi": 4, "trace": trace}},
+            "additional_config": {"dymoe": {"high": 4, "trace": trace}},
             "enable_prefix_caching": False,
             "max_model_len": 512,
         }

@@ -8,7 +8,7 @@ def plant(name):
 
 def _reused_slot():
     """Half of an expert stays what was in its slot before."""
-    from vllm_dymoe.transfer.cuda import CudaStreams
+    from vllm_dymoe.cache.transfer.cuda import CudaStreams
 
     copy, written = CudaStreams.copy, set()
 
@@ -22,16 +22,16 @@ def _reused_slot():
 
 def _old_input():
     """A graph reads what it was captured with, and nothing is written there."""
-    from parts.decided import DecidedSteps
+    from parts.decided import DevicePlannedSteps
 
-    DecidedSteps.step = lambda self, x: (self._replay(), self._seen)[1]
+    DevicePlannedSteps.step = lambda self, x: (self._replay(), self._seen)[1]
 
 
 def _no_fetches():
     """A budget that is none: everything is resident before the first step, so that equal bits say nothing."""
-    from vllm_dymoe.runtime import MoERuntime
+    from vllm_dymoe.server import ExpertServer
 
-    MoERuntime.stats = lambda self, stats=MoERuntime.stats: _without_misses(stats(self))
+    ExpertServer.stats = lambda self, stats=ExpertServer.stats: _without_misses(stats(self))
 
 
 def _without_misses(stats):

@@ -3,9 +3,9 @@
     python tests/kernels/gpu_at_true_sizes.py speeds|layers FILE [few]
 
 The host is in place of the card, memory is mapped and not written, and what is left is the host's own work: FILE gets
-what the part found, and the times of "runtime, ..." and of prompts that the device decides are the host's for a layer.
+what the part found, and the times of "server, ..." and of prompts that the device plans are the host's for a layer.
 Numbers of the device mean nothing. With `few` a model has few experts, of true size: views of a thousand slots for each
-of twenty runtimes are what takes minutes, but the host's times are those for 128.
+of twenty servers are what takes minutes, but the host's times are those for 128.
 """
 
 import sys
@@ -31,9 +31,9 @@ from parts import speeds, stack  # noqa: E402
 from record import Recorder  # noqa: E402
 
 from tests.support.memory_writer import MemoryStore  # noqa: E402
-from vllm_dymoe.kernels.triton import wide_step  # noqa: E402
-from vllm_dymoe.runtime import host_side  # noqa: E402
-from vllm_dymoe.runtime.wide_path import WidePath  # noqa: E402
+from vllm_dymoe.executor import cpu_execution
+from vllm_dymoe.executor.large_batch import LargeBatches  # noqa: E402
+from vllm_dymoe.kernels.triton import large_batch_step
 
 LARGE = 1 << 16
 """Elements of a tensor whose contents are left as they are."""
@@ -64,9 +64,9 @@ def timed(method):
     return call
 
 
-def runtime(*arguments, **named):
+def server(*arguments, **named):
     made = MAKE(*arguments, **named)
-    made.serving.forward = timed(made.serving.forward)
+    made.host_planned.forward = timed(made.host_planned.forward)
     return made
 
 
@@ -82,12 +82,12 @@ speeds.pinned_store = lambda model, bits: MemoryStore(model.at(bits))
 kernel_speeds.TOKENS = kernel_speeds.TOKENS[::3]
 if "few" in sys.argv:
     speeds.MODEL = replace(speeds.MODEL, layers=2, experts=16)
-host_side.measure = partial(host_side.measure, seconds=0.0)
+cpu_execution.measure = partial(cpu_execution.measure, seconds=0.0)
 speeds.STEPS, speeds.WARM = {phase: (tokens, 4) for phase, (tokens, _) in speeds.STEPS.items()}, 8
-WidePath.forward = timed(WidePath.forward)
-wide_step.combine = lambda out, weights, ids: out.new_empty(len(ids), out.shape[1])  # a launch
+LargeBatches.forward = timed(LargeBatches.forward)
+large_batch_step.combine = lambda out, weights, ids: out.new_empty(len(ids), out.shape[1])  # a launch
 speeds.same_bits = lambda one, other: True
-MAKE, stack.Stack.runtime = stack.Stack.runtime, runtime
+MAKE, stack.Stack.server = stack.Stack.server, server
 
 if __name__ == "__main__":
     recorder = OfTheHost(Path(sys.argv[2]))

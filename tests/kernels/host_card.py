@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from tests.kernels.on_the_host import OnTheHost
 from tests.support.launches import Launch, tensors
-from vllm_dymoe.runtime.device_memory import CudaMemory
+from vllm_dymoe.cache.device_memory import CudaMemory
 
 
 class Event:
@@ -116,7 +116,7 @@ def _synchronize(device: Any = None) -> None:
 
 
 _PROPERTIES = SimpleNamespace(L2_cache_size=0, pci_domain_id=0, pci_bus_id=0, pci_device_id=0)
-_RUNTIME = SimpleNamespace(cudaHostRegister=lambda *arguments: 0, cudaHostUnregister=lambda *arguments: 0)
+_SERVER = SimpleNamespace(cudaHostRegister=lambda *arguments: 0, cudaHostUnregister=lambda *arguments: 0)
 
 
 def _captured_launches() -> None:
@@ -154,7 +154,7 @@ CARD = {
     "set_device": lambda device: None,
     "current_stream": lambda *device: Stream(),
     "current_device": lambda: 0,
-    "cudart": lambda: _RUNTIME,
+    "cudart": lambda: _SERVER,
     "Stream": Stream,
     "stream": on_stream,
     "graph": graph,

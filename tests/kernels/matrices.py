@@ -7,10 +7,10 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from benchmarks.gpu.experts import ExpertWork, random_packed
+from vllm_dymoe.experts.encoding import CODEBOOKS, NESTED, PLAIN, STEPS, UPPER_HALVES, Encoding, encoding_of
+from vllm_dymoe.experts.format import ExpertFormat
+from vllm_dymoe.experts.matrix import PackedMatrix
 from vllm_dymoe.kernels import Activation, Curve, expert_reference, pack, unpack
-from vllm_dymoe.residency.code import CODEBOOKS, NESTED, PLAIN, STEPS, UPPER_HALVES, Code, code_of
-from vllm_dymoe.residency.format import Format
-from vllm_dymoe.residency.matrix import PackedMatrix
 
 ACTIVATIONS = (
     Activation.SILU,
@@ -58,12 +58,12 @@ def check_mix(compute, work_of, x, experts, chosen, activation, tolerance):
         # A square of what random weights give may be more than the type has numbers for: not the kernel's doing.
         assume(not rows or want.abs().max() < torch.finfo(x.dtype).max)
         error = (out[rows, i].double() - want).norm() / want.norm()
-        assert not rows or error < tolerance, expert.up.format.code.name
+        assert not rows or error < tolerance, expert.up.format.encoding.name
         assert bool(out[[t for t in range(tokens) if t not in rows], i].isnan().all()), "rows of no pair were written"
 
 
 def in_one_section(packed: PackedMatrix) -> PackedMatrix:
-    format = replace(packed.format, code=code_of(packed.format.bits))
+    format = replace(packed.format, encoding=encoding_of(packed.format.bits))
     section = torch.empty(format.nbytes, dtype=torch.uint8)
     scales, zeros = packed.scales_zeros[:, : format.rows].permute(2, 1, 0)
     order = None if packed.order is None else packed.order.long()
@@ -89,7 +89,7 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class Expert:
+class PackedExpert:
     """Three matrices that fit together."""
 
     gate: PackedMatrix
@@ -104,7 +104,7 @@ class Expert:
 def random_expert(
     hidden,
     intermediate,
-    code,
+    encoding,
     group_size=32,
     dtype=torch.bfloat16,
     seed=0,
@@ -113,9 +113,9 @@ def random_expert(
     steps=False,
     act_order=False,
     gate=True,
-) -> Expert:
+) -> PackedExpert:
     """An expert of [hidden] -> [intermediate] -> [hidden], of a code or so many bits; an order is of integers only."""
-    code = code if isinstance(code, Code) else code_of(code)
-    act_order = act_order and code.bits < 16 and not (code.floats or code.lattice)
-    formats = Format(hidden, intermediate, code, group_size, dtype, bias, steps, act_order, gate).matrices
-    return Expert(*(random_packed(format, seed + number) for number, format in enumerate(formats)))
+    encoding = encoding if isinstance(encoding, Encoding) else encoding_of(encoding)
+    act_order = act_order and encoding.bits < 16 and not (encoding.floats or encoding.lattice)
+    formats = ExpertFormat(hidden, intermediate, encoding, group_size, dtype, bias, steps, act_order, gate).matrices
+    return PackedExpert(*(random_packed(format, seed + number) for number, format in enumerate(formats)))

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from benchmarks.gpu.experts import section_offsets, table_of_blobs
+from benchmarks.gpu.experts import section_offsets, table_of_slices
 from tests.kernels.matrices import random_packed
 from vllm_dymoe.kernels import Activation, expert_reference
 from vllm_dymoe.kernels.triton import (
@@ -75,25 +75,25 @@ some_widths = st.sets(st.sampled_from([8, 4, 2])).map(frozenset)
 
 
 class Experts:
-    """Random experts of one shape, one blob each, the bits of each, and what they should compute."""
+    """Random experts of one shape, one packed expert each, the bits of each, and what they should compute."""
 
     def __init__(self, shape, bits, seed=0):
         self.shape, self.bits = shape, list(bits)
-        self.matrices, self.blobs, self.fine = [], [], []
+        self.matrices, self.slices, self.residual = [], [], []
         for number, width in enumerate(self.bits):
             formats = shape.formats(width)
             three = [random_packed(fmt, seed + 3 * number + i) for i, fmt in enumerate(formats)]
             self.matrices.append(three)
-            self.blobs.append(_joined([packed.weight for packed in three]))
-            self.fine.append(_joined([packed.fine for packed in three if packed.fine is not None]))
+            self.slices.append(_joined([packed.weight for packed in three]))
+            self.residual.append(_joined([packed.residual for packed in three if packed.residual is not None]))
             first = formats[2].base if formats[2].nested else formats[2]
-            assert section_offsets(shape, width)[2] + first.nbytes == self.blobs[-1].numel()
-            assert self.blobs[-1].data_ptr() % 16 == 0
+            assert section_offsets(shape, width)[2] + first.nbytes == self.slices[-1].numel()
+            assert self.slices[-1].data_ptr() % 16 == 0
 
-    def table(self, destinations=None, fine_destinations=None):
-        starts = [blob.data_ptr() for blob in self.blobs]
-        fine = [blob.data_ptr() for blob in self.fine] if self.shape.nested else None
-        return table_of_blobs(self.shape, starts, self.bits, DEVICE, destinations, fine, fine_destinations)
+    def table(self, destinations=None, residual_destinations=None):
+        starts = [packed.data_ptr() for packed in self.slices]
+        residual = [packed.data_ptr() for packed in self.residual] if self.shape.nested else None
+        return table_of_slices(self.shape, starts, self.bits, DEVICE, destinations, residual, residual_destinations)
 
     def reference(self, expert, x, activation):
         return expert_reference(x.cpu(), *self.matrices[expert], activation)
@@ -140,12 +140,12 @@ def sections_at_the_edge(experts, copies):
         return [section.data_ptr() for section in copies[-3:]]
 
     rows = torch.tensor([addresses([packed.weight for packed in matrices]) for matrices in experts.matrices])
-    fine = None
+    residual = None
     if experts.shape.nested:
-        parts = [[packed.fine for packed in matrices] for matrices in experts.matrices]
-        fine = torch.tensor([[0] * 3 if three[0] is None else addresses(three) for three in parts])
+        parts = [[packed.residual for packed in matrices] for matrices in experts.matrices]
+        residual = torch.tensor([[0] * 3 if three[0] is None else addresses(three) for three in parts])
     bits = torch.tensor([[width] * 3 for width in experts.bits], dtype=torch.int32)
-    return ExpertTable(experts.shape, frozenset(experts.bits), rows, bits, fine=fine)
+    return ExpertTable(experts.shape, frozenset(experts.bits), rows, bits, residual=residual)
 
 
 def run_backwards(monkeypatch):

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_dymoe.experts.encoding import CODEBOOKS, FP8, MXFP4, NVFP4
+from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels import dequantize, pack_floats, unpack
-from vllm_dymoe.residency.code import CODEBOOKS, FP8, MXFP4, NVFP4
-from vllm_dymoe.residency.matrix import MatrixFormat
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # OCP Microscaling Formats 1.0, table 5
 BOOKS = list(CODEBOOKS.values())
@@ -76,6 +76,6 @@ def test_an_expert_takes_the_bits_that_are_published(book, bits):
     ],
 )
 def test_formats_that_do_not_exist(arguments, sentence):
-    sizes = {"rows": 64, "columns": 64, "code": MXFP4, "group_size": 32, "dtype": torch.bfloat16}
+    sizes = {"rows": 64, "columns": 64, "encoding": MXFP4, "group_size": 32, "dtype": torch.bfloat16}
     with pytest.raises(ValueError, match=sentence):
         MatrixFormat(**sizes | arguments)

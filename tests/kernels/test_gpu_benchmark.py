@@ -123,7 +123,7 @@ def test_a_row_of_another_source_or_tile_is_stale(compile_table, variants, monke
 
 def test_problems_are_found(compile_table):
     good = {
-        "triton": "3.8.0", "architecture": 120, "kernel": "down", "shape": "64x64", "tiers": "4", "note": "",
+        "triton": "3.8.0", "architecture": 120, "kernel": "down", "shape": "64x64", "precisions": "4", "note": "",
         "registers": 1, "spill_bytes": 0, "shared_bytes": 99 * 1024, "tensor_cores": "", "barriers_in_loops": 0,
         "instructions": 1,
     }  # fmt: skip
@@ -146,12 +146,12 @@ def test_problems_are_found(compile_table):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "kernel", "tiers", "note"),
+    ("architecture", "kernel", "precisions", "note"),
     [(90, "gate_up", "4", ""), (90, "down", "16", ""), (90, "grouped_down", "4", "m 128"),
      (90, "grouped_gate_up", "2", "m 128")],
 )  # fmt: skip
-def test_some_variants_compile_as_the_table_says(compile_table, variants, architecture, kernel, tiers, note):
-    wanted = (architecture, kernel, "2048x768", tiers, note)
+def test_some_variants_compile_as_the_table_says(compile_table, variants, architecture, kernel, precisions, note):
+    wanted = (architecture, kernel, "2048x768", precisions, note)
     (variant,) = (variant for variant in variants.variants(architecture) if variant.key == wanted)
     row = compile_table.compile_row(variant)
     assert compile_table.problems(row) == []

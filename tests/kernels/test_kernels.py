@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.gpu.experts import compute_experts
-from tests.kernels.matrices import ACTIVATIONS, KINDS, MIXED, Expert, check_mix, in_one_section, random_expert
+from tests.kernels.matrices import ACTIVATIONS, KINDS, MIXED, PackedExpert, check_mix, in_one_section, random_expert
+from vllm_dymoe.experts.encoding import LATTICES, NESTED, encoding_of
+from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels import Activation, CpuKernel, combine, expert_reference, make_kernel, native
 from vllm_dymoe.kernels.cpu import MINIMUM_WORKSPACE_BYTES
-from vllm_dymoe.residency.code import LATTICES, NESTED, code_of
-from vllm_dymoe.residency.matrix import MatrixFormat
 
 # Two roundings of the inner activation, one of the result: 8 bits of mantissa in bf16, 11 in fp16.
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -60,12 +60,12 @@ def test_every_kernel_agrees_with_the_reference(kernel, codes, tokens, activatio
     """Any mix of codes in one call; those of a lattice, whose inputs are rotated, among themselves."""
     made, dtype = KERNELS[kernel](), sizes["dtype"]
     rest = sizes | {"act_order": act_order, "gate": activation.has_gate}
-    experts = [random_expert(code=code, seed=seed + i, **rest) for i, code in enumerate(codes)]
+    experts = [random_expert(encoding=encoding, seed=seed + i, **rest) for i, encoding in enumerate(codes)]
     chosen = [[t for t in range(tokens) if (t + i) % (i + 1) == 0] for i in range(len(codes))]
     x = random_tokens(tokens, sizes["hidden"], dtype, seed)
     check_mix(
         lambda work, rows: compute(made, x, work, rows, activation),
-        Expert.work, x, experts, chosen, activation, TOLERANCE[dtype],
+        PackedExpert.work, x, experts, chosen, activation, TOLERANCE[dtype],
     )  # fmt: skip
 
 
@@ -76,17 +76,17 @@ def test_every_kernel_agrees_with_the_reference(kernel, codes, tokens, activatio
 @pytest.mark.parametrize("rest", [{}, {"bias": True, "act_order": True}, {"steps": True}], ids=str)
 def test_two_sections_give_the_bits_of_one(kernel, bits, group_size, tokens, rest):
     nested = random_expert(150, 100, NESTED[bits], group_size, **rest)
-    whole = Expert(*map(in_one_section, (nested.gate, nested.up, nested.down)))
+    whole = PackedExpert(*map(in_one_section, (nested.gate, nested.up, nested.down)))
     x, numbers = random_tokens(tokens, 150, torch.bfloat16), list(range(tokens))
     got, want = (compute(KERNELS[kernel](), x, [e.work(numbers, numbers)], tokens) for e in (nested, whole))
     assert torch.equal(got, want)
 
 
 def test_a_gpu_gets_tritons_kernel(monkeypatch):
-    """Which the runtime calls as it calls the CPU's; tests/kernels/test_triton_runtime.py lets it."""
+    """Which the server calls as it calls the CPU's; tests/kernels/test_triton_server.py lets it."""
     triton = pytest.importorskip("vllm_dymoe.kernels.triton")
     monkeypatch.setattr(triton, "TritonKernel", lambda *arguments, **options: (arguments, options))
-    formats = [MatrixFormat(64, 64, code_of(4), 64, torch.bfloat16, integer_zeros=True, act_order=True)]
+    formats = [MatrixFormat(64, 64, encoding_of(4), 64, torch.bfloat16, integer_zeros=True, act_order=True)]
     made = make_kernel("cuda:1", 1 << 20, formats)
     assert made == ((torch.device("cuda:1"),), {"formats": formats, "workspace_bytes": 1 << 20})
 
@@ -113,10 +113,10 @@ def test_experts_computed_together_get_the_bits_they_get_alone(width, activation
 
 
 @pytest.mark.parametrize("isa", NATIVE)
-@pytest.mark.parametrize("code", [*KINDS.values(), *LATTICES.values()], ids=lambda code: code.name)
+@pytest.mark.parametrize("encoding", [*KINDS.values(), *LATTICES.values()], ids=lambda encoding: encoding.name)
 @pytest.mark.parametrize("activations", [16, 8])
-def test_a_token_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(isa, code, activations):
-    expert = random_expert(150, 100, code, bias=True, act_order=True)
+def test_a_token_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(isa, encoding, activations):
+    expert = random_expert(150, 100, encoding, bias=True, act_order=True)
     x, threads = random_tokens(70, 150, torch.bfloat16), torch.get_num_threads()
     make = partial(CpuKernel, isa=isa, activations=activations)
     whole = compute(make(), x, [expert.work(list(range(70)), list(range(70)))], 70)
@@ -143,11 +143,11 @@ def emulated(tmp_path_factory):
     return partial(native.Library, built)
 
 
-@pytest.mark.parametrize("code", [*KINDS.values(), *LATTICES.values()], ids=lambda code: code.name)
+@pytest.mark.parametrize("encoding", [*KINDS.values(), *LATTICES.values()], ids=lambda encoding: encoding.name)
 @pytest.mark.parametrize("activations", [16, 8])
-def test_tiles_have_the_bits_of_vectors(emulated, monkeypatch, code, activations):
+def test_tiles_have_the_bits_of_vectors(emulated, monkeypatch, encoding, activations):
     monkeypatch.setattr(native, "load", emulated)
-    expert = random_expert(150, 300, code, bias=True)
+    expert = random_expert(150, 300, encoding, bias=True)
     for tokens in (8, 31, 70):
         x, rows = random_tokens(tokens, 150, torch.bfloat16), list(range(tokens))
         tiles, vectors = (
@@ -158,22 +158,22 @@ def test_tiles_have_the_bits_of_vectors(emulated, monkeypatch, code, activations
 
 
 @pytest.mark.parametrize("isa", [isa for isa in NATIVE if str(isa.values[0]).startswith("NEON")])
-@pytest.mark.parametrize("code", [*KINDS.values(), *LATTICES.values()], ids=lambda code: code.name)
+@pytest.mark.parametrize("encoding", [*KINDS.values(), *LATTICES.values()], ids=lambda encoding: encoding.name)
 @pytest.mark.parametrize("activations", [16, 8])
-def test_neon_has_the_bits_of_portable_vectors(isa, code, activations):
+def test_neon_has_the_bits_of_portable_vectors(isa, encoding, activations):
     """Vectors are as wide, and sums of integers exact; floats are added in one order."""
-    expert, rows = random_expert(150, 100, code, bias=True), list(range(7))
+    expert, rows = random_expert(150, 100, encoding, bias=True), list(range(7))
     x, work = random_tokens(7, 150, torch.bfloat16), [expert.work(rows, rows)]
     neon, portable = (compute(CpuKernel(isa=some, activations=activations), x, work, 7) for some in (isa, "DEFAULT"))
     assert torch.equal(neon, portable)
 
 
 @pytest.mark.parametrize("isa", NATIVE)
-@pytest.mark.parametrize("code", [*KINDS.values(), *LATTICES.values()], ids=lambda code: code.name)
-def test_activations_of_very_different_sizes_keep_sixteen_bits(isa, code):
+@pytest.mark.parametrize("encoding", [*KINDS.values(), *LATTICES.values()], ids=lambda encoding: encoding.name)
+def test_activations_of_very_different_sizes_keep_sixteen_bits(isa, encoding):
     """The native kernel's integers share a power of two in each 32, so an error is a part of the largest of them."""
     x = random_tokens(9, 256, torch.float16) ** 3 / 64
-    expert = random_expert(256, 128, code, dtype=torch.float16)
+    expert = random_expert(256, 128, encoding, dtype=torch.float16)
     want = expert_reference(x, expert.gate, expert.up, expert.down, Activation.SILU)
     got = compute(CpuKernel(isa=isa), x, [expert.work(list(range(9)), list(range(9)))], 9)
     rounded = relative_error(want.half(), want)
@@ -181,15 +181,15 @@ def test_activations_of_very_different_sizes_keep_sixteen_bits(isa, code):
 
 
 @pytest.mark.parametrize("isa", NATIVE)
-@pytest.mark.parametrize("code", KINDS.values(), ids=lambda code: code.name)
-def test_activations_of_eight_bits_lose_a_percent_and_no_more(isa, code):
+@pytest.mark.parametrize("encoding", KINDS.values(), ids=lambda encoding: encoding.name)
+def test_activations_of_eight_bits_lose_a_percent_and_no_more(isa, encoding):
     """Steps of 1/127 of the largest of 32 numbers, twice, are about a percent of normal ones; floats stay floats."""
-    x, expert = random_tokens(9, 256, torch.bfloat16), random_expert(256, 128, code)
+    x, expert = random_tokens(9, 256, torch.bfloat16), random_expert(256, 128, encoding)
     want = expert_reference(x, expert.gate, expert.up, expert.down, Activation.SILU)
     work = [expert.work(list(range(9)), list(range(9)))]
     got, exact = (compute(CpuKernel(isa=isa, activations=bits), x, work, 9) for bits in (8, 16))
     assert relative_error(got, want) < 0.02
-    assert torch.equal(got, exact) == (code.bits == 16 or code.name == "fp8")
+    assert torch.equal(got, exact) == (encoding.bits == 16 or encoding.name == "fp8")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -217,7 +217,7 @@ def test_the_native_kernel_uses_torchs_threads():
 def test_experts_that_are_there_take_one_native_call(monkeypatch):
     calls, run = [], native.Library.experts
     monkeypatch.setattr(native.Library, "experts", lambda *step: calls.append(step[2:]) or run(*step))
-    work = [random_expert(64, 64, code_of(4), 64, seed=seed).work([0, 2], [seed, 4 + seed]) for seed in range(3)]
+    work = [random_expert(64, 64, encoding_of(4), 64, seed=seed).work([0, 2], [seed, 4 + seed]) for seed in range(3)]
     compute(CpuKernel(), random_tokens(3, 64, torch.bfloat16), work, 8)
     assert calls == [(native.READ, native.DOWN)]
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.kernels.matrices import random_packed
+from vllm_dymoe.experts.encoding import LATTICES
+from vllm_dymoe.experts.format import ExpertFormat
 from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.kernels.lattice import nearest, points, rotate, signs
-from vllm_dymoe.residency.code import LATTICES
-from vllm_dymoe.residency.format import Format
 
 CODES = (torch.arange(1 << 16)[:, None] >> torch.arange(0, 16, 2) & 3).to(torch.uint8)
 
@@ -50,23 +50,23 @@ def test_rotations_change_no_product(size):
 def number(section, width, r, c):
     """What a section's code in a row and column stands for, with the parity of its point."""
 
-    def code(row):
+    def encoding(row):
         half, q, e = row % 64 // 32, c % 64 // 32, row % 32
         return section[16 * width * (row // 64) + 16 * 64 * (c // 64) + 32 * (c % 32) + e] >> 4 * half + 2 * q & 3
 
     first = r // 64 * 64 + r % 32 // 4 * 4
-    parity = sum(code(first + i + half) for i in range(4) for half in (0, 32)) % 2
-    return code(r) - 1.25 - parity / 2
+    parity = sum(encoding(first + i + half) for i in range(4) for half in (0, 32)) % 2
+    return encoding(r) - 1.25 - parity / 2
 
 
 def test_bytes_are_those_of_the_format_page():
     """docs/format.md in plain Python, for random places of both readings."""
-    wide, _, down = Format(96, 80, LATTICES["e8+e8"], 64, torch.bfloat16).matrices
+    wide, _, down = ExpertFormat(96, 80, LATTICES["e8+e8"], 64, torch.bfloat16).matrices
     for format, block in ((wide, 32), (down, 16)):
         packed = random_packed(format)
-        low = dequantize(replace(packed, format=format.base, fine=None), torch.float64)
+        low = dequantize(replace(packed, format=format.base, residual=None), torch.float64)
         high = dequantize(packed, torch.float64)
-        sections = packed.weight.flatten().tolist(), packed.fine.flatten().tolist()
+        sections = packed.weight.flatten().tolist(), packed.residual.flatten().tolist()
         columns, width = format.columns, format.padded_columns
         places = torch.arange(columns).tolist()
         turned = rotate(torch.eye(columns, dtype=torch.float64), block)
@@ -74,9 +74,9 @@ def test_bytes_are_those_of_the_format_page():
         for r in (0, 37, 79):
             scales = packed.scales_zeros[0, r].double()
             base = torch.tensor([number(sections[0], width, r, c) for c in places], dtype=torch.float64)
-            fine = torch.tensor([number(sections[1], width, r, c) for c in places], dtype=torch.float64)
+            residual = torch.tensor([number(sections[1], width, r, c) for c in places], dtype=torch.float64)
             torch.testing.assert_close(low[r] @ turned, scales[0] * base)
-            torch.testing.assert_close(high[r] @ turned, scales[1] * (base + fine / 4))
+            torch.testing.assert_close(high[r] @ turned, scales[1] * (base + residual / 4))
         number_of = [sum(1 << i for i in range(block) if turned[i, j] * turned[i, 0] < 0) for j in range(block)]
         assert number_of == [sum(1 << i for i in range(block) if (i & j).bit_count() % 2) for j in range(block)]
     hashed = [((h := c * 2654435761 % 2**32) ^ h >> 15) * 2246822519 % 2**32 for c in range(96)]

@@ -7,15 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_dymoe.experts.encoding import NESTED, PLAIN, STEPS, encoding_of
+from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels import dequantize, pack, pack_nested, unpack
-from vllm_dymoe.residency.code import NESTED, PLAIN, STEPS, code_of
-from vllm_dymoe.residency.matrix import MatrixFormat
 
 formats = st.builds(
     MatrixFormat,
     rows=st.integers(1, 150),
     columns=st.integers(1, 200),
-    code=st.sampled_from(list(STEPS.values())),
+    encoding=st.sampled_from(list(STEPS.values())),
     group_size=st.sampled_from([32, 64, 128, 256]),
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
     bias=st.booleans(),
@@ -50,20 +50,20 @@ def test_codes_scales_and_zeros_survive(format, seed):
 @settings(max_examples=80, deadline=None)
 @given(formats.filter(lambda format: format.bits > 2), st.booleans(), st.integers(0, 2**31))
 def test_the_low_version_is_inside_the_high_one(format, steps, seed):
-    format = replace(format, code=NESTED[format.bits], integer_zeros=steps)
+    format = replace(format, encoding=NESTED[format.bits], integer_zeros=steps)
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 1 << format.bits, (format.rows, format.columns), generator=generator, dtype=torch.uint8)
     scales, zeros = (torch.randn(2, format.rows, format.groups, generator=generator)).to(format.dtype)
     zeros = zeros.mul(4).round() if steps else zeros
     order = torch.randperm(format.columns, generator=generator) if format.act_order else None
-    base, fine = (torch.full((nbytes,), 0xEE, dtype=torch.uint8) for nbytes in (format.base.nbytes, format.nbytes))
-    pack_nested(format, codes, scales, zeros, base, fine, order)
+    base, residual = (torch.full((nbytes,), 0xEE, dtype=torch.uint8) for nbytes in (format.base.nbytes, format.nbytes))
+    pack_nested(format, codes, scales, zeros, base, residual, order)
     low = format.base.view(base)
-    high = format.view(fine, low)
+    high = format.view(residual, low)
     assert torch.equal(unpack(high), codes)
     assert torch.equal(unpack(low), codes >> format.bits // 2)
-    assert base.numel() + fine.numel() == replace(format, code=code_of(format.bits)).nbytes
-    assert fine.numel() % 256 == 0
+    assert base.numel() + residual.numel() == replace(format, encoding=encoding_of(format.bits)).nbytes
+    assert residual.numel() % 256 == 0
 
     def weights(codes):
         groups = torch.arange(format.columns) // format.group_size
@@ -80,17 +80,17 @@ def test_the_low_version_is_inside_the_high_one(format, steps, seed):
 
 def test_codes_that_there_are_not_are_refused():
     with pytest.raises(ValueError, match="bits is 3, expected one of 16, 8, 4, 2"):
-        code_of(3)
+        encoding_of(3)
 
 
 def test_a_fine_section_is_read_with_its_own_base_only():
     format = MatrixFormat(64, 64, NESTED[4], 64, torch.bfloat16)
-    fine = torch.zeros(format.nbytes, dtype=torch.uint8)
+    residual = torch.zeros(format.nbytes, dtype=torch.uint8)
     with pytest.raises(ValueError, match="base is None"):
-        format.view(fine)
-    plain = replace(format.base, code=code_of(2))
+        format.view(residual)
+    plain = replace(format.base, encoding=encoding_of(2))
     with pytest.raises(ValueError, match="upper_of=0"):
-        format.view(fine, plain.view(torch.zeros(plain.nbytes, dtype=torch.uint8)))
+        format.view(residual, plain.view(torch.zeros(plain.nbytes, dtype=torch.uint8)))
 
 
 @settings(max_examples=40, deadline=None)
@@ -99,8 +99,8 @@ def test_sections_are_aligned_a_bias_and_an_order_lie_at_the_end_and_padding_is_
     assert not any(
         place % 256 for place in (format.nbytes, format.scales_offset, format.bias_offset, format.order_offset)
     )
-    for code in (format.code, PLAIN):
-        bare = replace(format, code=code, bias=False, act_order=False)
+    for encoding in (format.encoding, PLAIN):
+        bare = replace(format, encoding=encoding, bias=False, act_order=False)
         biased = replace(bare, bias=True)
         packed = bare.view(torch.zeros(bare.nbytes, dtype=torch.uint8))
         assert packed.bias is packed.order is None
@@ -124,7 +124,7 @@ def test_sections_are_aligned_a_bias_and_an_order_lie_at_the_end_and_padding_is_
         ({"group_size": 48}, ValueError, "group_size is 48"),
         ({"rows": -1}, ValueError, "no fewer than 0 rows"),
         ({"dtype": torch.float32}, TypeError, r"dtype is torch\.float32"),
-        ({"act_order": True, "code": PLAIN}, ValueError, "act_order is set for the code 16"),
+        ({"act_order": True, "encoding": PLAIN}, ValueError, "act_order is set for the code 16"),
         (
             {"act_order": True, "columns": 32769},
             ValueError,
@@ -133,7 +133,7 @@ def test_sections_are_aligned_a_bias_and_an_order_lie_at_the_end_and_padding_is_
     ],
 )
 def test_impossible_formats_are_refused(change, error, sentence):
-    values = {"rows": 64, "columns": 64, "code": code_of(4), "group_size": 32, "dtype": torch.bfloat16}
+    values = {"rows": 64, "columns": 64, "encoding": encoding_of(4), "group_size": 32, "dtype": torch.bfloat16}
     with pytest.raises(error, match=sentence):
         MatrixFormat(**(values | change))
 
@@ -148,13 +148,13 @@ def test_impossible_formats_are_refused(change, error, sentence):
     ],
 )
 def test_wrong_sections_are_refused(section, error, sentence):
-    format = MatrixFormat(64, 64, code_of(4), 32, torch.bfloat16)
+    format = MatrixFormat(64, 64, encoding_of(4), 32, torch.bfloat16)
     with pytest.raises(error, match=sentence):
         format.view(section(format.nbytes))
 
 
 def test_codes_that_do_not_fit_are_refused():
-    format = MatrixFormat(2, 32, code_of(2), 32, torch.bfloat16)
+    format = MatrixFormat(2, 32, encoding_of(2), 32, torch.bfloat16)
     codes, ones = torch.full((2, 32), 4, dtype=torch.uint8), torch.ones(2, 1)
     with pytest.raises(ValueError, match="codes holds 4, which does not fit 2 bits"):
         pack(format, codes, ones, ones, torch.empty(format.nbytes, dtype=torch.uint8))
@@ -170,7 +170,7 @@ def test_codes_that_do_not_fit_are_refused():
     ],
 )
 def test_wrong_orders_are_refused(act_order, order, sentence):
-    format = MatrixFormat(2, 32, code_of(2), 32, torch.bfloat16, act_order=act_order)
+    format = MatrixFormat(2, 32, encoding_of(2), 32, torch.bfloat16, act_order=act_order)
     codes, ones = torch.zeros(2, 32, dtype=torch.uint8), torch.ones(2, 1)
     with pytest.raises(ValueError, match=sentence):
         pack(format, codes, ones, ones, torch.empty(format.nbytes, dtype=torch.uint8), order)

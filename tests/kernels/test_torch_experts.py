@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 
 from tests.kernels.matrices import random_packed
+from vllm_dymoe.experts.encoding import encoding_of
+from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels import combine, dequantize, torch_experts
 from vllm_dymoe.kernels.torch_experts import linear
-from vllm_dymoe.residency.code import code_of
-from vllm_dymoe.residency.matrix import MatrixFormat
 
 # One rounding of the result at 8 and at 11 bits of mantissa: the sums are float32.
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
@@ -30,7 +30,7 @@ def relative_error(got, x, packed):
 def test_rows_that_are_computed_one_after_the_other_meet(bias, act_order, bits, dtype, tokens, monkeypatch):
     monkeypatch.setattr(torch_experts, "_WEIGHTS_AT_ONCE", 2 * 64 * 2560)
     packed = random_packed(
-        MatrixFormat(ROWS, COLUMNS, code_of(bits), 64, dtype, bias, act_order=act_order and bits < 16)
+        MatrixFormat(ROWS, COLUMNS, encoding_of(bits), 64, dtype, bias, act_order=act_order and bits < 16)
     )
     x = torch.randn(tokens, COLUMNS, generator=torch.Generator().manual_seed(1)).to(dtype)
     assert relative_error(linear(x, packed), x, packed) < TOLERANCE[dtype]
@@ -39,7 +39,7 @@ def test_rows_that_are_computed_one_after_the_other_meet(bias, act_order, bits, 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 70), (65, 33), (130, 5)])
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_the_smallest_matrices_are_rounded_once(rows, columns, bits):
-    packed = random_packed(MatrixFormat(rows, columns, code_of(bits), 32, torch.bfloat16))
+    packed = random_packed(MatrixFormat(rows, columns, encoding_of(bits), 32, torch.bfloat16))
     x = torch.randn(3, columns, generator=torch.Generator().manual_seed(1)).bfloat16()
     want = F.linear(x.double(), dequantize(packed, torch.float64))
     # Half a unit in the last place of bfloat16, and float32 sums of at most 70 terms of size 1.

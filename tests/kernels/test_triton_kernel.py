@@ -1,4 +1,4 @@
-"""TritonKernel as the runtime calls it, against the float64 reference."""
+"""TritonKernel as the server calls it, against the float64 reference."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.gpu.experts import ExpertWork, begin_experts, compute_experts, section_of
-from tests.kernels.matrices import MIXED, Expert, check_mix, random_expert
+from tests.kernels.matrices import MIXED, PackedExpert, check_mix, random_expert
 from tests.kernels.sections import DEVICE, TOLERANCE, relative_error, some_widths
 from vllm_dymoe.kernels import Activation, expert_reference
 from vllm_dymoe.kernels.triton import TritonKernel
@@ -50,7 +50,7 @@ def random_x(tokens, hidden, dtype=torch.bfloat16, seed=0):
 def test_any_mix_agrees_with_the_reference(bits, tokens, activation, steps, act_order, seed, **sizes):
     rest = sizes | {"gate": activation.has_gate}
     flags = [{"steps": b in steps, "act_order": b in act_order} for b in bits]
-    experts = [random_expert(code=b, seed=seed + i, **rest, **flags[i]) for i, b in enumerate(bits)]
+    experts = [random_expert(encoding=b, seed=seed + i, **rest, **flags[i]) for i, b in enumerate(bits)]
     chosen = [[t for t in range(tokens) if (t + i) % (3 * i + 1) == 0] for i in range(len(bits))]
     x = random_x(tokens, sizes["hidden"], sizes["dtype"], seed)
     check_mix(
@@ -63,7 +63,7 @@ def test_any_mix_agrees_with_the_reference(bits, tokens, activation, steps, act_
 def test_projections_of_different_bits(tokens):
     x = random_x(tokens, 96)
     gate, up, down = (random_expert(96, 70, bits, seed=bits) for bits in (8, 4, 2))
-    expert = Expert(gate.gate, up.up, down.down)
+    expert = PackedExpert(gate.gate, up.up, down.down)
     rows = list(range(tokens))
     out = compute(make_kernel(), x, [work_of(expert, rows, rows)], tokens)
     want = expert_reference(x.cpu(), expert.gate, expert.up, expert.down, Activation.SILU)
@@ -128,7 +128,7 @@ def test_projections_are_received_before_they_are_launched(count):
     ],
 )
 def test_experts_that_disagree_are_refused(second, sentence):
-    arguments = {"hidden": 64, "intermediate": 64, "code": 4}
+    arguments = {"hidden": 64, "intermediate": 64, "encoding": 4}
     work = [work_of(random_expert(**arguments), [0], [0]), work_of(random_expert(**arguments | second), [0], [1])]
     out = torch.zeros(2, 64, dtype=torch.bfloat16, device=DEVICE)
     with pytest.raises(ValueError, match=sentence):

@@ -21,11 +21,11 @@ from tests.kernels.sections import (
     work_list,
 )
 from tests.kernels.test_triton_kernel import compute, make_kernel
+from vllm_dymoe.experts.encoding import E8, E8_NESTED
 from vllm_dymoe.kernels import Activation, expert_reference
 from vllm_dymoe.kernels.lattice import rotate
 from vllm_dymoe.kernels.triton import DecodeTile, ExpertShape, GroupedTile
 from vllm_dymoe.kernels.triton.rotate import rotate_inputs, rotated_inputs
-from vllm_dymoe.residency.code import E8, E8_NESTED
 
 BOTH, ALONE = [E8_NESTED.tag, E8.tag], [E8.tag]
 
@@ -79,12 +79,12 @@ def test_any_way_agrees_with_the_reference(bits, tokens, activation, tile, wide,
     rotated = rotated_inputs(x, shape.rotation(frozenset(bits)))
     chosen = [[(t, e) for t in range(tokens)] for e in range(count)]
     _, out = decode(rotated, experts.table(), work_list(chosen, count), tokens * count, tile, activation)
-    slots, fine = ([torch.zeros_like(blob) for blob in blobs] for blobs in (experts.blobs, experts.fine))
-    places = [[slot.data_ptr() if slot.numel() else 0 for slot in some] for some in (slots, fine)]
+    slots, residual = ([torch.zeros_like(packed) for packed in slices] for slices in (experts.slices, experts.residual))
+    places = [[slot.data_ptr() if slot.numel() else 0 for slot in some] for some in (slots, residual)]
     table = experts.table(places[0], places[1] if shape.nested else None)
     _, fetched = decode(rotated, table, work_list(chosen, count, tokens), tokens * count, tile, activation)
     assert torch.equal(fetched, out)
-    assert all(torch.equal(*pair) for pair in zip(slots + fine, experts.blobs + experts.fine, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(slots + residual, experts.slices + experts.residual, strict=True))
     work = work_list(chosen, count, wide.block_m)
     _, many = grouped(rotated, experts.table(), work, tokens * count, wide, activation)
     for expert in range(count):
@@ -97,11 +97,11 @@ def test_any_way_agrees_with_the_reference(bits, tokens, activation, tile, wide,
 @pytest.mark.skipif(DEVICE != "cpu", reason="sections are where the test made them")
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_a_call_with_both_readings(tokens):
-    """As the runtime calls the kernel, which rotates once; a token's bits are those that it has alone."""
+    """As the server calls the kernel, which rotates once; a token's bits are those that it has alone."""
     x, rows = random_x(tokens, 96, torch.float16), list(range(tokens))
     experts = [random_expert(96, 80, E8_NESTED, 64, torch.float16, seed, bias=True) for seed in (3, 5)]
     low = experts[1]
-    low = replace(low, **{n: replace(p, format=p.format.base, fine=None) for n, p in vars(low).items()})
+    low = replace(low, **{n: replace(p, format=p.format.base, residual=None) for n, p in vars(low).items()})
     pairs = [[2 * row + k for row in rows] for k in range(2)]
     work = [expert.work(rows, some) for expert, some in zip((experts[0], low), pairs, strict=True)]
     out = compute(make_kernel(), x, work, 2 * tokens)
@@ -114,7 +114,7 @@ def test_a_call_with_both_readings(tokens):
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="sections are where the test made them")
 def test_rotated_inputs_are_of_no_use_to_other_codes():
-    experts = [random_expert(96, 80, code, 64) for code in (E8_NESTED, 4)]
+    experts = [random_expert(96, 80, encoding, 64) for encoding in (E8_NESTED, 4)]
     work = [expert.work([0], [row]) for row, expert in enumerate(experts)]
     with pytest.raises(ValueError, match="points of a lattice, whose inputs are rotated, and other codes"):
         compute(make_kernel(), random_x(1, 96, torch.bfloat16), work, 2)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.gpu.experts import section_of, section_offsets, table_of_blobs
+from benchmarks.gpu.experts import section_of, section_offsets, table_of_slices
 from tests.kernels.matrices import MIXED, in_one_section
 from tests.kernels.sections import (
     DEVICE,
@@ -26,6 +26,7 @@ from tests.kernels.sections import (
     some_widths,
     work_list,
 )
+from vllm_dymoe.experts.encoding import CODEBOOKS, FP8, MXFP4, NVFP4
 from vllm_dymoe.kernels import Activation, dequantize
 from vllm_dymoe.kernels.triton import (
     DecodeTile,
@@ -40,7 +41,6 @@ from vllm_dymoe.kernels.triton import (
     grouped_gate_up,
 )
 from vllm_dymoe.kernels.triton.start import run_kernel
-from vllm_dymoe.residency.code import CODEBOOKS, FP8, MXFP4, NVFP4
 
 BFLOAT16, SILU = torch.bfloat16, Activation.SILU
 FLOATS = [book.tag for book in CODEBOOKS.values()]
@@ -85,7 +85,7 @@ def weighted_reference(experts, ids, weights, x, activation, skipped=()):
     tile=st.builds(DecodeTile, st.sampled_from([4, 8]), st.sampled_from([1, 2, 3])),
 )
 def test_the_weighted_sum(bits, tokens, activation, steps, act_order, tile, seed, **sizes):
-    """Any tiers in one launch, any number of parts; one expert of each token is left out."""
+    """Any precisions in one launch, any number of parts; one expert of each token is left out."""
     shape = ExpertShape(**sizes, integer_zeros=steps, act_order=act_order, has_gate=activation.has_gate)
     experts, hidden, dtype = Experts(shape, bits, seed), shape.hidden, shape.dtype
     x = random_x(tokens, hidden, dtype, seed)
@@ -168,12 +168,12 @@ def test_parts_are_added_in_ascending_order(weighted, fetched):
     experts = Experts(ExpertShape(384, 384, 32, BFLOAT16), [16])
     for packed in experts.matrices[0]:
         packed.weight.fill_(1)
-    blob = torch.cat([packed.weight.view(torch.uint8).flatten() for packed in experts.matrices[0]])
-    experts.blobs[0][: blob.numel()].copy_(blob)
+    packed_bytes = torch.cat([packed.weight.view(torch.uint8).flatten() for packed in experts.matrices[0]])
+    experts.slices[0][: packed_bytes.numel()].copy_(packed_bytes)
     x = torch.zeros(1, 384, dtype=BFLOAT16)
     x[0, [0, 128, 256]] = torch.tensor([1, BIG, -BIG], dtype=BFLOAT16)
     work, tile, scratch = work_list([[(0, 0)]], 1), DecodeTile(4, 3), make_scratch()
-    slot = torch.zeros_like(experts.blobs[0])
+    slot = torch.zeros_like(experts.slices[0])
     table = experts.table([slot.data_ptr()] if fetched else None)
     hidden, out = poisoned(1, 384, dtype=BFLOAT16), poisoned(1, 384, dtype=BFLOAT16)
     decode_gate_up(x.to(DEVICE), hidden, table, work, SILU, tile, scratch)
@@ -254,7 +254,7 @@ SHAPE = ExpertShape(64, 64, 32, BFLOAT16)
 def test_a_limit_of_registers_reaches_the_compiler():
     """But for programs of 8 warps, of which only one would fit."""
     experts, work = Experts(SHAPE, [4]), work_list([[(0, 0)]], 1)
-    x, slot, started = random_x(1, 64, BFLOAT16), torch.zeros_like(experts.blobs[0]), []
+    x, slot, started = random_x(1, 64, BFLOAT16), torch.zeros_like(experts.slices[0]), []
 
     def start(kernel, grid, tensors, constants, options):
         started.append(options)
@@ -338,14 +338,17 @@ def test_nothing_beside_the_tensors_is_touched(shape, bits, way):
 def test_what_is_fetched_is_the_source_and_changes_no_bit(
     monkeypatch, bits, hidden, intermediate, group_size, tokens, bias, tile, backwards
 ):
-    """Every byte of the blob arrives, padding included, none beside it, and the output is that of the slot.
+    """Every byte of the packed expert arrives, padding included, none beside it, and the output is that of the slot.
 
     Also where programs run in the other order: none reads what only another one has fetched.
     """
     experts = Experts(ExpertShape(hidden, intermediate, group_size, BFLOAT16, bias), bits)
     x = random_x(tokens, hidden, BFLOAT16)
     chosen = [[(t, e) for t in range(tokens)] for e in range(len(bits))]
-    slots = [torch.full((blob.numel() + 32,), 0xEE, dtype=torch.uint8, device=DEVICE) for blob in experts.blobs]
+    slots = [
+        torch.full((packed_bytes.numel() + 32,), 0xEE, dtype=torch.uint8, device=DEVICE)
+        for packed_bytes in experts.slices
+    ]
     # The last one is on the device already.
     targets = [slot.data_ptr() + 16 for slot in slots[:-1]] + [0]
     assert all(address % 16 == 0 for address in targets)
@@ -354,13 +357,13 @@ def test_what_is_fetched_is_the_source_and_changes_no_bit(
         run_backwards(monkeypatch)
     hidden_states, out = decode(x, experts.table(targets), whole, tokens * len(bits), tile)
     monkeypatch.undo()
-    for slot, blob in zip(slots[:-1], experts.blobs, strict=False):
-        assert torch.equal(slot[16:-16], blob)
+    for slot, packed_bytes in zip(slots[:-1], experts.slices, strict=False):
+        assert torch.equal(slot[16:-16], packed_bytes)
         assert bool((slot[:16] == 0xEE).all())
         assert bool((slot[-16:] == 0xEE).all())
     assert bool((slots[-1] == 0xEE).all())
-    starts = [slot.data_ptr() + 16 for slot in slots[:-1]] + [experts.blobs[-1].data_ptr()]
-    again = table_of_blobs(experts.shape, starts, bits, DEVICE)
+    starts = [slot.data_ptr() + 16 for slot in slots[:-1]] + [experts.slices[-1].data_ptr()]
+    again = table_of_slices(experts.shape, starts, bits, DEVICE)
     slot_states, slot_out = decode(x, again, whole, tokens * len(bits), tile)
     assert torch.equal(hidden_states, slot_states)
     assert torch.equal(out, slot_out)
@@ -378,8 +381,8 @@ def test_each_byte_is_read_once(bits, monkeypatch):
     """
     experts = Experts(ExpertShape(100, 70, 32, BFLOAT16, True, act_order=ORDERED), [bits])
     x, work = random_x(2, 100, BFLOAT16), work_list([[(0, 0), (1, 0)]], 1)
-    slot = torch.zeros_like(experts.blobs[0])
-    counts = count_loads(monkeypatch, experts.blobs[0])
+    slot = torch.zeros_like(experts.slices[0])
+    counts = count_loads(monkeypatch, experts.slices[0])
     decode(x, experts.table([slot.data_ptr()]), work, 2)
     for fmt, offset in zip(experts.shape.formats(bits), section_offsets(experts.shape, bits), strict=True):
         assert (counts[offset : offset + fmt.order_offset] == 1).all()
@@ -402,13 +405,19 @@ def test_empty_items_are_nothing():
 
 def in_single_sections(experts):
     whole = object.__new__(Experts)
-    whole.shape, whole.bits, whole.matrices, whole.blobs, whole.fine = replace(experts.shape, nested=0), [], [], [], []
+    whole.shape, whole.bits, whole.matrices, whole.slices, whole.residual = (
+        replace(experts.shape, nested=0),
+        [],
+        [],
+        [],
+        [],
+    )
     for width, three in zip(experts.bits, experts.matrices, strict=True):
         if width == experts.shape.nested:
             three = list(map(in_one_section, three))
             whole.bits.append(width)
             whole.matrices.append(three)
-            whole.blobs.append(torch.cat(list(map(section_of, three))).to(DEVICE))
+            whole.slices.append(torch.cat(list(map(section_of, three))).to(DEVICE))
     return whole
 
 
@@ -437,18 +446,18 @@ def test_either_section_is_fetched_by_itself_or_both(shape, bits):
     experts, count = Experts(shape, bits), len(bits)
     x, work = random_x(1, shape.hidden, shape.dtype), work_list([[(0, e)] for e in range(count)], count)
     want = decode(x, experts.table(), work, count)[1]
-    for base, fine in ((True, True), (False, True), (True, False), (False, False)):
-        slots = [torch.zeros_like(blob) for blob in experts.blobs]
-        fine_slots = [torch.zeros_like(blob) for blob in experts.fine]
+    for base, residual in ((True, True), (False, True), (True, False), (False, False)):
+        slots = [torch.zeros_like(packed_bytes) for packed_bytes in experts.slices]
+        residual_slots = [torch.zeros_like(packed_bytes) for packed_bytes in experts.residual]
         table = experts.table(
             [slot.data_ptr() if base else 0 for slot in slots],
-            [slot.data_ptr() if fine and slot.numel() else 0 for slot in fine_slots],
+            [slot.data_ptr() if residual and slot.numel() else 0 for slot in residual_slots],
         )
         assert torch.equal(decode(x, table, work, count)[1], want)
-        for stored, there in ((slots, base), (fine_slots, fine)):
-            source = experts.blobs if stored is slots else experts.fine
-            for slot, blob in zip(stored, source, strict=True):
-                assert torch.equal(slot, blob if there else torch.zeros_like(blob))
+        for stored, there in ((slots, base), (residual_slots, residual)):
+            source = experts.slices if stored is slots else experts.residual
+            for slot, packed_bytes in zip(stored, source, strict=True):
+                assert torch.equal(slot, packed_bytes if there else torch.zeros_like(packed_bytes))
 
 
 def test_whole_codes_and_halves_of_the_same_bits_cannot_share_a_launch():
@@ -456,6 +465,6 @@ def test_whole_codes_and_halves_of_the_same_bits_cannot_share_a_launch():
     with pytest.raises(ValueError, match="halves"):
         ExpertShape.of([nested.formats(4), whole.formats(2)])
     with pytest.raises(ValueError, match="fine is missing"):
-        table_of_blobs(nested, [0x1000], [4], DEVICE)
+        table_of_slices(nested, [0x1000], [4], DEVICE)
     with pytest.raises(ValueError, match="go together"):
-        table_of_blobs(nested, [0x1000], [4], DEVICE, [0x2000], [0x3000])
+        table_of_slices(nested, [0x1000], [4], DEVICE, [0x2000], [0x3000])

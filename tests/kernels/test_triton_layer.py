@@ -10,10 +10,10 @@ from benchmarks.gpu.experts import ExpertWork, compute_experts, section_of
 from tests.kernels.matrices import random_expert
 from tests.kernels.sections import DEVICE
 from tests.kernels.test_triton_kernel import make_kernel, on_device, random_x
+from vllm_dymoe.experts.format import PackedExpert
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.kernels.triton import kernel as module
-from vllm_dymoe.residency.decision import Decision, Grouped
-from vllm_dymoe.residency.format import Expert
+from vllm_dymoe.planner.plan import Grouped, LayerPlan
 
 COUNTS = (1, 3, 20, 70, 2, 5, 16, 130)
 BITS = (4, 2, 16, 4, 8, 2, 4, 2)
@@ -35,9 +35,9 @@ def described_layer():
     return x, packed, rows, pairs
 
 
-def decision_of(rows, pairs, order=None):
+def plan_of(rows, pairs, order=None):
     grouped = Grouped(list(range(len(rows))), [0, *accumulate(map(len, rows))], torch.cat(rows), torch.cat(pairs))
-    return Decision.of_routing(grouped, grouped.experts if order is None else order)
+    return LayerPlan.of_routing(grouped, grouped.experts if order is None else order)
 
 
 @pytest.mark.parametrize(
@@ -55,14 +55,14 @@ def test_however_experts_are_grouped_into_launches_their_bits_are_those_of_one_c
         monkeypatch.setattr(kernel, "_limits", lambda shape, tiles: limits)
     for way in WAYS:
         out, kept = nan.clone(), []
-        decision = decision_of(rows, pairs, list(order))
+        plan = plan_of(rows, pairs, list(order))
         item = list(order).index
-        kernel.begin(x, decision, out, Activation.SILU)
+        kernel.begin(x, plan, out, Activation.SILU)
         for experts in way:
             slots = {expert: [section_of(matrix).clone() for matrix in packed[expert]] for expert in experts}
             for expert, sections in slots.items():
                 views = (m.format.view(section) for m, section in zip(packed[expert], sections, strict=True))
-                decision.place(item(expert), Expert(*views))
+                plan.place(item(expert), PackedExpert(*views))
             kernel.compute([item(expert) for expert in experts])
             for section in itertools.chain(*slots.values()):
                 section.fill_(0xFF)  # NaN: the slot holds another expert from now on
@@ -77,9 +77,9 @@ def test_projections_of_a_described_layer_are_received_before_they_are_launched(
     kernel, events = make_kernel(), []
     kernel.launch = lambda *arguments, start=None: start or arguments[-1](2)
     out = torch.empty(len(COUNTS) * max(COUNTS), x.shape[1], dtype=x.dtype, device=DEVICE)
-    decision = decision_of(rows, pairs, [0, 1])
-    kernel.begin(x, decision, out, Activation.SILU)
-    decision.place(0, Expert(*packed[0]))
+    plan = plan_of(rows, pairs, [0, 1])
+    kernel.begin(x, plan, out, Activation.SILU)
+    plan.place(0, PackedExpert(*packed[0]))
     kernel.compute([0], lambda count: None)
     placed = module.place_experts
 
@@ -88,7 +88,7 @@ def test_projections_of_a_described_layer_are_received_before_they_are_launched(
         placed(*places, **compiled)
 
     monkeypatch.setattr(module, "place_experts", noted)
-    decision.place(1, Expert(*packed[1]))
+    plan.place(1, PackedExpert(*packed[1]))
     kernel.compute([1], lambda count: events.append("receive"))
     assert events == ["place", "receive"]
 
@@ -99,13 +99,13 @@ def test_a_misaligned_place_is_refused():
     section = torch.zeros(gate.format.nbytes + 8, dtype=torch.uint8, device=DEVICE)[8:]
     stored = section[: gate.format.weight_bytes].view(gate.format.weight_shape)
     out = torch.empty(8, x.shape[1], dtype=x.dtype, device=DEVICE)
-    kernel, decision = make_kernel(), decision_of(rows[:1], pairs[:1])
-    kernel.begin(x, decision, out, Activation.SILU)
-    decision.place(0, Expert(type(gate)(gate.format, stored, gate.scales_zeros), up, down))
+    kernel, plan = make_kernel(), plan_of(rows[:1], pairs[:1])
+    kernel.begin(x, plan, out, Activation.SILU)
+    plan.place(0, PackedExpert(type(gate)(gate.format, stored, gate.scales_zeros), up, down))
     with pytest.raises(ValueError, match=r"work holds address 0x.*8, expected multiples of 16"):
         kernel.compute([0])
     wide = random_expert(96, 40, 4)
-    kernel.begin(x, decision := decision_of(rows[:1], pairs[:1]), out, Activation.SILU)
-    decision.place(0, Expert(wide.gate, wide.up, wide.down))
+    kernel.begin(x, plan := plan_of(rows[:1], pairs[:1]), out, Activation.SILU)
+    plan.place(0, PackedExpert(wide.gate, wide.up, wide.down))
     with pytest.raises(ValueError, match="work holds gate 40 x 96"):
         kernel.compute([0])

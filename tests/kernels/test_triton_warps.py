@@ -1,4 +1,5 @@
-"""What a program's warps hand to each other through memory, under random interleavings: `decide` and `arrives_last`."""
+"""What a program's warps hand to each other through memory, under random interleavings: `plan_small_batch_on_gpu` and
+`arrives_last`."""
 
 import os
 from unittest import mock
@@ -17,21 +18,21 @@ from tests.support.decode_steps import LAYERS, random_step
 from tests.support.deterministic_threads import DeadlockError
 from tests.support.warps import random_warps
 from vllm_dymoe.kernels.triton import decode
-from vllm_dymoe.kernels.triton.decide import decide
 from vllm_dymoe.kernels.triton.decode import arrives_last
-from vllm_dymoe.residency.rule import HIGH, LOW
-from vllm_dymoe.systems.dymoe import Dymoe
+from vllm_dymoe.kernels.triton.planner import plan_small_batch_on_gpu
+from vllm_dymoe.planner.rule import HIGH, LOW
+from vllm_dymoe.policies.dymoe import Dymoe
 
 
-def decided(seed, nested=False, **options):
+def device_planned(seed, nested=False, **options):
     """Whether a few steps, whose programs run in warps, leave what the plain rule does."""
     twins = Twins(
         {LOW: [3] * LAYERS, HIGH: [4] * LAYERS},
-        system=Dymoe(retention=0.5, high_by=("threshold", "depth")[seed % 2]), staging=1, nested=nested,
+        policy=Dymoe(retention=0.5, high_by=("threshold", "depth")[seed % 2]), staging=1, nested=nested,
     )  # fmt: skip
     in_warps = lambda *given, **named: _in_warps(seed, options, given, named)  # noqa: E731
     try:
-        with mock.patch("tests.kernels.twins.decide", in_warps):
+        with mock.patch("tests.kernels.twins.plan_small_batch_on_gpu", in_warps):
             for step in range(3):
                 twins.step(step % LAYERS, *random_step(10 * seed + step, 1 + step))
     except (AssertionError, IndexError):
@@ -41,16 +42,16 @@ def decided(seed, nested=False, **options):
 
 def _in_warps(seed, options, given, named):
     with random_warps(seed, **options):
-        decide(*given, **named)
+        plan_small_batch_on_gpu(*given, **named)
 
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_no_interleaving_of_warps_decides_otherwise(nested):
-    assert all(decided(seed, nested) for seed in range(4))
+    assert all(device_planned(seed, nested) for seed in range(4))
 
 
 def test_without_barriers_some_do():
-    assert not all(decided(seed, barriers=False) for seed in range(4))
+    assert not all(device_planned(seed, barriers=False) for seed in range(4))
 
 
 @triton.jit

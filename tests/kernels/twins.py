@@ -5,14 +5,14 @@ import torch
 
 from tests.kernels.sections import DEVICE
 from tests.support.decode_steps import make_table, rows
-from vllm_dymoe.kernels.triton.decide import decide
-from vllm_dymoe.kernels.triton.wide import plan_wide
-from vllm_dymoe.residency.decision import Decision
-from vllm_dymoe.residency.decode_rule import PROJECTIONS, decide_plain
-from vllm_dymoe.residency.rule import HIGH, LOW
-from vllm_dymoe.residency.wide_rule import WideWork, plan_wide_plain
+from vllm_dymoe.kernels.triton.large_batch import plan_large_batch_on_gpu
+from vllm_dymoe.kernels.triton.planner import plan_small_batch_on_gpu
+from vllm_dymoe.planner.large_batch import LargeBatchWork, plan_large_batch
+from vllm_dymoe.planner.plan import LayerPlan
+from vllm_dymoe.planner.rule import HIGH, LOW
+from vllm_dymoe.planner.small_batch import PROJECTIONS, plan_small_batch
 
-STEPS = 2, 4, 8  # positions of an expert in each class of a wide step
+STEPS = 2, 4, 8  # positions of an expert in each class of a large-batch step
 
 
 def moved(record, place):
@@ -25,8 +25,8 @@ def moved(record, place):
 class Twins:
     """Two tables in the same state, one for each writing."""
 
-    def __init__(self, shares, *, place=lambda values: values.to(DEVICE, copy=True), **options):
-        self.plain, self.place = make_table(shares, **options), place
+    def __init__(self, quotas, *, place=lambda values: values.to(DEVICE, copy=True), **options):
+        self.plain, self.place = make_table(quotas, **options), place
         self.table = moved(self.plain, place)
 
     def stage(self, layer, seed):
@@ -45,37 +45,39 @@ class Twins:
         """Decide with both; the plain decision, once everything was compared."""
         tokens, top_k = ids.shape
         count = rows(tokens if real is None else real)
-        expected = Decision.allocate(tokens, top_k, self.plain.experts, "cpu", slices=1 + self.plain.nested)
+        expected = LayerPlan.allocate(tokens, top_k, self.plain.experts, "cpu", slices=1 + self.plain.nested)
         found = moved(expected, self._soiled)
-        decide_plain(self.plain, layer, ids, weights, count, expected)
-        placed, there = map(self.place, (ids, weights, count)), bool(self.plain.there.any())
-        decide(vars(self.table), layer, *placed, found.tensors, there=there)
+        plan_small_batch(self.plain, layer, ids, weights, count, expected)
+        placed, on_cpu = map(self.place, (ids, weights, count)), bool(self.plain.cpu_costs.any())
+        plan_small_batch_on_gpu(vars(self.table), layer, *placed, found.tensors, on_cpu=on_cpu)
         for name, values in expected.tensors.items():
             if name != "scratch":
                 assert torch.equal(values, getattr(found, name).cpu()), name
         self.compare()
         return expected
 
-    def wide_step(self, layer, ids, weights, shape, half, real, marks=None, ahead=0):
-        """Decide and plan a wide step with both; every list is compared as far as it is read."""
-        decision, wide = _of_shape(shape, lambda values: values)
+    def large_batch_step(self, layer, ids, weights, shape, half, real, marks=None, ahead=0):
+        """Decide and plan a large-batch step with both; every list is compared as far as it is read."""
+        plan, large = _of_shape(shape, lambda values: values)
         found, lists = _of_shape(shape, self._soiled)
         found.bits[-1] = 0
-        decide_plain(self.plain, layer, ids, weights, rows(real), decision, wide=True, marks=marks)
-        plan_wide_plain(self.plain, layer, ids, decision, shape, half, ahead, _classes(shape), wide)
-        there = [values.to(DEVICE) for values in (ids, weights, rows(real))]
-        plan_wide(vars(self.table), layer, *there, found.tensors, shape, half, ahead, STEPS, vars(lists), marks)
+        plan_small_batch(self.plain, layer, ids, weights, rows(real), plan, large=True, marks=marks)
+        plan_large_batch(self.plain, layer, ids, plan, shape, half, ahead, _classes(shape), large)
+        on_cpu = [values.to(DEVICE) for values in (ids, weights, rows(real))]
+        plan_large_batch_on_gpu(
+            vars(self.table), layer, *on_cpu, found.tensors, shape, half, ahead, STEPS, vars(lists), marks
+        )
         copies = shape.spans(shape.groups if ahead else shape.groups - 1).stop if shape.passes else shape.items
-        for name, values in vars(wide).items():
+        for name, values in vars(large).items():
             mine = slice(copies if name == "spans" else None)
             assert torch.equal(values[mine], getattr(lists, name)[mine].cpu()), name
-        count = int(decision.count)
+        count = int(plan.count)
         assert int(found.count) == count
-        pairs = int((wide.ids >= 0).sum())
+        pairs = int((large.ids >= 0).sum())
         for name in ("rows", "pairs"):
-            assert torch.equal(getattr(decision, name)[:pairs], getattr(found, name)[:pairs].cpu()), name
-        for name in ("addresses", "fate"):
-            assert torch.equal(getattr(decision, name)[:, :count], getattr(found, name)[:, :count].cpu()), name
+            assert torch.equal(getattr(plan, name)[:pairs], getattr(found, name)[:pairs].cpu()), name
+        for name in ("addresses", "action"):
+            assert torch.equal(getattr(plan, name)[:, :count], getattr(found, name)[:, :count].cpu()), name
         assert not found.bits[-1].any()
         self.compare()
 
@@ -88,11 +90,11 @@ class Twins:
 
 
 def _classes(shape):
-    """Those that an expert of so many tokens can be in, as ``TritonWide`` has them."""
+    """Those that an expert of so many tokens can be in, as ``TritonLargeBatch`` has them."""
     return STEPS[: max(2, 1 + sum(step < shape.tokens for step in STEPS[:-1]))]
 
 
 def _of_shape(shape, place):
     sizes = {"slices": shape.slices, "scratch": shape.scratch}
-    decision = Decision.allocate(shape.tokens, shape.top_k, shape.experts, "cpu", **sizes)
-    return moved(decision, place), moved(WideWork.allocate(shape, _classes(shape), "cpu"), place)
+    plan = LayerPlan.allocate(shape.tokens, shape.top_k, shape.experts, "cpu", **sizes)
+    return moved(plan, place), moved(LargeBatchWork.allocate(shape, _classes(shape), "cpu"), place)

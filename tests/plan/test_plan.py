@@ -9,16 +9,24 @@ import numpy as np
 import pytest
 
 from tests.cli.checkpoints import command, refused
-from vllm_dymoe.config import ConfigError, ExpertBudget
-from vllm_dymoe.observe.synthetic import synthetic_trace
-from vllm_dymoe.plan.choice import GOOD_ENOUGH, Serving, choices, predict, recommended, room_for_experts, shown
+from vllm_dymoe.cache.budget import limit_in_bytes, workspace_bytes
+from vllm_dymoe.experts.identity import ModelIdentity
+from vllm_dymoe.options import ConfigError, ExpertBudget
+from vllm_dymoe.plan.choice import (
+    GOOD_ENOUGH,
+    HostPlannedLayers,
+    choices,
+    predict,
+    recommended,
+    room_for_experts,
+    shown,
+)
 from vllm_dymoe.plan.device import Device, find_device, parse_rate
 from vllm_dymoe.plan.model import is_moe, shape_of
 from vllm_dymoe.plan.replay import Routings, made_up, replay
-from vllm_dymoe.residency.identity import ModelIdentity
-from vllm_dymoe.residency.tier import Tier
+from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.resolve import resolve_options
-from vllm_dymoe.runtime.sizing import limit_in_bytes, workspace_bytes
+from vllm_dymoe.trace.synthetic import synthetic_trace
 
 QWEN3_30B = {
     "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
@@ -82,19 +90,19 @@ def two_high(layer, sums):
 
 
 def test_slices_are_kept_and_moved_each_by_itself(routings):
-    def sliced(fine, base):
-        quotas = {Tier.HI: [fine] * 8, Tier.LO: [base] * 8}
+    def sliced(residual, base):
+        quotas = {Precision.HIGH: [residual] * 8, Precision.LOW: [base] * 8}
         return replay(routings, quotas, two_high, low=True, nested=True)
 
     nothing, bases, both = sliced(0, 0), sliced(0, 32), sliced(32, 32)
-    assert (nothing.missing[Tier.HI], nothing.missing[Tier.LO], nothing.misses) == (2, 4, 4)
-    assert bases.missing[Tier.HI] == 2
-    assert bases.missing[Tier.LO] == both.missing[Tier.LO] < 0.2
+    assert (nothing.missing[Precision.HIGH], nothing.missing[Precision.LOW], nothing.misses) == (2, 4, 4)
+    assert bases.missing[Precision.HIGH] == 2
+    assert bases.missing[Precision.LOW] == both.missing[Precision.LOW] < 0.2
     assert 2 <= bases.misses < 2.2
-    assert both.missing[Tier.HI] < 0.3
+    assert both.missing[Precision.HIGH] < 0.3
     few = sliced(4, 8)
     assert both.misses < few.misses < nothing.misses
-    assert few.missing[Tier.HI] < 2
+    assert few.missing[Precision.HIGH] < 2
 
 
 def test_tokens_of_a_batch_share_experts():
@@ -124,16 +132,16 @@ def skewed():
 
 
 def test_everything_moved_takes_the_link_and_the_computation(skewed):
-    found = predicted({"system": "on-demand"}, "25%", skewed)
+    found = predicted({"policy": "on-demand"}, "25%", skewed)
     experts = 48 * 8 * QWEN.packed((4,)).formats[4].nbytes
     assert found.moved == pytest.approx(experts)
     assert found.tpot == pytest.approx(experts / DEVICE.link + (2 * QWEN.token_weights + experts) / DEVICE.bandwidth)
     assert found.hit_rate == 0
 
 
-def test_a_gpu_that_decides_waits_for_the_host_nowhere(skewed):
+def test_a_gpu_that_decides_waits_for_the_host_absent(skewed):
     gpu = replace(DEVICE, layer_seconds=1e-3, miss=1e-4, decides=True)
-    alone, host = (predicted(options, "25%", skewed, gpu) for options in ({}, {"decisions": "host"}))
+    alone, host = (predicted(options, "25%", skewed, gpu) for options in ({}, {"planning": "host"}))
     assert alone.moved == host.moved
     assert 48 * 0.9e-3 < host.tpot - alone.tpot < 48 * (1e-3 + 8 * 1e-4)
     assert alone.tpot > (2 * QWEN.token_weights) / gpu.bandwidth + alone.moved / gpu.link, "nothing is fetched ahead"
@@ -143,8 +151,8 @@ def test_a_gpu_that_decides_waits_for_the_host_nowhere(skewed):
     )
     assert few[0] > few[1]
     assert many[0] == many[1], "it may fetch what the host could compute"
-    assert predicted({"decisions": "host"}, "100%", wide, gpu).tpot > 48e-3 > predicted({}, "100%", wide, gpu).tpot
-    alone, host = (predicted(options, "100%", skewed, gpu) for options in ({}, {"decisions": "host"}))
+    assert predicted({"planning": "host"}, "100%", wide, gpu).tpot > 48e-3 > predicted({}, "100%", wide, gpu).tpot
+    alone, host = (predicted(options, "100%", skewed, gpu) for options in ({}, {"planning": "host"}))
     assert 0.9 * 48e-3 < host.ttft - alone.ttft < 48e-3, "of a prompt of one chunk"
     endless = replace(gpu, compute=1e30, bandwidth=1e30, link=1e30)
     assert predicted({}, "25%", skewed, endless).ttft == pytest.approx(48 * endless.in_a_graph().launch_seconds)
@@ -152,11 +160,11 @@ def test_a_gpu_that_decides_waits_for_the_host_nowhere(skewed):
 
 def test_what_is_in_neither_memory_is_read_from_the_disk(skewed):
     slow = {"device": replace(DEVICE, disk=1e9)}
-    everything = predicted({"hi": 4}, "25%", skewed)
-    assert predicted({"hi": 4}, "25%", skewed, **slow) == everything, "nothing is"
+    everything = predicted({"high": 4}, "25%", skewed)
+    assert predicted({"high": 4}, "25%", skewed, **slow) == everything, "nothing is"
     held = [None, 40 * 2**30, 8 * 2**30, 4 * 2**30]
     rows = [
-        predicted({"hi": 4}, "25%", skewed, device=replace(DEVICE, disk=1e9, host_memory=nbytes)) for nbytes in held
+        predicted({"high": 4}, "25%", skewed, device=replace(DEVICE, disk=1e9, host_memory=nbytes)) for nbytes in held
     ]
     assert rows[0] == rows[1]
     assert rows[1].tpot < rows[2].tpot < rows[3].tpot
@@ -169,12 +177,12 @@ def test_every_chunk_of_a_prompt_reads_the_experts_again(skewed):
 
 
 def test_every_choice_fits_beside_the_rest(skewed):
-    device, serving = find_device("rtx4090", None), Serving()
+    device, serving = find_device("rtx4090", None), HostPlannedLayers()
     room = room_for_experts(QWEN, device, serving, 1)
     found = list(choices(QWEN, device, skewed, serving, 512))
     assert 10e9 < room < 24 * 2**30 - QWEN.dense_bytes
     assert all(row.limit <= room for row in found)
-    assert {row.given["system"] for row in shown(found, ["dymoe", "firm"])} == {"dymoe", "firm"}
+    assert {row.given["policy"] for row in shown(found, ["dymoe", "firm"])} == {"dymoe", "firm"}
     assert [row.part for row in shown(found, [])] == [0.25, 0.5, 0.75, 1.0]
     best = recommended(found)
     assert best.agreement >= GOOD_ENOUGH
@@ -186,13 +194,15 @@ def test_the_quality_of_the_package_is_that_of_the_benchmark():
     sections = json.loads((root / "benchmarks/quality/results.json").read_text())["sections"]
     measured = {(f"{row['bits']}", row["quantizer"]): row["agreement"] for row in sections["uniform"]}
     measured |= {(row["reading"], row["quantizer"]): row["agreement"] for row in sections["readings"]}
-    for row in sections["tiers"]:
+    for row in sections["precisions"]:
         if row["phase"] == "prompt" and row["skipped_weights"] != "renormalize" and ", r = 0.75" in row["experts"]:
             measured.setdefault((row["experts"].split(",")[0], row["quantizer"]), row["agreement"])
     shipped = json.loads((root / "vllm_dymoe/plan/quality.json").read_text())
-    for tiers, of in shipped.items():
+    for precisions, of in shipped.items():
         for quantizer, value in of.items():
-            assert value == pytest.approx(measured.get((tiers, quantizer), 1.0 if tiers == "16" else 0), abs=1e-4)
+            assert value == pytest.approx(
+                measured.get((precisions, quantizer), 1.0 if precisions == "16" else 0), abs=1e-4
+            )
 
 
 @pytest.fixture
@@ -203,7 +213,7 @@ def folder(tmp_path):
 
 def test_the_command_ends_with_one_to_paste(folder, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    result = command("plan", folder, "--gpu", "rtx4090", "--link", "25GB/s", "--system", "on-demand")
+    result = command("plan", folder, "--gpu", "rtx4090", "--link", "25GB/s", "--policy", "on-demand")
     assert result.exit_code == 0, result.output
     (line,) = re.findall(r"^vllm serve .*$", result.stdout, re.MULTILINE)
     options = json.loads(re.search(r"--additional-config '(.*)'", line)[1])["dymoe"]
@@ -221,5 +231,5 @@ def test_the_command_shows_one_rank_and_serves_all(folder):
 
 def test_what_cannot_be_planned_is_a_sentence(folder):
     assert "--gpu rtx4090" in refused("plan", folder)
-    assert "best" in refused("plan", folder, "--gpu", "rtx4090", "--system", "best")
+    assert "best" in refused("plan", folder, "--gpu", "rtx4090", "--policy", "best")
     assert "device memory" in refused("plan", folder, "--gpu", "rtx4090", "--max-num-seqs", 10**6)

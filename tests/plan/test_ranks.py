@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from tests.plan.test_plan import DEEPSEEK_V2_LITE, MIXTRAL, QWEN3_30B
-from vllm_dymoe.config import ConfigError
-from vllm_dymoe.plan.choice import Serving, choices
+from vllm_dymoe.experts.identity import ModelIdentity
+from vllm_dymoe.options import ConfigError
+from vllm_dymoe.plan.choice import HostPlannedLayers, choices
 from vllm_dymoe.plan.device import find_device
 from vllm_dymoe.plan.model import shape_of
 from vllm_dymoe.plan.ranks import Ranks
 from vllm_dymoe.plan.replay import made_up, replay
-from vllm_dymoe.residency.identity import ModelIdentity
-from vllm_dymoe.residency.tier import Tier
+from vllm_dymoe.planner.precision import Precision
 
 QWEN, LITE, MIX = (shape_of(config, "config.json") for config in (QWEN3_30B, DEEPSEEK_V2_LITE, MIXTRAL))
 CARD = find_device("rtx4090", "20GB/s")
@@ -70,8 +70,10 @@ def test_two_cards_behind_one_switch_fetch_half_as_fast_and_stages_add_up():
 
     def fastest(ranks):
         shape, device = ranks.shape(MIX), ranks.device(CARD)
-        rows = choices(shape, device, made_up(replace(identity, num_layers=shape.moe_layers), 1), Serving(), 64)
-        return next(row for row in rows if row.given == {"system": "on-demand", "hi": 4})
+        rows = choices(
+            shape, device, made_up(replace(identity, num_layers=shape.moe_layers), 1), HostPlannedLayers(), 64
+        )
+        return next(row for row in rows if row.given == {"policy": "on-demand", "high": 4})
 
     ranks, switched = Ranks(tp=2), Ranks(tp=2, per_switch=2)
     alone, both = fastest(ranks), fastest(switched)
@@ -112,11 +114,11 @@ def test_every_layer_waits_for_the_rank_that_lacks_most(ranks, share):
     """Beside counting: with all or no experts kept, a rank lacks none or what is asked of it."""
     identity = ModelIdentity("m", "", 2, QWEN.experts, QWEN.top_k, QWEN.hidden)
     routings, own = made_up(identity, 4), QWEN.experts // ranks
-    found = replay(routings.spread(ranks), {Tier.HI: [round(share * own)] * 2}, None, low=False)
-    assert 0 <= found.misses <= found.active[Tier.HI] <= own
-    assert found.missing[Tier.HI] == found.misses
+    found = replay(routings.spread(ranks), {Precision.HIGH: [round(share * own)] * 2}, None, low=False)
+    assert 0 <= found.misses <= found.active[Precision.HIGH] <= own
+    assert found.missing[Precision.HIGH] == found.misses
     if share == 1.0:  # nothing is missing once the cache is full, and the busiest counts
         counts = [max(np.bincount(uses // own)) for steps in routings.steps.values() for uses, *_ in steps[40:]]
         assert found.misses < 0.1
-        assert found.active[Tier.HI] == pytest.approx(np.mean(counts), rel=0.01)
+        assert found.active[Precision.HIGH] == pytest.approx(np.mean(counts), rel=0.01)
     assert routings.spread(ranks).distinct(9) * ranks == pytest.approx(routings.distinct(9))

@@ -7,12 +7,12 @@ import torch.nn.functional as F
 
 from tests.quantize.recordings import write_recording
 from tests.small_model import make_experts, random_weight
+from vllm_dymoe.experts.format import Projection
 from vllm_dymoe.kernels import Activation
+from vllm_dymoe.planner.threshold import above, threshold_for
 from vllm_dymoe.quantize import calibration as calibrating
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.recording import CalibrationError
-from vllm_dymoe.residency.format import Projection
-from vllm_dymoe.residency.threshold import above, threshold_for
 
 EXPERTS = make_experts(top_k=2)
 HIDDEN = 64

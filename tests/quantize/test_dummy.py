@@ -5,11 +5,11 @@ import torch
 
 from tests.small_model import make_experts
 from tests.support.memory_writer import MemoryWriter
+from vllm_dymoe.experts.encoding import CODEBOOKS
+from vllm_dymoe.experts.format import Projection, SliceKey, all_keys
+from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize.dummy import fill_randomly, random_store
-from vllm_dymoe.residency.code import CODEBOOKS
-from vllm_dymoe.residency.format import BlobKey, Projection, all_keys
-from vllm_dymoe.residency.matrix import MatrixFormat
 
 PROJECTIONS = len(Projection)
 
@@ -19,8 +19,8 @@ def make(seed=0, **changes):
     return random_store(experts, MemoryWriter(experts), seed)
 
 
-def blobs(store):
-    return {key: store.blob(key) for key in all_keys(store.experts)}
+def slices(store):
+    return {key: store.packed(key) for key in all_keys(store.experts)}
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4, 2])
@@ -29,7 +29,7 @@ def blobs(store):
 def test_weights_are_finite_and_centred_and_of_the_usual_size(bits, dtype, hidden, intermediate):
     store = make(bits=(bits,), dtype=dtype, hidden=hidden, intermediate=intermediate)
     fmt = store.experts.formats[bits]
-    weights = [dequantize(matrix) for key in all_keys(store.experts) for matrix in fmt.view(store.blob(key))]
+    weights = [dequantize(matrix) for key in all_keys(store.experts) for matrix in fmt.view(store.packed(key))]
     everything = torch.cat([weight.flatten() for weight in weights])
     assert torch.isfinite(everything).all()
     assert 0.015 < everything.std() < 0.03
@@ -38,18 +38,18 @@ def test_weights_are_finite_and_centred_and_of_the_usual_size(bits, dtype, hidde
 
 
 def test_a_seed_is_repeated_and_another_one_differs():
-    first, again, other = blobs(make(1)), blobs(make(1)), blobs(make(2))
+    first, again, other = slices(make(1)), slices(make(1)), slices(make(2))
     assert all(torch.equal(first[key], again[key]) for key in first)
     assert not any(torch.equal(first[key], other[key]) for key in first)
-    assert len({bytes(blob.numpy()) for blob in first.values()}) == len(first), "no two experts are the same"
+    assert len({bytes(packed.numpy()) for packed in first.values()}) == len(first), "no two experts are the same"
 
 
 def test_biases_are_filled_and_padding_stands_for_zeros():
     store = make(bits=(4,), hidden=100, intermediate=70, bias=True)
-    bias = store.experts.formats[4].view(store.blob(BlobKey(1, 3, 4))).down.bias
+    bias = store.experts.formats[4].view(store.packed(SliceKey(1, 3, 4))).down.bias
     assert torch.isfinite(bias).all()
     assert bias.std() > 0
-    gate = store.experts.formats[4].view(store.blob(BlobKey(0, 0, 4))).gate
+    gate = store.experts.formats[4].view(store.packed(SliceKey(0, 0, 4))).gate
     assert gate.format.padded_rows > 70
     assert (gate.scales_zeros[:, 70:] == 0).all()
     assert (gate.scales_zeros[:, :70] != 0).all()

@@ -7,14 +7,14 @@ import torch
 
 from tests.quantize.recordings import correlated_inputs
 from tests.small_model import fill, make_experts, random_weight
+from vllm_dymoe.cache.store import Manifest
+from vllm_dymoe.cache.store.writer import StoreWriter
+from vllm_dymoe.experts.format import Projection, SliceKey
 from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize import QUANTIZERS, quantize_matrix
 from vllm_dymoe.quantize.error_tally import ErrorTally
 from vllm_dymoe.quantize.gptq import Curvature, quantize_gptq
 from vllm_dymoe.quantize.packer import ExpertPacker
-from vllm_dymoe.residency.format import BlobKey, Projection
-from vllm_dymoe.store import Manifest
-from vllm_dymoe.store.writer import StoreWriter
 
 ODD = {"hidden": 72, "intermediate": 40}  # whole groups nowhere
 
@@ -32,12 +32,12 @@ def test_weight_errors_are_those_of_the_bytes(tmp_path, quantizer):
     errors = store.manifest.errors
     assert list(errors.weight) == [2], "16 bits are copied"
     assert errors.output == {}
-    fmt, blob = experts.formats[2], torch.empty(experts.formats[2].nbytes, dtype=torch.uint8)
+    fmt, packed = experts.formats[2], torch.empty(experts.formats[2].nbytes, dtype=torch.uint8)
     for layer in range(2):
         error = whole = 0.0
         for expert in range(experts.num_experts):
-            store.read_into(BlobKey(layer, expert, 2), blob)
-            for projection, matrix in zip(Projection, fmt.view(blob), strict=True):
+            store.read_into(SliceKey(layer, expert, 2), packed)
+            for projection, matrix in zip(Projection, fmt.view(packed), strict=True):
                 weight = random_weight(experts, layer, expert, projection).double()
                 error += (dequantize(matrix, torch.float64) - weight).square().sum().item()
                 whole += weight.square().sum().item()

@@ -7,19 +7,19 @@ import torch
 
 from tests.quantize.recordings import correlated_inputs
 from tests.quantize.test_quantizers import quantized, random_weight
+from vllm_dymoe.experts.encoding import NESTED, encoding_of
+from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels import dequantize, pack_nested
 from vllm_dymoe.quantize import QUANTIZERS, gptq
 from vllm_dymoe.quantize.gptq import DAMPING, Curvature, quantize_gptq
 from vllm_dymoe.quantize.quantizers import Codes
-from vllm_dymoe.residency.code import NESTED, code_of
-from vllm_dymoe.residency.matrix import MatrixFormat
 
 
 def readings(codes, format):
-    base, fine = (torch.empty(nbytes, dtype=torch.uint8) for nbytes in (format.base.nbytes, format.nbytes))
-    pack_nested(format, codes.codes, codes.scales, codes.zeros, base, fine)
+    base, residual = (torch.empty(nbytes, dtype=torch.uint8) for nbytes in (format.base.nbytes, format.nbytes))
+    pack_nested(format, codes.codes, codes.scales, codes.zeros, base, residual)
     low = format.base.view(base)
-    return dequantize(format.view(fine, low)), dequantize(low)
+    return dequantize(format.view(residual, low)), dequantize(low)
 
 
 def output_norm(inputs, error):
@@ -75,7 +75,7 @@ def plain_gptq(weight, hessian, scales, zeros, group_size, bits, low_weight=0.0)
 def test_codes_are_those_of_the_plain_algorithm(bits, rows, columns, block, monkeypatch):
     monkeypatch.setattr(gptq, "_BLOCK", block)
     inputs, weight = correlated_inputs(200, columns, 1), random_weight(rows, columns, 2)
-    format = MatrixFormat(rows, columns, code_of(bits), 32, torch.bfloat16)
+    format = MatrixFormat(rows, columns, encoding_of(bits), 32, torch.bfloat16)
     hessian = inputs.t() @ inputs
     found = quantize_gptq(weight, format, Curvature.of(hessian))
     assert torch.equal(found.codes, plain_gptq(weight, hessian, found.scales, found.zeros, 32, bits))

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
+from vllm_dymoe.experts.encoding import LATTICES
+from vllm_dymoe.experts.format import ExpertFormat, Projection
 from vllm_dymoe.kernels import native
 from vllm_dymoe.kernels.pack import rotated_weights
 from vllm_dymoe.quantize import lattice
 from vllm_dymoe.quantize.gptq import Curvature
-from vllm_dymoe.residency.code import LATTICES
-from vllm_dymoe.residency.format import Format, Projection
 
 RANDOM = torch.Generator().manual_seed(3)
-WIDE = Format(160, 96, LATTICES["e8+e8"], 64, torch.bfloat16).matrices[Projection.UP]
+WIDE = ExpertFormat(160, 96, LATTICES["e8+e8"], 64, torch.bfloat16).matrices[Projection.UP]
 INPUTS = torch.randn(512, 160, generator=RANDOM) @ torch.randn(160, 160, generator=RANDOM)
 WEIGHT = torch.randn(96, 160, generator=RANDOM) / 10
 CURVATURE = Curvature.of(INPUTS.t() @ INPUTS)
@@ -19,10 +19,10 @@ CURVATURE = Curvature.of(INPUTS.t() @ INPUTS)
 
 def readings():
     """The low one and the high one: [rows, columns] of rotated inputs, which the weight's are taken for."""
-    base, fine = (torch.zeros(form.nbytes, dtype=torch.uint8) for form in (WIDE.base, WIDE))
-    lattice.quantize_lattice(WEIGHT, WIDE, CURVATURE, fine, base)
+    base, residual = (torch.zeros(form.nbytes, dtype=torch.uint8) for form in (WIDE.base, WIDE))
+    lattice.quantize_lattice(WEIGHT, WIDE, CURVATURE, residual, base)
     low = WIDE.base.view(base)
-    return rotated_weights(low), rotated_weights(WIDE.view(fine, low))
+    return rotated_weights(low), rotated_weights(WIDE.view(residual, low))
 
 
 def products(left, right):

@@ -10,12 +10,12 @@ import torch
 from tests.quantize.readers.kinds import random_integers
 from tests.small_model import make_experts, random_weight
 from tests.support.memory_writer import MemoryWriter
+from vllm_dymoe.cache.store import FileStore, Manifest, StoreError
+from vllm_dymoe.cache.store.writer import StoreWriter
+from vllm_dymoe.experts.format import Projection, all_keys
 from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize import QUANTIZERS
 from vllm_dymoe.quantize.packer import ExpertPacker
-from vllm_dymoe.residency.format import Projection, all_keys
-from vllm_dymoe.store import FileStore, Manifest, StoreError
-from vllm_dymoe.store.writer import StoreWriter
 
 
 def random_bias(experts, place):
@@ -75,10 +75,10 @@ def test_weights_and_biases_come_in_any_order(tmp_path, order, bits, bias, order
     assert files.experts == experts
     for key in all_keys(experts):
         fmt = experts.formats[key.bits]
-        blob = torch.full((fmt.nbytes,), 0xEE, dtype=torch.uint8)
-        files.read_into(key, blob)  # checks the checksums
-        assert torch.equal(blob, memory.blob(key))
-        for projection, matrix in zip(Projection, fmt.view(blob), strict=True):
+        packed = torch.full((fmt.nbytes,), 0xEE, dtype=torch.uint8)
+        files.read_into(key, packed)  # checks the checksums
+        assert torch.equal(packed, memory.packed(key))
+        for projection, matrix in zip(Projection, fmt.view(packed), strict=True):
             place = key.layer, key.expert, projection
             assert (matrix.bias is not None) == bias
             assert not bias or torch.equal(matrix.bias, random_bias(experts, place))

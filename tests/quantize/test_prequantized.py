@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from tests.quantize.readers.kinds import random_integers
+from vllm_dymoe.experts.encoding import encoding_of
+from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels import dequantize, unpack
-from vllm_dymoe.residency.code import code_of
-from vllm_dymoe.residency.matrix import MatrixFormat
 
 
 def packed(matrix, group_size, dtype=torch.float16, *, steps=True, act_order=False):
     format = MatrixFormat(
-        *matrix.shape, code_of(matrix.bits), group_size, dtype, integer_zeros=steps, act_order=act_order
+        *matrix.shape, encoding_of(matrix.bits), group_size, dtype, integer_zeros=steps, act_order=act_order
     )
     section = torch.full((format.nbytes,), 0xEE, dtype=torch.uint8)
     matrix.pack(format, section)
@@ -52,7 +52,7 @@ PLAIN, SHUFFLED = random_integers(8, 64, 32), random_integers(8, 64, 32, shuffle
         (PLAIN, 32, {"dtype": torch.bfloat16}, "scales are float16 and would be rounded to bfloat16; use dtype"),
         (PLAIN, 32, {"steps": False}, "has zero points, although its configuration says"),
         (PLAIN, 64, {}, "do not lie in groups of 64 neighbours"),
-        (SHUFFLED, 32, {}, "as they are, do not lie in groups .* hi to 16"),
+        (SHUFFLED, 32, {}, "as they are, do not lie in groups .* high to 16"),
         (LONG, 32, {"act_order": True}, "even sorted by their groups, do not lie in groups of 32 neighbours"),
         (random_integers(8, 96, 64).part(1, slice(32, 96)), 64, {}, "do not lie in groups of 64 neighbours"),
     ],

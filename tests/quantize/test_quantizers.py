@@ -6,17 +6,17 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_dymoe.experts.encoding import encoding_of
+from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize import QUANTIZERS, quantize_matrix, quantizers
 from vllm_dymoe.quantize.quantizers import group_ranges
-from vllm_dymoe.residency.code import code_of
-from vllm_dymoe.residency.matrix import MatrixFormat
 
 NORM = 0.7  # of HQQ's objective
 
 
 def quantized(weight, bits, quantizer, group_size=32, dtype=torch.bfloat16):
-    format = MatrixFormat(*weight.shape, code_of(bits), group_size, dtype)
+    format = MatrixFormat(*weight.shape, encoding_of(bits), group_size, dtype)
     section = torch.full((format.nbytes,), 0xEE, dtype=torch.uint8)
     quantize_matrix(weight, format, quantizer, section)
     return format.view(section)
@@ -48,7 +48,7 @@ def test_rounding_is_off_by_half_a_step_at_most(weight, bits, group_size, dtype)
 @given(weights, bit_widths, st.sampled_from([torch.bfloat16, torch.float16]))
 def test_rounding_the_scale_never_cuts_off_an_end(weight, bits, dtype):
     """All codes together reach as far as the weights do, and the scale is the smallest of its dtype that does."""
-    format = MatrixFormat(weight.shape[0], weight.shape[1], code_of(bits), 32, dtype)
+    format = MatrixFormat(weight.shape[0], weight.shape[1], encoding_of(bits), 32, dtype)
     groups = F.pad(weight[:, None], (0, -weight.shape[1] % 32), mode="replicate").reshape(-1, 32)
     scales, zeros = (found.float() for found in group_ranges(groups, format))
     needed = (groups.amax(1) - groups.amin(1)) / (2**bits - 1)
@@ -57,8 +57,8 @@ def test_rounding_the_scale_never_cuts_off_an_end(weight, bits, dtype):
     assert bool(((below.float() < needed) | (needed == 0)).all())
     # The zero is rounded to nearest: half a unit in its last place, or less than the smallest float16.
     slack = zeros.abs() * (2**-8 if dtype is torch.bfloat16 else 2**-11) * 1.01 + 1e-7
-    assert bool((zeros - format.code.midpoint * scales <= groups.amin(1) + slack).all())
-    assert bool((zeros + (format.code.midpoint - 1) * scales >= groups.amax(1) - slack).all())
+    assert bool((zeros - format.encoding.midpoint * scales <= groups.amin(1) + slack).all())
+    assert bool((zeros + (format.encoding.midpoint - 1) * scales >= groups.amax(1) - slack).all())
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from vllm_dymoe.systems import SYSTEMS
+from vllm_dymoe.policies import POLICIES
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -13,7 +13,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 @contextlib.contextmanager
 def modules_of(name: str) -> Iterator[Path]:
     """Inside, modules of one folder of benchmarks can be imported; afterwards they are forgotten. Gives the folder."""
-    path, others, systems = list(sys.path), _forget(), dict(SYSTEMS)
+    path, others, policies = list(sys.path), _forget(), dict(POLICIES)
     sys.path.insert(0, str(BENCHMARKS / name))
     try:
         yield BENCHMARKS / name
@@ -21,8 +21,8 @@ def modules_of(name: str) -> Iterator[Path]:
         _forget()
         sys.path[:] = path
         sys.modules.update(others)
-        SYSTEMS.clear()  # of which a benchmark may have made more known
-        SYSTEMS.update(systems)
+        POLICIES.clear()  # of which a benchmark may have made more known
+        POLICIES.update(policies)
 
 
 def _forget() -> dict[str, object]:

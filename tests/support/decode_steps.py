@@ -3,16 +3,19 @@
 import numpy as np
 import torch
 
-from vllm_dymoe.residency.code import code_of
-from vllm_dymoe.residency.decision import Decision
-from vllm_dymoe.residency.decode_rule import decide_plain
-from vllm_dymoe.residency.format import Format, stored_formats
-from vllm_dymoe.residency.rule import HIGH, LOW
-from vllm_dymoe.residency.table import Table, set_pools, set_precision
-from vllm_dymoe.systems.dymoe import Dymoe
+from vllm_dymoe.experts.encoding import encoding_of
+from vllm_dymoe.experts.format import ExpertFormat, stored_formats
+from vllm_dymoe.planner.plan import LayerPlan
+from vllm_dymoe.planner.rule import HIGH, LOW
+from vllm_dymoe.planner.small_batch import plan_small_batch
+from vllm_dymoe.planner.table import Table, set_pools, set_precision
+from vllm_dymoe.policies.dymoe import Dymoe
 
 LAYERS, EXPERTS, TOP_K, TOKENS = 2, 12, 3, 6
-FORMATS = {HIGH: Format(64, 32, code_of(4), 32, torch.bfloat16), LOW: Format(64, 32, code_of(2), 32, torch.bfloat16)}
+FORMATS = {
+    HIGH: ExpertFormat(64, 32, encoding_of(4), 32, torch.bfloat16),
+    LOW: ExpertFormat(64, 32, encoding_of(2), 32, torch.bfloat16),
+}
 _NESTED = stored_formats((4, 2), lambda bits: FORMATS[HIGH if bits == 4 else LOW])
 NESTED = {HIGH: _NESTED[4], LOW: _NESTED[2]}
 COSTS = {
@@ -21,14 +24,14 @@ COSTS = {
     "share": [[10, 0, 0, 0], [60, 20, 5, 64], [100, 33, 8, 64]],
     "few rows of high": [[0] * 4, [60, 0, 0, 64], [100, 10, 8, 2]],
 }
-"""What fetching and computing there cost, see Table.there."""
+"""What fetching and computing there cost, see Table.cpu_costs."""
 POOL, SOURCE = {LOW: 1 << 20, HIGH: 1 << 24}, {LOW: 1 << 30, HIGH: 1 << 34}
 
 
 def make_table(
-    shares,
+    quotas,
     *,
-    system=None,
+    policy=None,
     skip_low=False,
     staging=0,
     experts=EXPERTS,
@@ -41,25 +44,25 @@ def make_table(
     """A table whose addresses say which slot or which expert they belong to."""
     table = Table.allocate(LAYERS, experts, rows=tokens, top_k=top_k, depth=depth, device="cpu", nested=nested)
     if costs is not None:
-        table.there.copy_(torch.tensor(costs))
+        table.cpu_costs.copy_(torch.tensor(costs))
     formats = (NESTED if nested else FORMATS) | ({LOW: None} if skip_low else {})
-    system = system or Dymoe(retention=0.5)
-    precision = system.precision
+    policy = policy or Dymoe(retention=0.5)
+    precision = policy.precision
     set_precision(table, formats, precision.critical_counts(LAYERS, experts), precision.thresholds)
-    pools = {code: (POOL[code], 1 << 12, sum(shares[code]) + staging) for code in (LOW, HIGH)}
-    set_pools(table, pools, shares)
-    table.reuse_high.fill_(system.precision.reuses_high)
+    pools = {code: (POOL[code], 1 << 12, sum(quotas[code]) + staging) for code in (LOW, HIGH)}
+    set_pools(table, pools, quotas)
+    table.reuse_high.fill_(policy.precision.reuses_high)
     for code, base in SOURCE.items():
         table.source[:, :, code] = base + (torch.arange(LAYERS * experts).view(LAYERS, experts) << 12)
     return table
 
 
-def host_table(shares, experts=EXPERTS, *, reuse_high=True, nested=False, costs=None):
-    table = Table.allocate(len(shares[HIGH]), experts, nested=nested)
+def host_table(quotas, experts=EXPERTS, *, reuse_high=True, nested=False, costs=None):
+    table = Table.allocate(len(quotas[HIGH]), experts, nested=nested)
     if costs is not None:
-        table.there[:] = costs
+        table.cpu_costs[:] = costs
     table.reuse_high[:] = reuse_high
-    set_pools(table, {code: (0, 0, sum(shares[code])) for code in (LOW, HIGH)}, shares)
+    set_pools(table, {code: (0, 0, sum(quotas[code])) for code in (LOW, HIGH)}, quotas)
     return table
 
 
@@ -78,6 +81,6 @@ def rows(count):
 
 
 def decide(table, layer, ids, weights, real=None):
-    decision = Decision.allocate(len(ids), ids.shape[1], table.experts, "cpu", slices=len(table.slot))
-    decide_plain(table, layer, ids, weights, rows(len(ids) if real is None else real), decision)
-    return decision
+    plan = LayerPlan.allocate(len(ids), ids.shape[1], table.experts, "cpu", slices=len(table.slot))
+    plan_small_batch(table, layer, ids, weights, rows(len(ids) if real is None else real), plan)
+    return plan

@@ -2,8 +2,8 @@
 
 import threading
 
-from vllm_dymoe.residency.format import EVERY_PROJECTION
-from vllm_dymoe.store import HostStore, StoreError
+from vllm_dymoe.cache.store import HostStore, StoreError
+from vllm_dymoe.experts.format import EVERY_PROJECTION
 
 
 class FaultyStore(HostStore):
@@ -12,19 +12,19 @@ class FaultyStore(HostStore):
 
     description = "files in /disk"
 
-    def __init__(self, store, fate=lambda number, key: None):
-        self.experts, self.fate, self._read = store.experts, fate, store.read_into
+    def __init__(self, store, action=lambda number, key: None):
+        self.experts, self.action, self._read = store.experts, action, store.read_into
         self.gate, self.reads, self._lock = threading.Event(), [], threading.Lock()
 
     def read_into(self, key, destination, projections=EVERY_PROJECTION, *, wait=True):
         with self._lock:
-            fate = self.fate(len(self.reads), key)
-            if fate and not wait:
+            action = self.action(len(self.reads), key)
+            if action and not wait:
                 raise BlockingIOError("not in memory")
             self.reads.append((threading.current_thread(), key))
-        if fate == "hang":
+        if action == "hang":
             self.gate.wait()
-        if fate == "fail":
+        if action == "fail":
             destination.fill_(0xFF)  # as 16 bits a NaN: nothing may compute with it
             raise StoreError("the disk is on fire")
         self._read(key, destination, projections)

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from vllm_dymoe.runtime.decode_plain import PlainDecode, PlainWide
+from vllm_dymoe.executor.plain_kernels import PlainKernels, PlainLargeBatch
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
@@ -46,7 +46,8 @@ def as_launch(plain: Callable[..., Any], capturing: Callable[[], list[Launch] | 
 
 
 def decode_as_launches(put: Callable[[type, str, Any], object], capturing: Callable[[], list[Launch] | None]) -> None:
-    """Put launches in place of what the plain twin of the decode path does, by ``setattr`` or something like it."""
-    put(PlainDecode, "forward", as_launch(PlainDecode.forward, capturing))
+    """Put launches in place of what the plain twin of the small-batch path does, by ``setattr`` or something like
+    it."""
+    put(PlainKernels, "forward", as_launch(PlainKernels.forward, capturing))
     for name in ("plan", "copy", "compute", "finish"):
-        put(PlainWide, name, as_launch(getattr(PlainWide, name), capturing))
+        put(PlainLargeBatch, name, as_launch(getattr(PlainLargeBatch, name), capturing))

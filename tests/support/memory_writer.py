@@ -6,35 +6,35 @@ from types import SimpleNamespace
 
 import torch
 
-from vllm_dymoe.residency.format import EVERY_PROJECTION, all_keys
-from vllm_dymoe.store import HostStore
+from vllm_dymoe.cache.store import HostStore
+from vllm_dymoe.experts.format import EVERY_PROJECTION, all_keys
 
 
 class MemoryStore(HostStore):
-    """All of it is there at once, and counts as page-locked."""
+    """All of it is there at once, and counts as pinned."""
 
     whole = readable = True
     description = "host memory"
 
     def __init__(self, experts):
         self.experts = experts
-        self._blobs = {
+        self._slices = {
             key: torch.zeros(experts.formats[key.bits].nbytes, dtype=torch.uint8) for key in all_keys(experts)
         }
 
-    def blob(self, key, projections=EVERY_PROJECTION):
-        return self._blobs[key][self.experts.formats[key.bits].span(projections)]
+    def packed(self, key, projections=EVERY_PROJECTION):
+        return self._slices[key][self.experts.formats[key.bits].span(projections)]
 
     def read_into(self, key, destination, projections=EVERY_PROJECTION, *, wait=True):
-        destination.copy_(self.blob(key, projections))
+        destination.copy_(self.packed(key, projections))
 
     def hold(self, key, projections=EVERY_PROJECTION, *, wait=True):
-        return contextlib.nullcontext(SimpleNamespace(blob=self.blob(key), locked=True, last_read=None))
+        return contextlib.nullcontext(SimpleNamespace(packed=self.packed(key), pinned=True, last_read=None))
 
     def take(self, other, experts):
-        more = [other._blobs[key] for key in all_keys(other.experts)]
-        mine, self.experts = list(self._blobs.values()), experts
-        self._blobs = dict(zip(all_keys(experts), mine + more, strict=True))
+        more = [other._slices[key] for key in all_keys(other.experts)]
+        mine, self.experts = list(self._slices.values()), experts
+        self._slices = dict(zip(all_keys(experts), mine + more, strict=True))
 
     def close(self):
         """The memory goes with the last tensor over it."""
@@ -53,7 +53,7 @@ class MemoryWriter:
         self._store = MemoryStore(experts)
 
     def write(self, key, projection, section):
-        self._store.blob(key)[self._store.experts.formats[key.bits].sections[projection]].copy_(section)
+        self._store.packed(key)[self._store.experts.formats[key.bits].sections[projection]].copy_(section)
 
     def finish(self, errors=None):
         return self._store

@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 
 from tests.e2e.engines import answer, engine, prompts
 from tests.support.recorded_routing import FILE
-from vllm_dymoe.observe.trace import Trace
+from vllm_dymoe.trace.trace import Trace
 
 LAYERS = [2, 6]
 STEPS = 120
@@ -15,7 +15,7 @@ STEPS = 120
 
 def record(asked, max_tokens):
     with tempfile.TemporaryDirectory() as folder:
-        with engine(dymoe={"hi": 4, "expert_budget": "100%", "trace": folder}) as llm:
+        with engine(dymoe={"high": 4, "expert_budget": "100%", "trace": folder}) as llm:
             answer(llm, asked, max_tokens=max_tokens, logprobs=None)
             llm.collective_rpc("dymoe_trace")
         return Trace.load(folder)

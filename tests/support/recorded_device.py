@@ -1,4 +1,4 @@
-"""A recorded device: the real runtime, engine and deliveries over memory whose accesses are recorded.
+"""A recorded device: the real server, engine and deliveries over memory whose accesses are recorded.
 
 Copies and computation run when they are issued, so results can be compared. Whether every other interleaving would give
 the same is for the history to say: a stream follows the thread that issues its work, the events it is told to wait for,
@@ -14,11 +14,11 @@ import torch
 
 from tests.support.happens_before import Agent, Clock, History
 from tests.support.memory_writer import MemoryStore
+from vllm_dymoe.cache.store import HostStore
+from vllm_dymoe.experts.format import EVERY_PROJECTION, ModelExperts, SliceKey
 from vllm_dymoe.kernels import Activation, ExpertKernel
 from vllm_dymoe.kernels.base import Receive
-from vllm_dymoe.residency.decision import Decision
-from vllm_dymoe.residency.format import EVERY_PROJECTION, BlobKey, ModelExperts
-from vllm_dymoe.store import HostStore
+from vllm_dymoe.planner.plan import LayerPlan
 
 COMPUTATION = "computation"
 
@@ -35,15 +35,15 @@ class RecordedStore(HostStore):
         self.experts: ModelExperts = store.experts
         self._store, self._history, self._pause = store, history, pause
 
-    def blob(self, key: BlobKey, projections: range = EVERY_PROJECTION) -> torch.Tensor:
-        return self._store.blob(key, projections)
+    def packed(self, key: SliceKey, projections: range = EVERY_PROJECTION) -> torch.Tensor:
+        return self._store.packed(key, projections)
 
-    def hold(self, key: BlobKey, projections: range = EVERY_PROJECTION, *, wait: bool = True) -> Any:
+    def hold(self, key: SliceKey, projections: range = EVERY_PROJECTION, *, wait: bool = True) -> Any:
         """The wrapped store's memory."""
         return contextlib.nullcontext() if self.staged else self._store.hold(key, projections, wait=wait)
 
     def read_into(
-        self, key: BlobKey, destination: torch.Tensor, projections: range = EVERY_PROJECTION, *, wait: bool = True
+        self, key: SliceKey, destination: torch.Tensor, projections: range = EVERY_PROJECTION, *, wait: bool = True
     ) -> None:
         self._pause()
         self._history.write(threading.current_thread(), destination)
@@ -120,11 +120,11 @@ def record_reads(kernel: ExpertKernel, history: History, stream: Agent | None, p
     """Record which weights a kernel reads, and when, with a pause before each projection; it computes on the host, as
     if on a stream, or, if None, on the calling thread."""
     begin, compute = kernel.begin, kernel.compute
-    current: list[Decision] = []
+    current: list[LayerPlan] = []
 
-    def begun(x: torch.Tensor, decision: Decision, out: torch.Tensor, activation: Activation) -> None:
-        current[:] = [decision]
-        begin(x, decision, out, activation)
+    def begun(x: torch.Tensor, plan: LayerPlan, out: torch.Tensor, activation: Activation) -> None:
+        current[:] = [plan]
+        begin(x, plan, out, activation)
 
     def recorded(items: Sequence[int], receive: Receive | None = None) -> None:
         def read(count: int) -> None:
@@ -138,7 +138,7 @@ def record_reads(kernel: ExpertKernel, history: History, stream: Agent | None, p
                 view = current[0].views[item]
                 assert view is not None
                 matrix = view[count - 1]
-                for stored in (matrix.weight, matrix.fine):
+                for stored in (matrix.weight, matrix.residual):
                     if stored is not None:
                         history.read(agent, stored)
 

@@ -1,1 +1,1 @@
-"""Systems, budgets and batches side by side on one model, as the papers' tables have them."""
+"""Policies, budgets and batches side by side on one model, as the papers' tables have them."""

@@ -1,4 +1,4 @@
-"""What is measured: one case is one system at one budget and batch size; cases that an engine can share are a group."""
+"""What is measured: one case is one policy at one budget and batch size; cases that an engine can share are a group."""
 
 import hashlib
 import itertools
@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.options import ConfigError, Options
+from vllm_dymoe.policies import POLICIES
 from vllm_dymoe.resolve import resolve_options
-from vllm_dymoe.systems import SYSTEMS
 
 FULL = "100%"  # the budget with which nothing ever moves
 EVERYTHING = "its own"  # in place of a budget, for a peer that takes none
@@ -68,10 +68,10 @@ class Case:
         if self.subject.options is None:
             return None
         options = Options.model_validate(self.subject.options)
-        tiers = SYSTEMS[options.system](**options.system_options).precision.tiers
-        if tiers != SYSTEMS["exact"]().precision.tiers:
+        precisions = POLICIES[options.policy](**options.policy_options).precision.precisions
+        if precisions != POLICIES["exact"]().precision.precisions:
             return None
-        packed = [options.hi, options.group_size, options.quantizer, options.dense]
+        packed = [options.high, options.group_size, options.quantizer, options.dense]
         return digest([self.model, packed, self.batch, asdict(self.workload), dict(self.engine)])
 
 
@@ -94,11 +94,11 @@ def grid(
 
 
 def full_load(options: Mapping[str, Any]) -> Subject:
-    kept = {name: options[name] for name in ("hi", "group_size", "quantizer", "dense") if name in options}
+    kept = {name: options[name] for name in ("high", "group_size", "quantizer", "dense") if name in options}
     asked = Options.model_validate(options)
     dense = f", dense {asked.dense}" if "dense" in kept else ""
     return Subject(
-        f"full load, {asked.hi} bits{dense}", {**kept, "system": "exact", "system_options": {"look_ahead": 0}}
+        f"full load, {asked.high} bits{dense}", {**kept, "policy": "exact", "policy_options": {"look_ahead": 0}}
     )
 
 
@@ -110,16 +110,16 @@ def groups(cases: Iterable[Case]) -> Iterator[list[Case]]:
 
 
 def subject_of(text: str, common: Mapping[str, Any]) -> Subject:
-    """A subject as a user names it: a system, or options as JSON with a ``label``; ConfigError if it cannot be."""
-    options, label = {"system": text}, text
+    """A subject as a user names it: a policy, or options as JSON with a ``label``; ConfigError if it cannot be."""
+    options, label = {"policy": text}, text
     if text.lstrip().startswith("{"):
         try:
             options = json.loads(text)
         except ValueError as error:
-            raise ConfigError(f"--system {text} is not JSON ({error}).") from error
+            raise ConfigError(f"--policy {text} is not JSON ({error}).") from error
         label = options.pop("label", None) or ", ".join(f"{name} {value}" for name, value in options.items())
     if "expert_budget" in options:
-        raise ConfigError("--system has an expert_budget; say it as --budget.")
+        raise ConfigError("--policy has an expert_budget; say it as --budget.")
     options = {**common, **options}
     default = resolve_options(options, environment={}).expert_budget.slots
     return Subject(label, options, budgets=(default,) if default else None)

@@ -18,7 +18,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from vllm_dymoe.config import ConfigError
+from vllm_dymoe.options import ConfigError
 
 SHIPPED = "shipped"
 _FIRST_TOKEN = 2  # of random prompts: what is below is often special

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from vllm_dymoe.config import ConfigError
+from vllm_dymoe.options import ConfigError
 
 ROWS = "rows.jsonl"
 Row = dict[str, Any]

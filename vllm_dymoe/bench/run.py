@@ -18,9 +18,9 @@ from vllm_dymoe import __version__
 from vllm_dymoe.bench.cases import PEERS, Case, groups
 from vllm_dymoe.bench.prompts import PromptSet, by_turns
 from vllm_dymoe.bench.rows import ROWS, Row, append_row, read_rows
-from vllm_dymoe.config import ConfigError, ExpertBudget
+from vllm_dymoe.options import ConfigError, ExpertBudget
 
-ENGINE = "vllm_dymoe.vllm_adapter.measure"
+ENGINE = "vllm_dymoe.vllm_plugin.measure"
 _LOG_LINES = 20
 _BYTES = 256 << 20  # that are read and copied for a machine's rates
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_dymoe.runtime.stats import RuntimeStats, total
+from vllm_dymoe.server.stats import ServerStats, total
 
 
 @dataclass
@@ -64,7 +64,7 @@ def side_by_side(engines: Sequence[Sequence[Answers]]) -> list[Answers]:
     return found
 
 
-_AT_THE_END = {field.name for field in fields(RuntimeStats) if field.metadata.get("gauge", True)}
+_AT_THE_END = {field.name for field in fields(ServerStats) if field.metadata.get("gauge", True)}
 
 
 def _total(counted: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -21,8 +21,8 @@ class Bounds:
 
 
 def bits_of(row: Row) -> int:
-    """Of the high tier; a peer computes at 16 bits unless it says otherwise."""
-    return int((row["options"] or {"hi": 16}).get("hi", 4))
+    """Of the high precision; a peer computes at 16 bits unless it says otherwise."""
+    return int((row["options"] or {"high": 16}).get("high", 4))
 
 
 def lines(rows: Sequence[Row], bounds: Bounds) -> list[dict[str, str]]:
@@ -40,8 +40,8 @@ def _cells(row: Row, bounds: Bounds, full_load: Row) -> dict[str, str]:
     link = emulated * 1e9 if emulated else bounds.link
     tokens = 1e6 * max(1, measured.get("decode_tokens", 1))
     token_bytes = bounds.token_bytes.get(bits) if row["batch"] == 1 else None  # of more, experts coincide
-    held, widths = decode.get("resident_experts", {}), {"hi": bits, "lo": options.get("lo", 0)}
-    resident = sum(count * bounds.expert_bytes.get(widths[tier], 0) for tier, count in held.items())
+    held, widths = decode.get("resident_experts", {}), {"high": bits, "low": options.get("low", 0)}
+    resident = sum(count * bounds.expert_bytes.get(widths[precision], 0) for precision, count in held.items())
     said = {
         "": (row["label"], ""),
         "budget": (row["budget"], ""),

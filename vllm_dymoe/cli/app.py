@@ -59,14 +59,14 @@ app = typer.Typer(
 
 
 def json_object(option: str, text: str) -> dict[str, Any]:
-    from vllm_dymoe.config import ConfigError
+    from vllm_dymoe.options import ConfigError
 
     try:
         value = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"{option} is not JSON ({error}).") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{option} has to be a JSON object, such as '{{\"hi\": 16}}'.")
+        raise ConfigError(f"{option} has to be a JSON object, such as '{{\"high\": 16}}'.")
     return value
 
 
@@ -81,9 +81,9 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 def quantize(
     model: Annotated[Path, typer.Argument(help="Folder of a Hugging Face checkpoint, 16-bit or quantized.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write; `vllm serve` opens it as it is.")],
-    hi: Annotated[Literal["16", "8", "4", "2"], typer.Option(help="Bits per weight of the high tier.")] = "4",
-    lo: Annotated[
-        Literal["8", "4", "2", "0"], typer.Option(help="Bits per weight of the low tier; 0 stores none.")
+    high: Annotated[Literal["16", "8", "4", "2"], typer.Option(help="Bits per weight of the high precision.")] = "4",
+    low: Annotated[
+        Literal["8", "4", "2", "0"], typer.Option(help="Bits per weight of the low precision; 0 stores none.")
     ] = "0",
     group_size: Annotated[
         Literal["32", "64", "128"] | None,
@@ -106,7 +106,7 @@ def quantize(
     from vllm_dymoe.cli.quantize import run
 
     asked = {
-        "hi": int(hi), "lo": int(lo), "group_size": None if group_size is None else int(group_size),
+        "high": int(high), "low": int(low), "group_size": None if group_size is None else int(group_size),
         "quantizer": quantizer,
     }  # fmt: skip
     run(model, out, asked, calibration, dtype, overwrite=overwrite)
@@ -124,7 +124,7 @@ def calibrate(
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to read.")] = 131072,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a text that are read together.")] = 2048,
-    hi: Annotated[Literal["16", "8", "4"], typer.Option(help="Bits per weight while the model reads.")] = "16",
+    high: Annotated[Literal["16", "8", "4"], typer.Option(help="Bits per weight while the model reads.")] = "16",
     expert_budget: Annotated[
         str, typer.Option(help='Device memory for experts, as the option: "auto", "4GiB" or "25%".')
     ] = "auto",
@@ -138,10 +138,10 @@ def calibrate(
         measure(model, link)
         return
     if out is None:
-        from vllm_dymoe.config import ConfigError
+        from vllm_dymoe.options import ConfigError
 
         raise ConfigError("what experts see in the texts has to be written somewhere: --out.")
-    run(model, texts, out, tokens=tokens, length=length, hi=int(hi), expert_budget=expert_budget)
+    run(model, texts, out, tokens=tokens, length=length, high=int(high), expert_budget=expert_budget)
 
 
 @app.command()
@@ -152,7 +152,8 @@ def inspect(
     budget: Annotated[str, typer.Option(help="Budget for which to say what is where.")] = "25%",
     host_memory: Annotated[str, typer.Option(help="The same of host memory.")] = "auto",
 ) -> None:
-    """Show layers, experts, bytes and feasible budgets of a store or a checkpoint, and what each level would hold."""
+    """Show layers, experts, bytes and feasible budgets of a store or a checkpoint, and what each memory precision would
+    hold."""
     from vllm_dymoe.cli.inspect import run
 
     run(path, budget, host_memory, verify=verify, as_json=as_json)
@@ -168,13 +169,13 @@ def trace(
         bool, typer.Option("--inputs", help="Record the routers' inputs as well: hundreds of times larger.")
     ] = False,
     limit: Annotated[str, typer.Option(help="How large the folder may become.")] = "256MiB",
-    options: Annotated[str, typer.Option(help="Options of the plugin, as JSON: '{\"hi\": 16}'.")] = "{}",
+    options: Annotated[str, typer.Option(help="Options of the plugin, as JSON: '{\"high\": 16}'.")] = "{}",
     engine: Engine = "{}",
 ) -> None:
     """Run prompts through a model and record which experts each token chooses; a trace tells about the prompts."""
     import vllm_dymoe
     from vllm_dymoe.bench.prompts import read_prompts
-    from vllm_dymoe.config import ConfigError
+    from vllm_dymoe.options import ConfigError
     from vllm_dymoe.units import size
 
     asked = read_prompts(prompts)
@@ -201,7 +202,7 @@ def train(
 ) -> None:
     """Train a predictor of the next layer's experts on a trace."""
     from vllm_dymoe.cli.train import run
-    from vllm_dymoe.training import Recipe
+    from vllm_dymoe.prefetch.training import Recipe
 
     run(trace, out, architecture, Recipe(epochs), device)
 
@@ -209,8 +210,8 @@ def train(
 @app.command()
 def bench(
     model: Model,
-    system: Annotated[
-        list[str] | None, typer.Option(help='A system\'s name, or options as JSON with a "label"; several times.')
+    policy: Annotated[
+        list[str] | None, typer.Option(help='A policy\'s name, or options as JSON with a "label"; several times.')
     ] = None,
     peer: Annotated[list[str] | None, typer.Option(help="Something else that serves the model; several times.")] = None,
     budget: Annotated[list[str] | None, typer.Option(help="As the option expert_budget; several times.")] = None,
@@ -223,7 +224,7 @@ def bench(
     requests: Annotated[int, typer.Option(min=1, help="Requests that are measured for each row.")] = 16,
     warm_up: Annotated[int, typer.Option(min=1, help="Requests before them that are not.")] = 4,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 64,
-    options: Annotated[str, typer.Option(help="Options of every system, as JSON: '{\"hi\": 8}'.")] = "{}",
+    options: Annotated[str, typer.Option(help="Options of every policy, as JSON: '{\"high\": 8}'.")] = "{}",
     engine: Engine = "{}",
     disk: Disk = None,
     host_memory: HostMemory = None,
@@ -234,7 +235,7 @@ def bench(
     nodes: Nodes = 1,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of rows; the same one to go on.")] = Path("bench"),
 ) -> None:
-    """Measure systems side by side: times, hits, bytes and memory, for each budget and batch size."""
+    """Measure policies side by side: times, hits, bytes and memory, for each budget and batch size."""
     from vllm_dymoe.bench.cases import Workload
     from vllm_dymoe.bench.prompts import read_prompts
     from vllm_dymoe.cli.bench import Bench
@@ -247,8 +248,8 @@ def bench(
     workload = Workload(asked.digest, asked.name, asked.is_random, requests, warm_up, max_tokens)
     ranks = Ranks(tp, dp, pp, ep, nodes).for_engines()
     run = Bench(model, asked, workload, common, ranks | json_object("--engine", engine), out)
-    systems = system or ["on-demand", "exact"]
-    run.compare(systems, peer or [], budget or ["25%", "50%"], batch or [1], link or [], misses or [])
+    policies = policy or ["on-demand", "exact"]
+    run.compare(policies, peer or [], budget or ["25%", "50%"], batch or [1], link or [], misses or [])
 
 
 @app.command()
@@ -262,7 +263,7 @@ def plan(
     max_model_len: Annotated[int, typer.Option(min=1, help="As of `vllm serve`.")] = 8192,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="As of `vllm serve`.")] = 16,
     gpu_memory_utilization: Annotated[float, typer.Option(min=0.1, max=1, help="As of `vllm serve`.")] = 0.9,
-    system: Annotated[list[str] | None, typer.Option(help="Show this system at every budget; repeatable.")] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="Show this policy at every budget; repeatable.")] = None,
     disk: Disk = None,
     host_memory: HostMemory = None,
     misses: Annotated[
@@ -276,15 +277,15 @@ def plan(
     cards_per_switch: Annotated[int, typer.Option(min=1, help="Cards that share one link to the host.")] = 1,
     network: Annotated[str | None, typer.Option(help="Rate between a node and the others: 12GB/s.")] = None,
 ) -> None:
-    """Say what fits on a device, how fast each system will be, and which options to take; nothing is loaded."""
+    """Say what fits on a device, how fast each policy will be, and which options to take; nothing is loaded."""
     from vllm_dymoe.cli import plan as planning
-    from vllm_dymoe.config import ConfigError
-    from vllm_dymoe.plan.choice import Serving
+    from vllm_dymoe.options import ConfigError
+    from vllm_dymoe.plan.choice import HostPlannedLayers
     from vllm_dymoe.plan.device import parse_rate
     from vllm_dymoe.plan.ranks import Ranks
 
     if gpu is None:
         raise ConfigError("say for which device: --gpu rtx4090.")
-    serving = Serving(max_model_len, max_num_seqs, gpu_memory_utilization=gpu_memory_utilization)
+    serving = HostPlannedLayers(max_model_len, max_num_seqs, gpu_memory_utilization=gpu_memory_utilization)
     ranks = Ranks(tp, dp, pp, ep, nodes, cards_per_switch, parse_rate(network) if network else 0.0)
-    planning.run(model, gpu, link, trace, batch, prompt, serving, system or (), disk, host_memory, misses, ranks)
+    planning.run(model, gpu, link, trace, batch, prompt, serving, policy or (), disk, host_memory, misses, ranks)

@@ -1,4 +1,4 @@
-"""``vllm-dymoe bench``: systems, budgets and batches on one model, measured and put side by side."""
+"""``vllm-dymoe bench``: policies, budgets and batches on one model, measured and put side by side."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from vllm_dymoe.bench.rows import ROWS, Row, check_outputs, read_rows
 from vllm_dymoe.bench.run import measure
 from vllm_dymoe.bench.table import Bounds, bits_of, for_terminals, lines, markdown
 from vllm_dymoe.cli.display import count_progress, print_table
-from vllm_dymoe.config import ConfigError, ExpertBudget
+from vllm_dymoe.options import ConfigError, ExpertBudget
 from vllm_dymoe.plan.device import parse_rate
 from vllm_dymoe.plan.model import ModelShape, read_shape
 from vllm_dymoe.resolve import resolve_options
@@ -28,7 +28,7 @@ class Bench:
     model: str  # as for ``vllm serve``
     asked: PromptSet  # prompts
     workload: Workload  # of every case
-    options: Mapping[str, Any]  # of every system
+    options: Mapping[str, Any]  # of every policy
     engine: Mapping[str, Any]  # arguments of vLLM's LLM
     out: Path  # folder of rows
 
@@ -43,7 +43,7 @@ class Bench:
             return measure(cases, self.asked, self.out, expert_bytes=expert_bytes, progress=advance)
 
     def compare(
-        self, systems: Sequence[str], peers: Sequence[str], budgets: Sequence[str], batches: Sequence[int],
+        self, policies: Sequence[str], peers: Sequence[str], budgets: Sequence[str], batches: Sequence[int],
         links: Sequence[str], misses: Sequence[str] = (),
     ) -> None:  # fmt: skip
         for budget in budgets:
@@ -56,7 +56,7 @@ class Bench:
             )
         if requests < (together := max(batches) * self.engine.get(ENGINES, 1)):
             raise ConfigError(f"{requests} requests are no batch of {together}; raise --requests or lower --batch.")
-        subjects = [*(subject_of(system, self.options) for system in systems), *self._peers(peers)]
+        subjects = [*(subject_of(policy, self.options) for policy in policies), *self._peers(peers)]
         if misses:
             subjects = [_with_misses(way, subject) for way in misses for subject in subjects]
         if links:
@@ -92,10 +92,10 @@ class Bench:
     def _bounds(self, rows: Sequence[Row]) -> Bounds:
         """What this machine reached before anything ran on it, and what a token has to read."""
         (found,) = [row for row in read_rows(self.out / ROWS) if row["kind"] == "machine"]
-        bits = {width for row in rows for width in (bits_of(row), (row["options"] or {}).get("lo", 0)) if width}
-        blobs = {width: fmt.whole_nbytes for width, fmt in self.shape.packed(tuple(sorted(bits))).formats.items()}
-        tokens = {width: self.shape.token_bytes(nbytes) for width, nbytes in blobs.items()}
-        return Bounds(found["link_bytes_per_second"], found["memory_bytes_per_second"], tokens, blobs)
+        bits = {width for row in rows for width in (bits_of(row), (row["options"] or {}).get("low", 0)) if width}
+        slices = {width: fmt.whole_nbytes for width, fmt in self.shape.packed(tuple(sorted(bits))).formats.items()}
+        tokens = {width: self.shape.token_bytes(nbytes) for width, nbytes in slices.items()}
+        return Bounds(found["link_bytes_per_second"], found["memory_bytes_per_second"], tokens, slices)
 
 
 def _behind(rate: float, subject: Subject) -> Subject:

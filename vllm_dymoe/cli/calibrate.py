@@ -8,21 +8,21 @@ import torch
 import typer
 
 import vllm_dymoe
+from vllm_dymoe.cache.store import FileStore, whole_host_cache
+from vllm_dymoe.cache.store.page_lock import CudaPageLock
+from vllm_dymoe.cache.transfer import HostCache
 from vllm_dymoe.cli.display import byte_progress, count_progress
-from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.executor.rates import RATES
+from vllm_dymoe.options import ConfigError, Options
 from vllm_dymoe.plan.device import parse_rate
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.resolve import resolve_options
-from vllm_dymoe.runtime import MoERuntime
-from vllm_dymoe.runtime.rates import RATES
-from vllm_dymoe.store import FileStore, whole_level
-from vllm_dymoe.store.page_lock import CudaPageLock
-from vllm_dymoe.transfer import HostLevel
+from vllm_dymoe.server import ExpertServer
 from vllm_dymoe.units import size
 
 
-def run(model: Path, texts: list[Path], out: Path, *, tokens: int, length: int, hi: int, expert_budget: str) -> None:
-    options = {"hi": hi, "expert_budget": expert_budget}
+def run(model: Path, texts: list[Path], out: Path, *, tokens: int, length: int, high: int, expert_budget: str) -> None:
+    options = {"high": high, "expert_budget": expert_budget}
     resolve_options(options, environment={})
     Checkpoint.open(model)  # refuses what cannot be quantized before an engine starts
     words = list(_read(texts))
@@ -48,15 +48,17 @@ def measure(folder: Path, link: str | None) -> None:
         raise ConfigError("a CPU has no link that could be measured; say how fast an emulated one is: --link 25GB/s.")
     files = FileStore(folder)
     bits = sorted(files.experts.formats, reverse=True)
-    given = {"hi": bits[0], "lo": bits[1] if len(bits) > 1 else 0, "link_gbps": link and parse_rate(link) / 1e9}
+    given = {"high": bits[0], "low": bits[1] if len(bits) > 1 else 0, "link_gbps": link and parse_rate(link) / 1e9}
     options = Options.model_validate({"misses": "share", "expert_budget": "100%", **given})
     with byte_progress(f"Reading {folder.name} into memory", files.experts.stored_nbytes) as progress:
-        store = HostLevel(files, whole_level(files.experts), CudaPageLock(device) if device.type == "cuda" else None)
+        store = HostCache(
+            files, whole_host_cache(files.experts), CudaPageLock(device) if device.type == "cuda" else None
+        )
         store.fill(progress)
     (folder / RATES).unlink(missing_ok=True)
-    runtime = MoERuntime(store, options, device, rates=folder / RATES)
-    typer.echo(f"Here {runtime.host_side.describe()}: kept in {folder / RATES}.")
-    runtime.close()
+    server = ExpertServer(store, options, device, rates=folder / RATES)
+    typer.echo(f"Here {server.cpu_execution.describe()}: kept in {folder / RATES}.")
+    server.close()
 
 
 def _read(paths: list[Path]) -> Iterator[str]:

@@ -8,28 +8,28 @@ from typing import Any
 import torch
 from rich.markup import escape
 
+from vllm_dymoe.cache.budget import limit_in_bytes, minimum_budget, plan_slots, used_precisions, workspace_bytes
+from vllm_dymoe.cache.pages import available_host_memory
+from vllm_dymoe.cache.store import MANIFEST, FileStore, HostRoom, Manifest, choose_host_place, whole_host_cache
+from vllm_dymoe.cache.store.disk import known_rates
 from vllm_dymoe.cli.display import byte_progress, print_table
-from vllm_dymoe.config import ConfigError, ExpertBudget, Options
-from vllm_dymoe.host_memory import available_host_memory
+from vllm_dymoe.experts.format import ModelExperts, all_keys
+from vllm_dymoe.options import ConfigError, ExpertBudget, Options
+from vllm_dymoe.planner.precision import Precision
+from vllm_dymoe.policies import Policy
+from vllm_dymoe.policies.dymoe import Dymoe
+from vllm_dymoe.policies.exact import Exact
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.model_config import read_config
 from vllm_dymoe.quantize.readers.base import store_group_sizes
 from vllm_dymoe.quantize.tensors import read_tensors
-from vllm_dymoe.residency.format import ModelExperts, all_keys
-from vllm_dymoe.residency.tier import Tier
-from vllm_dymoe.runtime.sizing import limit_in_bytes, minimum_budget, plan_slots, used_tiers, workspace_bytes
-from vllm_dymoe.store import MANIFEST, FileStore, HostRoom, Manifest, choose_host_place, whole_level
-from vllm_dymoe.store.disk import known_rates
-from vllm_dymoe.systems import System
-from vllm_dymoe.systems.dymoe import Dymoe
-from vllm_dymoe.systems.exact import Exact
 from vllm_dymoe.units import size
 
 _SHARES = (0.25, 0.5, 1.0)
 _TABLES = {
     "versions": "Experts",
     "errors": "Relative errors by bits",
-    "levels": "What each level would hold",
+    "memory_precisions": "What each memory precision would hold",
     "budgets": "Budgets, kernel workspace included",
 }
 _SAID = {"ordered": "columns in another order at bits", "fallbacks": "not calibrated"}
@@ -46,7 +46,7 @@ def run(path: Path, budget: str = "25%", host_memory: str = "auto", *, verify: b
         store = FileStore(path)
         try:
             report = _describe_store(store)
-            report["levels"] = _levels(store.experts, budget, host_memory)
+            report["memory_precisions"] = _memory_precisions(store.experts, budget, host_memory)
             if verify:
                 _verify(store)
                 report["verified"] = True
@@ -85,19 +85,23 @@ def _describe_store(store: FileStore) -> dict[str, Any]:
         "alignment": manifest.alignment,
         "disk": None if rates is None else {**asdict(rates), "depth": rates.depth},
         "errors": _describe_errors(manifest),
-        "budgets": _budgets(experts, Options.model_validate({"hi": bits[0], "lo": bits[1] if len(bits) > 1 else 0})),
+        "budgets": _budgets(experts, Options.model_validate({"high": bits[0], "low": bits[1] if len(bits) > 1 else 0})),
     }
 
 
-def _levels(experts: ModelExperts, budget: str, host_memory: str) -> list[dict[str, Any]]:
-    """Experts and bytes of each level at the highest bits, below a device with memory of its own, on this machine."""
-    options, workspace = Options.model_validate({"hi": max(experts.formats), "lo": 0}), workspace_bytes(experts)
+def _memory_precisions(experts: ModelExperts, budget: str, host_memory: str) -> list[dict[str, Any]]:
+    """Experts and bytes of each memory precision at the highest bits, below a device with memory of its own, on this
+    machine."""
+    options, workspace = Options.model_validate({"high": max(experts.formats), "low": 0}), workspace_bytes(experts)
     limit = limit_in_bytes(ExpertBudget.parse(budget), experts, options, workspace, 0)
-    slots = plan_slots(experts, options, Exact(), limit, workspace).slots[Tier.HI]
+    slots = plan_slots(experts, options, Exact(), limit, workspace).slots[Precision.HIGH]
     room = HostRoom(available_host_memory(), wanted=ExpertBudget.parse(host_memory))
-    level, all_ = choose_host_place("auto", "cuda", experts, room).level, len(experts.layers) * experts.num_experts
-    rows = ("device", budget, slots, limit), ("host memory", host_memory, level * all_ // whole_level(experts), level)
-    names = "level", "budget", "experts", "bytes"
+    held, all_ = choose_host_place("auto", "cuda", experts, room).host_cache, len(experts.layers) * experts.num_experts
+    rows = (
+        ("device", budget, slots, limit),
+        ("host memory", host_memory, held * all_ // whole_host_cache(experts), held),
+    )
+    names = "memory precision", "budget", "experts", "bytes"
     return [dict(zip(names, row, strict=True)) for row in (*rows, ("disk", "", all_, experts.stored_nbytes))]
 
 
@@ -105,7 +109,7 @@ def _describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     options, reader, kind = Options(), checkpoint.reader, "not quantized yet"
     if reader.held:
         kind = f"experts quantized with {reader.method} at {reader.bits} bits"
-        options = Options.model_validate({"hi": reader.bits, "group_size": store_group_sizes(reader, 0, 1)[0]})
+        options = Options.model_validate({"high": reader.bits, "group_size": store_group_sizes(reader, 0, 1)[0]})
     experts = checkpoint.model_experts((16, 8, 4, 2), options.group_size, checkpoint.dtype)
     return {
         "kind": f"MoE checkpoint, {kind}",
@@ -153,20 +157,23 @@ def _describe_errors(manifest: Manifest) -> list[dict[str, Any]] | None:
 
 
 def _budgets(experts: ModelExperts, options: Options) -> list[dict[str, Any]]:
-    """The smallest feasible budget and some shares, with the experts of each tier that a layer then keeps."""
+    """The smallest feasible budget and some shares, with the experts of each precision that a layer then keeps."""
     workspace = workspace_bytes(experts)
-    systems: list[System] = [Exact(), Dymoe()] if options.lo else [Exact()]
+    policies: list[Policy] = [Exact(), Dymoe()] if options.low else [Exact()]
     rows = []
-    for system in systems:
-        limits = {"smallest": minimum_budget(experts, options, system, workspace)}
+    for policy in policies:
+        limits = {"smallest": minimum_budget(experts, options, policy, workspace)}
         for share in _SHARES:
             limits[f"{share:.0%}"] = limit_in_bytes(ExpertBudget(share=share), experts, options, workspace, 0)
         for name, limit in limits.items():
             if limit >= limits["smallest"]:
-                plan = plan_slots(experts, options, system, limit, workspace)
-                kept = {tier.value: min(plan.quotas[tier]) for tier in used_tiers(options, system.precision.tiers)}
+                plan = plan_slots(experts, options, policy, limit, workspace)
+                kept = {
+                    precision.value: min(plan.quotas[precision])
+                    for precision in used_precisions(options, policy.precision.precisions)
+                }
                 rows.append(
-                    {"tiers": list(kept), "expert_budget": name, "bytes": limit, "experts_kept_per_layer": kept}
+                    {"precisions": list(kept), "expert_budget": name, "bytes": limit, "experts_kept_per_layer": kept}
                 )
     return rows
 

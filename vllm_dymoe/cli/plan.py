@@ -8,27 +8,27 @@ from pathlib import Path
 import typer
 
 from vllm_dymoe.cli.display import print_table
-from vllm_dymoe.config import ConfigError, ExpertBudget
-from vllm_dymoe.observe.trace import Trace
-from vllm_dymoe.plan.choice import CANDIDATES, GOOD_ENOUGH, Choice, Serving, choices, recommended, shown
+from vllm_dymoe.experts.identity import ModelIdentity
+from vllm_dymoe.options import ConfigError, ExpertBudget
+from vllm_dymoe.plan.choice import CANDIDATES, GOOD_ENOUGH, Choice, HostPlannedLayers, choices, recommended, shown
 from vllm_dymoe.plan.device import Device, find_device, parse_rate
 from vllm_dymoe.plan.model import ModelShape, read_shape
 from vllm_dymoe.plan.ranks import Ranks
 from vllm_dymoe.plan.replay import LOCALITY, SKEW, Routings, made_up
-from vllm_dymoe.residency.identity import ModelIdentity
+from vllm_dymoe.trace.trace import Trace
 from vllm_dymoe.units import size
 
 ALONE = Ranks()
 
 
 def run(
-    model: str, gpu: str, link: str | None, trace: Path | None, batch: int, prompt: int, serving: Serving,
-    systems: Sequence[str], disk: str | None = None, host_memory: str | None = None, misses: str = "fetch",
+    model: str, gpu: str, link: str | None, trace: Path | None, batch: int, prompt: int, serving: HostPlannedLayers,
+    policies: Sequence[str], disk: str | None = None, host_memory: str | None = None, misses: str = "fetch",
     ranks: Ranks = ALONE,
 ) -> None:  # fmt: skip
-    planned = {candidate["system"] for candidate in CANDIDATES}
-    if unknown := set(systems) - planned:
-        raise ConfigError(f"{', '.join(sorted(unknown))}: a plan has the systems {', '.join(sorted(planned))}.")
+    planned = {candidate["policy"] for candidate in CANDIDATES}
+    if unknown := set(policies) - planned:
+        raise ConfigError(f"{', '.join(sorted(unknown))}: a plan has the policies {', '.join(sorted(planned))}.")
     ranks.check()
     whole, card = read_shape(model), find_device(gpu, link)
     shape, device = ranks.shape(whole), ranks.device(card)
@@ -44,7 +44,7 @@ def run(
     routings = _routings(replace(whole, moe_layers=shape.moe_layers), model, trace, asking).spread(ranks.experts_over)
     found = choices(shape, device, routings, serving, prompt)
     rows = [ranks.whole(row, whole, card, batch, prompt) for row in found]
-    best, some = recommended(rows), shown(rows, systems)
+    best, some = recommended(rows), shown(rows, policies)
     packed = whole.packed((16, 4))
     routers = f"as in {trace}" if trace else f"made up (popularity ~ rank^-{SKEW}, {LOCALITY:.0%} repeated)"
     said = (
@@ -59,7 +59,7 @@ def run(
     if ranks != ALONE:
         columns = _of_one_rank(ranks, shape, whole, card, batch)
         print_table("One rank", list(columns), [list(columns.values())], whole=True)
-    heads = "system", "bits", "experts", "of all", "TTFT ms", "TPOT ms", "hits", "as 16 bits"
+    heads = "policy", "bits", "experts", "of all", "TTFT ms", "TPOT ms", "hits", "as 16 bits"
     bold = next((number for number, row in enumerate(some) if row is best), -1)
     print_table(f"Batch {batch}, prompts of {prompt} tokens", heads, map(_cells, some), whole=True, bold=bold)
     typer.echo(
@@ -71,7 +71,7 @@ def run(
 
 def _cells(row: Choice) -> list[str]:
     return [
-        row.given["system"], row.tiers, size(row.limit), f"{row.share:.0%}", f"{1e3 * row.ttft:.0f}",
+        row.given["policy"], row.precisions, size(row.limit), f"{row.share:.0%}", f"{1e3 * row.ttft:.0f}",
         f"{1e3 * row.tpot:.1f}", f"{row.hit_rate:.0%}", "" if row.agreement is None else f"{row.agreement:.0%}",
     ]  # fmt: skip
 
@@ -106,7 +106,7 @@ def _routings(shape: ModelShape, model: str, trace: Path | None, batch: int) -> 
 
 
 def _command(
-    model: str, row: Choice, shape: ModelShape, serving: Serving, host_memory: int | None, ranks: Ranks
+    model: str, row: Choice, shape: ModelShape, serving: HostPlannedLayers, host_memory: int | None, ranks: Ranks
 ) -> str:
     held = {} if host_memory is None else {"host_memory": host_memory}
     length = min(serving.max_model_len, shape.longest)

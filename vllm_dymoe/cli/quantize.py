@@ -9,14 +9,14 @@ import typer
 from pydantic import ValidationError
 from rich.markup import escape
 
+from vllm_dymoe.cache.store import Manifest
 from vllm_dymoe.cli.display import byte_progress, print_table
-from vllm_dymoe.config import CALIBRATED, ConfigError, Options
+from vllm_dymoe.options import CALIBRATED, ConfigError, Options
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.convert import convert
 from vllm_dymoe.quantize.packer import FALLBACK
 from vllm_dymoe.quantize.readers.base import describe, store_group_sizes
-from vllm_dymoe.store import Manifest
 from vllm_dymoe.units import size
 
 
@@ -57,8 +57,8 @@ def _print_summary(checkpoint: Checkpoint, folder: Path, manifest: Manifest, sec
     dense, before = checkpoint.dense_bytes, checkpoint.expert_bytes
     rows = [("dense", size(dense), size(dense), "")]
     for position, (bits, fmt) in enumerate(experts.formats.items()):
-        name = f"{count} experts, {'low' if position else 'high'} tier, {bits} bits"
-        packed = size(experts.nbytes(bits)) if not fmt.code.upper_of else "inside"
+        name = f"{count} experts, {'low' if position else 'high'} precision, {bits} bits"
+        packed = size(experts.nbytes(bits)) if not fmt.encoding.upper_of else "inside"
         rows.append((name, "" if position else size(before), packed, size(fmt.whole_nbytes)))
     rows.append(("in all", size(dense + before), size(dense + experts.stored_nbytes), ""))
     print_table(escape(str(folder)), ("", "before", "after", "an expert"), rows)

@@ -10,11 +10,11 @@ from rich.markup import escape
 
 from vllm_dymoe import __version__
 from vllm_dymoe.cli.display import count_progress, print_table
-from vllm_dymoe.observe.trace import Trace
-from vllm_dymoe.predict.checkpoint import PredictorCard, save_predictor
-from vllm_dymoe.predict.expert_mlp import ARCHITECTURES
-from vllm_dymoe.predict.folded import fold
-from vllm_dymoe.training import Recipe, TrainingError, train
+from vllm_dymoe.prefetch.checkpoint import PredictorCard, save_predictor
+from vllm_dymoe.prefetch.expert_mlp import ARCHITECTURES
+from vllm_dymoe.prefetch.folded import fold
+from vllm_dymoe.prefetch.training import Recipe, TrainingError, train
+from vllm_dymoe.trace.trace import Trace
 from vllm_dymoe.units import size
 
 
@@ -55,6 +55,6 @@ def run(path: Path, out: Path, architecture: str, recipe: Recipe, device: str) -
     )
     accuracy = {name: rates["accuracy"] for name, rates in trained.metrics.items()}
     if accuracy["trained"] < accuracy.get("next gate", 0.0):
-        typer.echo("The next layer's gate, which needs no training, foresees more: serve without a predictor.")
+        typer.echo("The next layer's gate, which needs no training, predicts more: serve without a predictor.")
     option = f'{{"dymoe": {{"predictor": "{out}"}}}}'
     typer.echo(f"vllm serve MODEL --quantization dymoe --additional-config '{option}'")

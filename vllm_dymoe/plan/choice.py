@@ -19,44 +19,44 @@ from importlib import resources
 from statistics import fmean
 from typing import Any
 
-from vllm_dymoe.config import ConfigError, ExpertBudget, Options
-from vllm_dymoe.plan.device import Device
-from vllm_dymoe.plan.model import ITEM, ModelShape
-from vllm_dymoe.plan.replay import Routings, replay
-from vllm_dymoe.residency.format import Format, ModelExperts
-from vllm_dymoe.residency.rule import HIGH, LOW, Ints
-from vllm_dymoe.residency.tier import Tier
-from vllm_dymoe.resolve import resolve_options
-from vllm_dymoe.runtime.decode_path import DECODE_ROWS
-from vllm_dymoe.runtime.device_share import StepShape, automatic_share
-from vllm_dymoe.runtime.rates import Rates, costs
-from vllm_dymoe.runtime.sizing import (
+from vllm_dymoe.cache.budget import (
     limit_in_bytes,
     minimum_budget,
     plan_slots,
+    precision_bits,
     slot_bits,
-    tier_bits,
     workspace_bytes,
 )  # fmt: skip
-from vllm_dymoe.systems import make_system
-from vllm_dymoe.systems.dymoe import CriticalHigh
+from vllm_dymoe.executor.device_share import StepShape, automatic_share
+from vllm_dymoe.executor.rates import Rates, costs
+from vllm_dymoe.experts.format import ExpertFormat, ModelExperts
+from vllm_dymoe.options import ConfigError, ExpertBudget, Options
+from vllm_dymoe.plan.device import Device
+from vllm_dymoe.plan.model import ITEM, ModelShape
+from vllm_dymoe.plan.replay import Routings, replay
+from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
+from vllm_dymoe.planner.precision import Precision
+from vllm_dymoe.planner.rule import HIGH, LOW, Ints
+from vllm_dymoe.policies import make_policy
+from vllm_dymoe.policies.dymoe import CriticalHigh
+from vllm_dymoe.resolve import resolve_options
 
 GOOD_ENOUGH = 0.95  # of the likeliest tokens, those that have to be the ones of 16 bits for options to be recommended
 CANDIDATES: tuple[Mapping[str, Any], ...] = (
-    {"system": "exact", "hi": 16},
-    {"system": "exact", "hi": 8},
-    {"system": "exact", "hi": 4},
-    {"system": "dymoe", "hi": 4, "lo": 2},
-    {"system": "firm", "hi": 4},
-    {"system": "duoserve", "hi": 4},
-    {"system": "on-demand", "hi": 4},
+    {"policy": "exact", "high": 16},
+    {"policy": "exact", "high": 8},
+    {"policy": "exact", "high": 4},
+    {"policy": "dymoe", "high": 4, "low": 2},
+    {"policy": "firm", "high": 4},
+    {"policy": "duoserve", "high": 4},
+    {"policy": "on-demand", "high": 4},
 )
 _PARTS = (0.25, 0.5, 0.75, 1.0)  # of the room for experts
 _NEXT_ROW, _ROUND_TRIP = 0.2, 20e-6  # of an expert's first row on a host; seconds there and back
 
 
 @dataclass(frozen=True)
-class Serving:
+class HostPlannedLayers:
     """How the model is to be served, as far as memory goes: vLLM's options of these names."""
 
     max_model_len: int = 8192
@@ -72,8 +72,8 @@ class Choice:
     given: Mapping[str, Any]  # options as a user writes them, without the budget
     limit: int  # bytes of device memory for experts
     part: float  # of the room for experts, up to which the budget may go
-    tiers: str  # bits of them
-    share: float  # experts at the high tier that fit, of all
+    precisions: str  # bits of them
+    share: float  # experts at the high precision that fit, of all
     agreement: float | None  # of the likeliest tokens with those of 16 bits; None if it was not measured
     hit_rate: float  # of the experts that a decode step needs
     moved: float  # bytes of experts that a decode step moves
@@ -93,84 +93,104 @@ def predict(
 ) -> Choice:
     """What options do on a device, for a batch as the routings have it, and a prompt of so many tokens in chunks."""
     options = resolve_options(given, environment={})
-    system, experts = make_system(options), shape.packed(tuple(options.stored_bits), options.group_size)
+    policy, experts = make_policy(options), shape.packed(tuple(options.stored_bits), options.group_size)
     formats, workspace, layers = experts.formats, workspace_bytes(experts, "cuda"), shape.moe_layers
-    slots, precision = plan_slots(experts, options, system, limit, workspace), system.precision
-    slot_bytes = {tier: formats[bits].nbytes for tier, bits in slot_bits(experts, options, precision.tiers).items()}
-    nested = Tier.HI in slots.slots and any(fmt.nested for fmt in formats.values())
-    choose = precision.chooser(routings.header.num_layers) if isinstance(precision, CriticalHigh) else None
-    kept = slots.quotas if system.residency.keeps else {}
-    wide = device.decides and options.decisions != "host" and routings.batch > DECODE_ROWS  # such a step may fetch them
-    shared = _shared(formats, options, device) if device.host and not wide else None
-    demand = replay(routings, kept, choose, low=options.lo > 0, nested=nested, costs=shared)
-    layer_moved = sum(demand.missing[tier] * nbytes for tier, nbytes in slot_bytes.items())
+    slots, precision_policy = plan_slots(experts, options, policy, limit, workspace), policy.precision
+    slot_bytes = {
+        precision: formats[bits].nbytes
+        for precision, bits in slot_bits(experts, options, precision_policy.precisions).items()
+    }
+    nested = Precision.HIGH in slots.slots and any(fmt.nested for fmt in formats.values())
+    choose = (
+        precision_policy.chooser(routings.header.num_layers) if isinstance(precision_policy, CriticalHigh) else None
+    )
+    kept = slots.quotas if policy.residency.keeps else {}
+    large = (
+        device.decides and options.planning != "host" and routings.batch > SMALL_BATCH_ROWS
+    )  # such a step may fetch them
+    shared = _shared(formats, options, device) if device.host and not large else None
+    demand = replay(routings, kept, choose, low=options.low > 0, nested=nested, costs=shared)
+    layer_moved = sum(demand.missing[precision] * nbytes for precision, nbytes in slot_bytes.items())
     needed = sum(demand.active.values())
-    beside, layer_read = _in_host_memory(device, experts), 0.0  # experts of each layer
-    if beside is not None:
-        both = {tier: [min(shape.experts, own + beside) for own in shares] for tier, shares in slots.quotas.items()}
-        far = replay(routings, both, choose, low=options.lo > 0, nested=nested)
-        layer_read = sum(far.missing[tier] * nbytes for tier, nbytes in slot_bytes.items())
-    alone = system.residency.on_device and options.decisions != "host" and beside is None
+    in_host_cache, layer_read = _in_host_memory(device, experts), 0.0  # experts of each layer
+    if in_host_cache is not None:
+        both = {
+            precision: [min(shape.experts, own + in_host_cache) for own in shares]
+            for precision, shares in slots.quotas.items()
+        }
+        far = replay(routings, both, choose, low=options.low > 0, nested=nested)
+        layer_read = sum(far.missing[precision] * nbytes for precision, nbytes in slot_bytes.items())
+    alone = policy.residency.on_device and options.planning != "host" and in_host_cache is None
     deciding = device.in_a_graph() if alone else device
-    bits = {tier: tier_bits(options, tier) for tier in demand.active}
-    weights = sum(count * formats[bits[tier]].whole_nbytes for tier, count in demand.active.items() if bits[tier])
+    bits = {precision: precision_bits(options, precision) for precision in demand.active}
+    weights = sum(
+        count * formats[bits[precision]].whole_nbytes for precision, count in demand.active.items() if bits[precision]
+    )
     step = (shape.token_weights * ITEM + layers * weights) / device.bandwidth + layers * deciding.layer_seconds
     waiting = layer_moved / device.link if shared is None else demand.shared
 
     chunks = -(-prompt // chunk)
     active = routings.distinct(prompt // chunks)
-    shares = {Tier.HI: [1.0]} if choose is None else precision.shares(layers, max(1, round(active)))
-    high = fmean(shares.get(Tier.HI, [0.0]))
-    wanted = {Tier.HI: high, Tier.LO: 1.0 if nested else 1 - high}
+    shares = {Precision.HIGH: [1.0]} if choose is None else precision_policy.shares(layers, max(1, round(active)))
+    high = fmean(shares.get(Precision.HIGH, [0.0]))
+    wanted = {Precision.HIGH: high, Precision.LOW: 1.0 if nested else 1 - high}
     streamed = read = 0.0  # bytes that a chunk moves, and reads from a disk: of its active experts what is not kept
-    for tier in slots.slots:
-        of_tier = layers * max(0.0, wanted[tier]) * active * slot_bytes[tier]
-        kept_of_layer = sum(slots.quotas[tier]) / layers
-        streamed += of_tier * max(0.0, 1 - kept_of_layer / shape.experts)
-        read += 0.0 if beside is None else of_tier * max(0.0, 1 - (kept_of_layer + beside) / shape.experts)
-    blob = formats[options.hi].whole_nbytes
-    computing = _prompt_seconds(blob, active, shape, deciding, prompt / chunks)
-    tiers = f"{options.hi}/{options.lo}" if options.system == "dymoe" else f"{options.hi}"
+    for precision in slots.slots:
+        of_precision = layers * max(0.0, wanted[precision]) * active * slot_bytes[precision]
+        kept_of_layer = sum(slots.quotas[precision]) / layers
+        streamed += of_precision * max(0.0, 1 - kept_of_layer / shape.experts)
+        read += (
+            0.0
+            if in_host_cache is None
+            else of_precision * max(0.0, 1 - (kept_of_layer + in_host_cache) / shape.experts)
+        )
+    high_nbytes = formats[options.high].whole_nbytes
+    computing = _prompt_seconds(high_nbytes, active, shape, deciding, prompt / chunks)
+    precisions = f"{options.high}/{options.low}" if options.policy == "dymoe" else f"{options.high}"
     return Choice(
-        given, limit, part, tiers,
-        share=min(1.0, (limit - workspace) / experts.nbytes(options.hi)),
-        agreement=_agreement(tiers, options),
+        given,
+        limit,
+        part,
+        precisions,
+        share=min(1.0, (limit - workspace) / experts.nbytes(options.high)),
+        agreement=_agreement(precisions, options),
         hit_rate=1 - demand.misses / needed if needed else 1.0,
         moved=layers * layer_moved,
         tpot=step + layers * (waiting + demand.misses * deciding.miss + layer_read / device.disk),
-        ttft=chunks * max(computing, streamed / device.link, read / device.disk) + bool(streamed) * blob / device.link,
-    )  # fmt: skip
+        ttft=chunks * max(computing, streamed / device.link, read / device.disk)
+        + bool(streamed) * high_nbytes / device.link,
+    )
 
 
 def _in_host_memory(device: Device, experts: ModelExperts) -> int | None:
-    """Experts of a layer that a level in host memory keeps; None where all experts have room there."""
+    """Experts of a layer that a host cache keeps; None where all experts have room there."""
     if device.host_memory is None or device.host_memory >= experts.stored_nbytes:
         return None
     return int(experts.num_experts * device.host_memory / experts.stored_nbytes)
 
 
-def _shared(formats: Mapping[int, Format], options: Options, device: Device) -> Ints:
+def _shared(formats: Mapping[int, ExpertFormat], options: Options, device: Device) -> Ints:
     """What fetching and computing a miss cost."""
-    first = {fmt.code.tag: fmt.whole_nbytes / device.host for fmt in formats.values()}
+    first = {fmt.encoding.tag: fmt.whole_nbytes / device.host for fmt in formats.values()}
     rates = Rates(device.link, first, {tag: s * _NEXT_ROW for tag, s in first.items()}, _ROUND_TRIP, 0, "planned")
-    return costs({HIGH: formats.get(options.hi), LOW: formats.get(options.lo)}, rates, options.misses_rows)
+    return costs({HIGH: formats.get(options.high), LOW: formats.get(options.low)}, rates, options.misses_rows)
 
 
-def _agreement(tiers: str, options: Options) -> float | None:
+def _agreement(precisions: str, options: Options) -> float | None:
     """As benchmarks/quality has measured it."""
     table = json.loads(resources.files("vllm_dymoe.plan").joinpath("quality.json").read_text())
-    found = table.get(tiers, {}).get(options.quantizer)
+    found = table.get(precisions, {}).get(options.quantizer)
     return None if found is None else float(found)
 
 
-def _prompt_seconds(blob: int, active: float, shape: ModelShape, device: Device, prompt: float) -> float:
+def _prompt_seconds(high_nbytes: int, active: float, shape: ModelShape, device: Device, prompt: float) -> float:
     weights = shape.token_weights + shape.moe_layers * shape.top_k * 3 * shape.hidden * shape.intermediate
-    reading = (shape.token_weights * ITEM + shape.moe_layers * active * blob) / device.bandwidth
+    reading = (shape.token_weights * ITEM + shape.moe_layers * active * high_nbytes) / device.bandwidth
     launching, deciding = shape.moe_layers * device.launch_seconds, shape.moe_layers * device.layer_seconds
     return max(2 * weights * prompt / device.compute + deciding, reading + deciding, launching)
 
 
-def room_for_experts(shape: ModelShape, device: Device, serving: Serving, least: int) -> int:
+def room_for_experts(shape: ModelShape, device: Device, serving: HostPlannedLayers, least: int) -> int:
     """Bytes that ``expert_budget`` "auto" would take, by the function that decides at start; ConfigError if none
     fit."""
     free = int(device.memory * serving.gpu_memory_utilization) - shape.dense_bytes
@@ -183,17 +203,19 @@ def room_for_experts(shape: ModelShape, device: Device, serving: Serving, least:
     return automatic_share(free, shape.kv_bytes * length, step.nbytes, least, length)
 
 
-def choices(shape: ModelShape, device: Device, routings: Routings, serving: Serving, prompt: int) -> Iterator[Choice]:
+def choices(
+    shape: ModelShape, device: Device, routings: Routings, serving: HostPlannedLayers, prompt: int
+) -> Iterator[Choice]:
     """Every candidate at a quarter, half, three quarters and all of the room for experts."""
     for candidate in CANDIDATES:
         given = {**candidate, "misses": "share"} if device.host else candidate
         options = resolve_options(given, environment={})
         experts = shape.packed(tuple(options.stored_bits), options.group_size)
-        system, workspace = make_system(options), workspace_bytes(experts, "cuda")
-        least = minimum_budget(experts, options, system, workspace)
+        policy, workspace = make_policy(options), workspace_bytes(experts, "cuda")
+        least = minimum_budget(experts, options, policy, workspace)
         room = room_for_experts(shape, device, serving, least)
         most = options.expert_budget if options.expert_budget.slots is not None else ExpertBudget(share=1.0)
-        most = most if system.residency.keeps else ExpertBudget(slots="top-k")
+        most = most if policy.residency.keeps else ExpertBudget(slots="top-k")
         limit = limit_in_bytes(most, experts, options, workspace, room)
         parts = {min(limit, int(part * room)): part for part in reversed(_PARTS)}
         for nbytes, part in sorted(parts.items()):
@@ -201,10 +223,10 @@ def choices(shape: ModelShape, device: Device, routings: Routings, serving: Serv
                 yield predict(given, nbytes, part, shape, device, routings, prompt, serving.max_num_batched_tokens)
 
 
-def shown(rows: Sequence[Choice], systems: Sequence[str]) -> list[Choice]:
-    """Rows of these systems; without any, at each part of the room the one that would be recommended there."""
-    if systems:
-        return [row for row in rows if row.given["system"] in systems]
+def shown(rows: Sequence[Choice], policies: Sequence[str]) -> list[Choice]:
+    """Rows of these policies; without any, at each part of the room the one that would be recommended there."""
+    if policies:
+        return [row for row in rows if row.given["policy"] in policies]
     good = [row for row in rows if (row.agreement or 0) >= GOOD_ENOUGH]
     return [recommended(at) for part in _PARTS if (at := [row for row in good if row.part == part])]
 

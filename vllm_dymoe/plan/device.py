@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, replace
 
-from vllm_dymoe.config import ConfigError
+from vllm_dymoe.options import ConfigError
 
 _PCIE4, _PCIE5 = 31.51e9, 63.02e9
 
@@ -33,7 +33,7 @@ _LINK_SHARE = 0.85  # of the link, behind its protocol
 # Of the host where it decides, and of its launches for a layer of a prompt where the device does, ahead of what is
 # computed: tests/kernels/gpu_at_true_sizes.py measures all three.
 _LAYER_SECONDS, _MISS_SECONDS, _LAUNCH_SECONDS = 600e-6, 50e-6, 320e-6
-# Of a device that decides, in a graph: nine small kernels between the products, and `decide` for each miss; by count.
+# Of a device that plans, in a graph: nine small kernels between the products, and `decide` for each miss; by count.
 _GRAPH_SECONDS, _GRAPH_MISS_SECONDS = 20e-6, 1e-6
 
 
@@ -46,8 +46,8 @@ class Device:
     bandwidth: float  # bytes per second that kernels read
     compute: float  # operations per second
     link: float  # bytes per second from the host
-    layer_seconds: float = _LAYER_SECONDS  # for each layer with experts, of the host that decides it
-    launch_seconds: float = 0.0  # for each layer of a prompt, of the host beside the device that decides it
+    layer_seconds: float = _LAYER_SECONDS  # for each layer with experts, of the host that plans it
+    launch_seconds: float = 0.0  # for each layer of a prompt, of the host beside the device that plans it
     miss: float = 0.0  # seconds of the host for each miss, beside the time of its bytes
     decides: bool = False  # decode steps are graphs, and nothing of a prompt waits for the host
     host_memory: int | None = None  # bytes for experts; None for as many as there are

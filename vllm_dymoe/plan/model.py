@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from vllm_dymoe.config import ConfigError
+from vllm_dymoe.experts.encoding import encoding_of
+from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, stored_formats
+from vllm_dymoe.options import ConfigError
 from vllm_dymoe.quantize.model_config import INTERMEDIATE, NUM_EXPERTS, TOP_K, may_be_of_hub, read_config
-from vllm_dymoe.residency.code import code_of
-from vllm_dymoe.residency.format import Format, ModelExperts, stored_formats
 
 ITEM = 2  # bytes of a weight outside of experts
 
@@ -44,7 +44,8 @@ class ModelShape:
 
     def packed(self, bits: tuple[int, ...], group_size: int = 64) -> ModelExperts:
         formats = stored_formats(
-            bits, lambda width: Format(self.hidden, self.intermediate, code_of(width), group_size, torch.bfloat16)
+            bits,
+            lambda width: ExpertFormat(self.hidden, self.intermediate, encoding_of(width), group_size, torch.bfloat16),
         )
         return ModelExperts(tuple(range(self.moe_layers)), self.experts, self.top_k, formats)
 

@@ -10,7 +10,7 @@ from math import ceil
 from typing import Any
 
 from vllm_dymoe.bench.cases import ENGINES
-from vllm_dymoe.config import ConfigError
+from vllm_dymoe.options import ConfigError
 from vllm_dymoe.plan.choice import Choice
 from vllm_dymoe.plan.device import Device
 from vllm_dymoe.plan.model import ITEM, ModelShape

@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_dymoe.observe.statistics import popularity
-from vllm_dymoe.observe.synthetic import synthetic_trace
-from vllm_dymoe.observe.trace import Trace
-from vllm_dymoe.residency.constants import Cost
-from vllm_dymoe.residency.identity import ModelIdentity
-from vllm_dymoe.residency.importance import importance
-from vllm_dymoe.residency.rule import HIGH, HIT, LOW, NOWHERE, THERE, Ints
-from vllm_dymoe.residency.table import CODES, Table, set_pools
-from vllm_dymoe.residency.tier import Tier
+from vllm_dymoe.experts.identity import ModelIdentity
+from vllm_dymoe.planner.constants import Cost
+from vllm_dymoe.planner.importance import importance
+from vllm_dymoe.planner.precision import Precision
+from vllm_dymoe.planner.rule import ABSENT, CPU, HIGH, HIT, LOW, Ints
+from vllm_dymoe.planner.table import CODES, Table, set_pools
+from vllm_dymoe.trace.statistics import popularity
+from vllm_dymoe.trace.synthetic import synthetic_trace
+from vllm_dymoe.trace.trace import Trace
 
 SKEW, LOCALITY = 0.5, 0.3
 """Of made-up routers: popularity falls with the root of the rank, and a third of the choices repeat."""
@@ -29,9 +29,9 @@ _COLD = 4  # one of so many steps fills the cache and is not counted
 class LayerDemand:
     """What one layer of one step needs, on average: of ranks that share out its experts, the one that lacks most."""
 
-    active: Mapping[Tier, float]  # experts in each tier
-    missing: Mapping[Tier, float]
-    """What has to be moved for them: versions, or fine slices and bases where one lies inside the other."""
+    active: Mapping[Precision, float]  # experts in each precision
+    missing: Mapping[Precision, float]
+    """What has to be moved for them: versions, or residual slices and bases where one lies inside the other."""
     misses: float = 0.0  # experts that are not there
     shared: float = 0.0  # seconds until link and host have ended with what each of them has, where misses are shared
 
@@ -84,38 +84,44 @@ def _uses(experts: NDArray[np.int64], weights: NDArray[np.float32]) -> tuple[Int
 
 def replay(
     routings: Routings,
-    quotas: Mapping[Tier, Sequence[int]],  # experts of each tier that each layer of the model may keep
+    quotas: Mapping[Precision, Sequence[int]],  # experts of each precision that each layer of the model may keep
     choose: Callable[[int, Ints], NDArray[np.bool_]] | None,
     low: bool,  # whether the others have a version, or are skipped
     nested: bool = False,
     costs: Ints | None = None,
 ) -> LayerDemand:
     """Let layers keep what the rule says. ``choose`` makes of a layer and the sums of its active experts' weights which
-    of them are high; where versions are nested quotas are of fine slices and of bases. Misses are shared by `costs`,
-    see ``Table.there``."""
+    of them are high; where versions are nested quotas are of residual slices and of bases. Misses are shared by
+    `costs`, see ``Table.cpu_costs``."""
     found = list[LayerDemand]()
     own = -(-routings.header.num_experts // routings.ranks)
     for layer, steps in routings.steps.items():
         depth = layer / max(1, routings.header.num_layers - 1)  # a trace may have fewer layers than the model
-        shares = {CODES[tier]: [of[round(depth * (len(of) - 1))] if of else 0]
-                  for tier in (Tier.LO, Tier.HI) for of in [quotas.get(tier)]}  # fmt: skip
+        own_quotas = {
+            CODES[precision]: [of[round(depth * (len(of) - 1))] if of else 0]
+            for precision in (Precision.LOW, Precision.HIGH)
+            for of in [quotas.get(precision)]
+        }
         tables = [Table.allocate(1, own, nested=nested) for _ in range(routings.ranks)]
         for table in tables:
-            set_pools(table, {code: (0, 0, share[0]) for code, share in shares.items()}, shares)
+            set_pools(table, {code: (0, 0, quota[0]) for code, quota in own_quotas.items()}, own_quotas)
             if costs is not None:
-                table.there[:] = costs
+                table.cpu_costs[:] = costs
         for step, (uses, sums, rows) in enumerate(steps, start=1):
             wanted = np.full(len(uses), HIGH, np.int8)
             if choose is not None:
-                wanted[~choose(layer, sums)] = LOW if low else NOWHERE
+                wanted[~choose(layer, sums)] = LOW if low else ABSENT
             of_ranks = []
             for rank, table in enumerate(tables):
-                here = (wanted != NOWHERE) & (uses // own == rank)
+                here = (wanted != ABSENT) & (uses // own == rank)
                 of_ranks.append(_ask(table, uses[here] - rank * own, wanted[here], rows[here], nested, costs))
             if step > len(steps) // _COLD:
                 found.append(max(of_ranks, key=lambda one: (one.misses, sum(one.active.values()))))
     active, missing = ([getattr(one, of) for one in found] for of in ("active", "missing"))
-    means = ({tier: fmean(one[tier] for one in of) for tier in (Tier.HI, Tier.LO)} for of in (active, missing))
+    means = (
+        {precision: fmean(one[precision] for one in of) for precision in (Precision.HIGH, Precision.LOW)}
+        for of in (active, missing)
+    )
     return LayerDemand(next(means), next(means), fmean(one.misses for one in found), fmean(one.shared for one in found))
 
 
@@ -128,21 +134,25 @@ def _ask(
     missing = {code: (places[0] != HIT) & (codes == code) for code in (LOW, HIGH)}
     if nested:
         missing = {LOW: places[0] != HIT, HIGH: places[1] != HIT}
-    there = (places == THERE).any(0)
-    missing = {code: those & ~there for code, those in missing.items()}
+    on_cpu = (places == CPU).any(0)
+    missing = {code: those & ~on_cpu for code, those in missing.items()}
     return LayerDemand(
-        {tier: int(np.count_nonzero(codes == CODES[tier])) for tier in (Tier.HI, Tier.LO)},
-        {tier: int(np.count_nonzero(missing[CODES[tier]])) for tier in (Tier.HI, Tier.LO)},
-        int(np.count_nonzero(missing[HIGH] | missing[LOW] | there)),
-        0.0 if costs is None else _longer(missing, there, rows, codes, costs),
+        {precision: int(np.count_nonzero(codes == CODES[precision])) for precision in (Precision.HIGH, Precision.LOW)},
+        {precision: int(np.count_nonzero(missing[CODES[precision]])) for precision in (Precision.HIGH, Precision.LOW)},
+        int(np.count_nonzero(missing[HIGH] | missing[LOW] | on_cpu)),
+        0.0 if costs is None else _longer(missing, on_cpu, rows, codes, costs),
     )
 
 
 def _longer(
-    missing: Mapping[int, NDArray[np.bool_]], there: NDArray[np.bool_], rows: Ints, codes: NDArray[np.int8], costs: Ints
+    missing: Mapping[int, NDArray[np.bool_]],
+    on_cpu: NDArray[np.bool_],
+    rows: Ints,
+    codes: NDArray[np.int8],
+    costs: Ints,
 ) -> float:
     """Seconds of the link for what is missing, or of the host for the experts that it computes there."""
     link = sum(int(np.count_nonzero(those)) * int(costs[code, Cost.LINK]) for code, those in missing.items())
     each = costs[codes, Cost.FIRST_ROW] + (rows - 1) * costs[codes, Cost.NEXT_ROW]
-    host = int(each[there].sum()) + int(costs[NOWHERE, Cost.LINK]) * bool(there.any())
+    host = int(each[on_cpu].sum()) + int(costs[ABSENT, Cost.LINK]) * bool(on_cpu.any())
     return max(link, host) / 1e9

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from vllm_dymoe.experts.format import ModelExperts, Projection
 from vllm_dymoe.kernels.lattice import rotate
+from vllm_dymoe.planner.threshold import curve_of
 from vllm_dymoe.quantize.gptq import Curvature
 from vllm_dymoe.quantize.held import Held, Matrix
 from vllm_dymoe.quantize.recording import CalibrationError, Recording
-from vllm_dymoe.residency.format import ModelExperts, Projection
-from vllm_dymoe.residency.threshold import curve_of
 
 # Tokens of an expert that are in memory at a time, as float32.
 _CHUNK = 4096
@@ -72,7 +72,7 @@ class Calibration:
         return torch.bincount(experts.long(), minlength=self.recording.num_experts)
 
     def curves(self) -> tuple[tuple[float, ...], ...]:
-        """Where thresholds begin: of prompts in pieces, and of tokens one by one; see ``residency.threshold``."""
+        """Where thresholds begin: of prompts in pieces, and of tokens one by one; see ``planner.threshold``."""
         prompts, tokens = [], []
         for layer, part in itertools.product(range(len(self.recording.layers)), range(len(self._parts))):
             experts, weights = (self._tensor(part, layer, name)[:_READ] for name in ("experts", "weights"))

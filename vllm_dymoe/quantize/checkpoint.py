@@ -14,15 +14,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from vllm_dymoe.cache.store.header import TensorPlace
+from vllm_dymoe.cache.store.manifest import encodings_of
+from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, Projection, stored_formats
 from vllm_dymoe.quantize.held import Matrix
 from vllm_dymoe.quantize.model_config import INTERMEDIATE, TOP_K, ModelConfig
 from vllm_dymoe.quantize.readers import Reader, make_reader
 from vllm_dymoe.quantize.readers.base import DTYPES, FLOATS, format_fields
 from vllm_dymoe.quantize.tensor_names import ExpertName, Stacking, read_name
 from vllm_dymoe.quantize.tensors import CheckpointError, read_tensors
-from vllm_dymoe.residency.format import Format, ModelExperts, Projection, stored_formats
-from vllm_dymoe.store.header import TensorPlace
-from vllm_dymoe.store.manifest import codes_of
 
 _HIDDEN = ("moe_latent_size", "hidden_size")
 _WITHOUT_GATE = frozenset(("nemotron_h",))
@@ -106,16 +106,21 @@ class Checkpoint:
     def model_experts(
         self, bits: tuple[int, ...], group_size: int, dtype: torch.dtype, quantizer: str = "rtn"
     ) -> ModelExperts:
-        """What a store of this checkpoint holds; bits have the high tier first. CheckpointError if it cannot."""
+        """What a store of this checkpoint holds; bits have the high precision first. CheckpointError if it cannot."""
         hidden, intermediate = self.config.size(*_HIDDEN), self.config.size(*INTERMEDIATE)
         biased = any("bias" in tensors.parts for tensors in self.experts)
         formats = stored_formats(
             bits,
-            lambda width: Format(
-                hidden, intermediate, group_size=group_size, dtype=dtype, bias=biased,
-                has_gate=Projection.GATE in self.projections, **format_fields(self.reader, codes_of(quantizer), width),
+            lambda width: ExpertFormat(
+                hidden,
+                intermediate,
+                group_size=group_size,
+                dtype=dtype,
+                bias=biased,
+                has_gate=Projection.GATE in self.projections,
+                **format_fields(self.reader, encodings_of(quantizer), width),
             ),
-        )  # fmt: skip
+        )
         try:
             for fmt in formats.values():
                 _ = fmt.nbytes
@@ -228,7 +233,7 @@ class Checkpoint:
         return found
 
     @cached_property
-    def _plain_format(self) -> Format:
+    def _plain_format(self) -> ExpertFormat:
         """Of one expert at 16 bits, for its shapes."""
         return self.model_experts((16,), 64, torch.bfloat16).formats[16]
 

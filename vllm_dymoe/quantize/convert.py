@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from vllm_dymoe.config import Options
+from vllm_dymoe.cache.store import MANIFEST, STORE_VERSION, Manifest
+from vllm_dymoe.cache.store.durable import put_back, sync_folder, write_synced
+from vllm_dymoe.cache.store.manifest import describe_encodings
+from vllm_dymoe.cache.store.writer import StoreWriter
+from vllm_dymoe.options import Options
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.packer import Journal, is_journal_of, pack
 from vllm_dymoe.quantize.readers.base import check_compatible, quantizer_name
 from vllm_dymoe.quantize.tensors import CheckpointError, copy_tensors
-from vllm_dymoe.store import MANIFEST, STORE_VERSION, Manifest
-from vllm_dymoe.store.durable import put_back, sync_folder, write_synced
-from vllm_dymoe.store.manifest import describe_codes
-from vllm_dymoe.store.writer import StoreWriter
 
 _WEIGHT_SUFFIXES = frozenset(
     (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".tflite", ".ot")
@@ -29,14 +29,14 @@ _TEMPLATE_FOLDER = "additional_chat_templates"
 
 def quantization_config(options: Options) -> dict[str, Any]:
     """What config.json says of experts that are quantized from 16 bits."""
-    said = {key: getattr(options, key) for key in ("hi", "lo", "group_size", "quantizer")}
+    said = {key: getattr(options, key) for key in ("high", "low", "group_size", "quantizer")}
     return {"quant_method": "dymoe", "format_version": STORE_VERSION} | said
 
 
 def convert(
     checkpoint: Checkpoint,
     out: Path,
-    options: Options,  # of which hi, lo, group_size and quantizer count; with a calibration GPTQ is the quantizer
+    options: Options,  # of which high, low, group_size and quantizer count; with a calibration GPTQ is the quantizer
     dtype: torch.dtype | None = None,  # of the scales, and of weights at 16 bits; None takes the checkpoint's
     calibration: Calibration | None = None,
     *,
@@ -91,7 +91,7 @@ def _plan(checkpoint: Checkpoint, options: Options, dtype: torch.dtype, calibrat
         if reader.held:
             raise CheckpointError(
                 f"{checkpoint.folder} is quantized with {reader.method}, and a calibration is for 16-bit "
-                f"checkpoints; use another quantizer than {options.quantizer} for the low tier."
+                f"checkpoints; use another quantizer than {options.quantizer} for the low precision."
             )
         calibration.check_belongs(model, experts)
         experts = replace(experts, curves=calibration.curves())
@@ -112,8 +112,8 @@ def _write_rest(
         write_synced(target, path.read_bytes())
         sync_folder(target.parent)
     fmt = next(iter(manifest.experts.formats.values()))
-    if (quantization := checkpoint.config.quantization) is not None or fmt.code.lattice:
-        ours |= describe_codes(manifest.experts.formats)
+    if (quantization := checkpoint.config.quantization) is not None or fmt.encoding.lattice:
+        ours |= describe_encodings(manifest.experts.formats)
     if quantization is not None:
         ours["dense"] = quantization  # how vLLM reads the layers that are no experts
     config = checkpoint.config.with_dtype(fmt.dtype) | {"quantization_config": ours}

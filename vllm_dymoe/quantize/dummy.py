@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_dymoe.residency.format import BlobKey, ModelExperts
-from vllm_dymoe.residency.matrix import MatrixFormat
-from vllm_dymoe.store import FileStore
-from vllm_dymoe.store.writer import StoreWriter
+from vllm_dymoe.cache.store import FileStore
+from vllm_dymoe.cache.store.writer import StoreWriter
+from vllm_dymoe.experts.format import ModelExperts, SliceKey
+from vllm_dymoe.experts.matrix import MatrixFormat
 
 # The standard deviation that models are initialised with.
 _SPREAD = 0.02
@@ -29,7 +29,7 @@ def random_store(
                         matrix = fmt.matrices[projection]
                         section = torch.empty(matrix.nbytes, dtype=torch.uint8)
                         fill_randomly(matrix, section, generator)
-                        writer.write(BlobKey(layer, expert, bits), projection, section)
+                        writer.write(SliceKey(layer, expert, bits), projection, section)
                     progress()
         return writer.finish()
     except BaseException:
@@ -45,7 +45,7 @@ def fill_randomly(matrix: MatrixFormat, section: torch.Tensor, generator: torch.
     section[matrix.weight_bytes :].zero_()
     packed = matrix.view(section)
     if packed.scales is not None:
-        book = matrix.code
+        book = matrix.encoding
         if book.bits == 8:
             # Without the bit that only codes behind the largest one have set beside all bits above it.
             packed.weight[:, 1].bitwise_and_(0xFF ^ 0x11 * (0x7F ^ book.largest))
@@ -60,10 +60,10 @@ def fill_randomly(matrix: MatrixFormat, section: torch.Tensor, generator: torch.
         sign_and_mantissa = round(1 / torch.finfo(matrix.dtype).eps) - 1 - 2**15
         exponent = int(torch.tensor(_SMALLEST, dtype=matrix.dtype).view(torch.int16))
         packed.weight.view(torch.int16).bitwise_and_(sign_and_mantissa).bitwise_or_(exponent)
-    elif matrix.code.lattice:  # points have about unit variance
+    elif matrix.encoding.lattice:  # points have about unit variance
         packed.scales_zeros[:, : matrix.rows] = _SPREAD
     else:
-        scale = _SPREAD * 12**0.5 / 2 ** (matrix.code.upper_of or matrix.bits)  # codes are uniform
+        scale = _SPREAD * 12**0.5 / 2 ** (matrix.encoding.upper_of or matrix.bits)  # codes are uniform
         packed.scales_zeros[:, : matrix.rows, 0] = scale
         # The mean of the codes is half a step below the middle.
         packed.scales_zeros[:, : matrix.rows, 1] = 0.5 if matrix.integer_zeros else scale / 2

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
+from vllm_dymoe.cache.store import ErrorRecord
+from vllm_dymoe.experts.format import ModelExperts, Projection
 from vllm_dymoe.quantize.gptq import Curvature
-from vllm_dymoe.residency.format import ModelExperts, Projection
-from vllm_dymoe.store import ErrorRecord
 
 _WEIGHT, _OUTPUT, _MASS = range(3)
 

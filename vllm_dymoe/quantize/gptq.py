@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.quantize.quantizers import Codes, round_to_nearest
-from vllm_dymoe.residency.matrix import MatrixFormat
 
 DAMPING = 0.01
 """Added to the Hessian's diagonal, as a share of its mean: keeps what few tokens say from being believed entirely."""
@@ -87,7 +87,7 @@ def quantize_gptq(weight: Tensor, format: MatrixFormat, curvature: Curvature, lo
         if grid.low_weight:
             codes = _descend(_round_columns(columns, grid, curvature.factor), columns, grid, hessian)
     found = torch.empty_like(codes, dtype=torch.uint8)
-    found[curvature.order] = codes.add_(format.code.midpoint).to(torch.uint8)
+    found[curvature.order] = codes.add_(format.encoding.midpoint).to(torch.uint8)
     return Codes(found.t(), grids.scales, grids.zeros)
 
 
@@ -109,7 +109,7 @@ class _Grid:
         scales, zeros = (part.float().t().repeat(1, readings) for part in (codes.scales, codes.zeros))
         steps = torch.where(scales == 0, torch.inf, scales)
         group_of = (order // format.group_size).tolist()
-        return cls(scales, zeros, steps, group_of, format.code.midpoint, 1 << format.bits // 2, low_weight)
+        return cls(scales, zeros, steps, group_of, format.encoding.midpoint, 1 << format.bits // 2, low_weight)
 
     def read(self, codes: Tensor, bin: int) -> Tensor:
         """Weights [columns, rows] of codes [columns, rows], of which only the bin of so many is known."""

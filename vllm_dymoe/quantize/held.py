@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vllm_dymoe.experts.encoding import STEPS, Encoding
+from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels import pack, pack_floats, pack_nested
-from vllm_dymoe.residency.code import STEPS, Code
-from vllm_dymoe.residency.matrix import MatrixFormat
 
 # No model has a weight of 2^64, and products with it would leave the range of floats.
 _LARGEST_SCALE = 2.0**64
@@ -22,7 +22,7 @@ class Held:
     Integers are (code - zero point) * scale, published floats level[code] * (scale * multiplier / divisor).
     """
 
-    code: Code
+    encoding: Encoding
     codes: Tensor  # uint8 [rows, columns]
     scales: Tensor  # [groups of rows, groups of columns], in the checkpoint's dtype, or that of the published float
     row_groups: Tensor  # int64 [rows], the row of scales of each
@@ -35,7 +35,7 @@ class Held:
 
     @property
     def bits(self) -> int:
-        return self.code.bits
+        return self.encoding.bits
 
     @property
     def shape(self) -> torch.Size:
@@ -62,7 +62,7 @@ class Held:
         if self.zero_points is None:
             multiplier, divisor = torch.tensor(self.factor, dtype=torch.float32)
             scales = self.scales.float() * multiplier / divisor  # in the order of the tools that wrote them
-            return self.code.levels(self.codes) * scales[self.row_groups][:, self.column_groups]
+            return self.encoding.levels(self.codes) * scales[self.row_groups][:, self.column_groups]
         zeros = self.zero_points.to(torch.int16)[self.row_groups][:, self.column_groups]
         steps = self.codes.to(torch.int16) - zeros
         return steps.to(self.scales.dtype) * self.scales[self.row_groups][:, self.column_groups]
@@ -86,7 +86,7 @@ class Held:
         stored = self.column_groups if order is None else self.column_groups[order]
         where = "even sorted by their groups" if format.act_order else "as they are"
         first = _first_of_groups(stored, format, f"columns, {where}, do not lie in groups of {{}} neighbours")
-        zeros = format.code.midpoint - self.zero_points[self.row_groups][:, first].to(torch.int16)
+        zeros = format.encoding.midpoint - self.zero_points[self.row_groups][:, first].to(torch.int16)
         if not format.integer_zeros and bool(zeros.any()):
             raise ValueError("it has zero points, although its configuration says that it is symmetric.")
         scales = self.scales[self.row_groups][:, first]
@@ -119,7 +119,7 @@ def integers(bits: int, codes: Tensor, scales: Tensor, zero_points: Tensor, colu
 def check_floats(held: Held) -> Held:
     """The same; ValueError for codes or scales that are no numbers, or a scale too large for a weight."""
     again = "download the checkpoint again."
-    if held.bits == 8 and int((held.codes & 0x7F).max()) > held.code.largest:
+    if held.bits == 8 and int((held.codes & 0x7F).max()) > held.encoding.largest:
         raise ValueError(f"some of its weights are NaN; {again}")
     if held.scales.dtype.itemsize > 1:
         largest = float(held.scales.abs().max())
@@ -151,7 +151,8 @@ def _first_of_groups(stored: Tensor, format: MatrixFormat, what: str) -> Tensor:
     first = stored[:: format.group_size]
     if not torch.equal(first.repeat_interleave(format.group_size)[: format.columns], stored):
         raise ValueError(
-            f"its {what.format(format.group_size)}; set hi to 16 and lo to 0, which hold its dequantized weights, or, "
+            f"its {what.format(format.group_size)}; set high to 16 and low to 0, which hold its dequantized weights, "
+            f"or, "
             "with several ranks, add --enable-expert-parallel."
         )
     return first

@@ -2,9 +2,9 @@
 
 Inputs are rotated, and eight rows of a column are rounded together to a point of E8 (``kernels/lattice.py``). What
 rounding a column does to the outputs is made up for by later columns, as in ``gptq`` (LDLQ of Tseng et al., "QuIP#",
-2024). With two readings the base is nearest to a mean of both wishes, weighted with `LOW_SHARE`, and the fine slice to
-what the base leaves of the high one. Sweeps of coordinate descent choose every point again, if that is for the better;
-the last one counts the low reading less, which the high one gains by (`SWEEPS`).
+2024). With two readings the base is nearest to a mean of both wishes, weighted with `LOW_SHARE`, and the residual slice
+to what the base leaves of the high one. Sweeps of coordinate descent choose every point again, if that is for the
+better; the last one counts the low reading less, which the high one gains by (`SWEEPS`).
 
 Points are made smaller than least squares would have them: the model's own KL is less (`SPREAD`). Each reading has a
 scale of its own for each row, as its inputs weigh them: the low one is unbiased, <W, W'> = <W, W>, and the high one as
@@ -14,10 +14,10 @@ large as the row, <W', W'> = <W, W>.
 import torch
 from torch import Tensor
 
+from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels import native, pack, pack_nested
-from vllm_dymoe.kernels.lattice import FINE, WIDTH, in_point_order, in_row_order, nearest, numbers, points
+from vllm_dymoe.kernels.lattice import RESIDUAL, WIDTH, in_point_order, in_row_order, nearest, numbers, points
 from vllm_dymoe.quantize.gptq import Curvature
-from vllm_dymoe.residency.matrix import MatrixFormat
 
 LOW_SHARE = 0.55  # what the low reading's wishes count in the mean that the base is nearest to
 SWEEPS = 1.0, 1.0, 0.4  # of LOW_SHARE, in each sweep of coordinate descent
@@ -71,7 +71,7 @@ def _scaled(scale: Tensor, gain: Tensor) -> Tensor:
 
 class _Rounding:
     """A matrix [columns, rows] in units of its rows' scales, in the order of rounding, and its points so far: codes
-    uint8 [columns, rows], of the base and, for two streams, of the fine slice."""
+    uint8 [columns, rows], of the base and, for two streams, of the residual slice."""
 
     def __init__(self, weight: Tensor, streams: int) -> None:
         self._weight = weight.unsqueeze(1).expand(-1, streams, -1).contiguous()  # [columns, streams, rows], high first
@@ -80,7 +80,7 @@ class _Rounding:
     def read(self) -> Tensor:
         """What both readings are: float32 [columns, streams, rows]."""
         base = points(self.codes[0])
-        return torch.stack([base + FINE * points(codes) for codes in self.codes[1:]] + [base], 1)
+        return torch.stack([base + RESIDUAL * points(codes) for codes in self.codes[1:]] + [base], 1)
 
     def go(self, factor: Tensor, low_share: float) -> None:
         """Round every column; U, see ``Curvature``, hands errors on."""
@@ -127,8 +127,8 @@ class _Rounding:
             library.round_block(low_share, before, *parts)
             return errors
         for column, wanted in enumerate(left):
-            base, *fine = choose(wanted, low_share)
-            made = torch.stack([points(base) + FINE * points(codes) for codes in fine] + [points(base)])
+            base, *residual = choose(wanted, low_share)
+            made = torch.stack([points(base) + RESIDUAL * points(codes) for codes in residual] + [points(base)])
             if before is None:
                 errors[column] = (wanted - made) / divisors[column]
                 taken = torch.ones_like(base, dtype=torch.bool)
@@ -138,13 +138,13 @@ class _Rounding:
                 taken = torch.less(*(cost.view(-1, WIDTH).sum(1) for cost in reversed(costs)))
                 taken = taken.repeat_interleave(WIDTH)
                 errors[column] = torch.where(taken, made - before[column], 0)
-            for part, new in zip(codes, (base, *fine), strict=True):
+            for part, new in zip(codes, (base, *residual), strict=True):
                 part[column] = torch.where(taken, new, part[column])
             left[column + 1 :].sub_(factors[column, column + 1 :, None, None] * errors[column])
         return errors
 
 
 def choose(wanted: Tensor, low_share: float) -> list[Tensor]:
-    """Codes uint8 [rows] of the base and, for two streams, of the fine slice: float32 [streams, rows]."""
+    """Codes uint8 [rows] of the base and, for two streams, of the residual slice: float32 [streams, rows]."""
     base = nearest(torch.lerp(wanted[0], wanted[-1], low_share))
-    return [base, nearest((wanted[0] - points(base)) / FINE)][: len(wanted)]
+    return [base, nearest((wanted[0] - points(base)) / RESIDUAL)][: len(wanted)]

@@ -15,6 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_dymoe.cache.store import ErrorRecord, FileStore, StoreError
+from vllm_dymoe.cache.store.writer import StoreWriter
+from vllm_dymoe.experts.format import ModelExperts, Projection, SliceKey
+from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.kernels.lattice import rotate
 from vllm_dymoe.kernels.pack import rotated_weights
@@ -26,10 +30,6 @@ from vllm_dymoe.quantize.held import Held, Matrix
 from vllm_dymoe.quantize.lattice import quantize_lattice
 from vllm_dymoe.quantize.quantizers import QUANTIZERS, Quantizer, pack_bias, quantize_matrix
 from vllm_dymoe.quantize.side_by_side import SideBySide
-from vllm_dymoe.residency.format import BlobKey, ModelExperts, Projection
-from vllm_dymoe.residency.matrix import MatrixFormat
-from vllm_dymoe.store import ErrorRecord, FileStore, StoreError
-from vllm_dymoe.store.writer import StoreWriter
 
 FALLBACK = "hqq"  # what quantizes the experts that a calibration saw too rarely
 
@@ -119,7 +119,7 @@ def pack(
         matrices = checkpoint.expert(layer, expert)
         outer = inner = None
         borrow = calibration is not None and expert in rare[layer]
-        if calibration is not None and (fmt.code.lattice or not borrow):
+        if calibration is not None and (fmt.encoding.lattice or not borrow):
             outer, inner = calibration.curvatures(layer, expert, matrices, fmt.rotations, borrow=borrow)
         for projection, matrix in matrices.items():
             curvature = inner if projection is Projection.DOWN else outer
@@ -158,7 +158,7 @@ def pack_projection(
     quantizer = quantizer if curvature is None else partial(quantize_gptq, curvature=curvature)
     for bits, fmt in experts.formats.items():
         form = fmt.matrices[place[2]]
-        if form.code.upper_of:  # written with the whole codes
+        if form.encoding.upper_of:  # written with the whole codes
             continue
         if tuple(weight.shape) != (form.rows, form.columns):
             raise StoreError(
@@ -174,7 +174,7 @@ def pack_projection(
                 plain = weight.dequantize() if form.nested else None
             else:
                 plain = _plain(weight, form)
-                if form.code.lattice:
+                if form.encoding.lattice:
                     assert curvature is not None
                     quantize_lattice(plain, form, curvature, section, base)
                 else:
@@ -192,11 +192,11 @@ def pack_projection(
         lossy = [] if taken or not form.quantized else [packed]
         for version in lossy if low is None else (*lossy, low):
             assert plain is not None
-            read = rotated_weights(version) if form.code.lattice else dequantize(version)
+            read = rotated_weights(version) if form.encoding.lattice else dequantize(version)
             errors.add(place, plain, read, version.format.bits, curvature)
         if base is not None:
-            writer.write(BlobKey(place[0], place[1], form.base.bits), place[2], base)
-        writer.write(BlobKey(place[0], place[1], bits), place[2], section)
+            writer.write(SliceKey(place[0], place[1], form.base.bits), place[2], base)
+        writer.write(SliceKey(place[0], place[1], bits), place[2], section)
 
 
 def _plain(weight: Tensor | Held, form: MatrixFormat) -> Tensor:
@@ -204,7 +204,7 @@ def _plain(weight: Tensor | Held, form: MatrixFormat) -> Tensor:
     if isinstance(weight, Held):
         weight.check_scales(form.dtype)
         weight = weight.dequantize()
-    return rotate(weight.float(), form.rotation) if form.code.lattice else weight
+    return rotate(weight.float(), form.rotation) if form.encoding.lattice else weight
 
 
 class ExpertPacker:

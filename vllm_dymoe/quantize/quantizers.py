@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vllm_dymoe.experts.matrix import MatrixFormat, PackedMatrix
 from vllm_dymoe.kernels import pack, pack_nested
-from vllm_dymoe.residency.matrix import MatrixFormat, PackedMatrix
 
 # Weights that are quantized together on a CPU: half a megabyte of floats.
 _CHUNK = 1 << 17
@@ -61,7 +61,7 @@ def half_quadratic(weight: Tensor, format: MatrixFormat) -> Codes:
             weights, weighs, steps = groups[active], valid[active], scales[active].float()
             found = nearest_codes(weights, scales[active], moved, format)
             errors = weights - moved.float().unsqueeze(1)
-            errors.div_(steps.unsqueeze(1)).sub_(found).add_(format.code.midpoint).mul_(weighs)
+            errors.div_(steps.unsqueeze(1)).sub_(found).add_(format.encoding.midpoint).mul_(weighs)
             powers = errors.abs().pow_(_NORM)
             norms = powers.sum(1)
             better = torch.nonzero(norms < lowest[active]).flatten()
@@ -163,7 +163,7 @@ def nearest_codes(groups: Tensor, scales: Tensor, zeros: Tensor, format: MatrixF
     """The code nearest to each weight, float32 like groups; the middle one where the scale is 0."""
     steps = torch.where(scales == 0, torch.inf, scales).float().unsqueeze(1)
     offsets = (groups - zeros.float().unsqueeze(1)).div_(steps).round_()
-    return offsets.add_(format.code.midpoint).clamp_(0, 2**format.bits - 1)
+    return offsets.add_(format.encoding.midpoint).clamp_(0, 2**format.bits - 1)
 
 
 def _check_shape(weight: Tensor, format: MatrixFormat) -> None:

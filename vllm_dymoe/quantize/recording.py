@@ -18,9 +18,9 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
+from vllm_dymoe.cache.store.durable import write_at
+from vllm_dymoe.cache.store.header import make_header
 from vllm_dymoe.kernels import Activation
-from vllm_dymoe.store.durable import write_at
-from vllm_dymoe.store.header import make_header
 from vllm_dymoe.units import too_small
 
 MANIFEST = "dymoe_calibration.json"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from vllm_dymoe.residency.format import Projection
+from vllm_dymoe.experts.format import Projection
 
 _NAME = re.compile(r"(?P<stack>(?:.+\.)?layers)\.(?P<layer>\d+)\.(?:[^.]+\.)*experts\.(?P<rest>.+)")
 _GRANITE = re.compile(r"(?P<stack>(?:.+\.)?layers)\.(?P<layer>\d+)\.block_sparse_moe\.(?P<rest>\w+_linear)\.weight")

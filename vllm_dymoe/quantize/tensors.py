@@ -8,9 +8,9 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from vllm_dymoe.store import StoreError
-from vllm_dymoe.store.durable import write_synced
-from vllm_dymoe.store.header import TensorPlace, make_header, read_header
+from vllm_dymoe.cache.store import StoreError
+from vllm_dymoe.cache.store.durable import write_synced
+from vllm_dymoe.cache.store.header import TensorPlace, make_header, read_header
 
 INDEX = "model.safetensors.index.json"
 

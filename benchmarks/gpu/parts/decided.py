@@ -1,4 +1,4 @@
-"""Steps of a stack that the device decides: narrow or wide, launched or as one graph."""
+"""Steps of a stack that the device plans: narrow or wide, launched or as one graph."""
 
 from typing import Any
 
@@ -7,34 +7,34 @@ from torch import Tensor
 
 from parts.stack import Seen, Stack, normalized
 from vllm_dymoe.kernels import Activation
-from vllm_dymoe.runtime import MoERuntime
-from vllm_dymoe.systems.exact import Exact
+from vllm_dymoe.policies.exact import Exact
+from vllm_dymoe.server import ExpertServer
 
 
-def runtime_of(
+def server_of(
     stack: Stack, store: Any, bits: int, budget: str, kind: type[Exact] = Exact, **options: Any
-) -> MoERuntime:
-    """A runtime whose device decides."""
-    return stack.runtime(store, bits, budget=budget, system=kind(look_ahead=0), decisions="device", **options)
+) -> ExpertServer:
+    """A server whose device decides."""
+    return stack.server(store, bits, budget=budget, policy=kind(look_ahead=0), planning="device", **options)
 
 
-class DecidedSteps:
+class DevicePlannedSteps:
     """Steps of a fixed number of tokens, captured once, or launched anew.
 
     Args:
         stack: gates.
-        runtime: whose device decides.
+        server: whose device decides.
         tokens: of a step.
         launched: each step is launched, and no graph of one is replayed.
-        wide: by the launches of a wide step.
+        wide: by the launches of a large-batch step.
     """
 
     def __init__(
-        self, stack: Stack, runtime: MoERuntime, tokens: int, *, launched: bool = False, wide: bool = False
+        self, stack: Stack, server: ExpertServer, tokens: int, *, launched: bool = False, large: bool = False
     ) -> None:
-        assert runtime.decode is not None
-        self._wide, self._captured = wide, not launched
-        self._stack, self._runtime, self._path = stack, runtime, runtime.decode
+        assert server.small_batches is not None
+        self._large, self._captured = large, not launched
+        self._stack, self._server, self._path = stack, server, server.small_batches
         self._x = stack.inputs(tokens, 0)
         self._seen: list[Seen] = []
         self._path.tell(0)  # the step before a capture, and on a host the capture itself, change nothing
@@ -51,8 +51,8 @@ class DecidedSteps:
         x, self._seen = self._x, []
         for layer in range(self._stack.model.layers):
             weights, ids = self._stack.route(layer, x)
-            if self._wide:
-                out = self._path.wide.forward(layer, x, weights, ids, Activation.SILU, captured=self._captured)
+            if self._large:
+                out = self._path.large.forward(layer, x, weights, ids, Activation.SILU, captured=self._captured)
             else:
                 out = self._path.forward(layer, x, weights, ids, Activation.SILU)
             self._seen.append(Seen(layer, x, weights, ids, out))

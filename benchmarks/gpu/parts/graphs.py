@@ -1,38 +1,38 @@
-"""Steps that the device decides, replayed as a graph, compute what the host's compute."""
+"""Steps that the device plans, replayed as a graph, compute what the host's compute."""
 
 from layers import Model
 from record import Recorder
 
-from parts.decided import DecidedSteps, runtime_of
+from parts.decided import DevicePlannedSteps, server_of
 from parts.stack import Stack, pinned_store, same_bits
-from vllm_dymoe.store import HostStore
+from vllm_dymoe.cache.store import HostStore
 
 MODEL = Model(layers=4, experts=16, top_k=4, hidden=520, intermediate=328, group=32)
 BITS = 4, 2
-BATCH, WIDE = 4, 40
+BATCH, LARGE = 4, 40
 STEPS = 12
 
 
 def run(record: Recorder) -> None:
-    """Narrow steps, then wide ones in both forms."""
+    """Small-batch steps, then large ones in both forms."""
     store = pinned_store(MODEL, BITS)
     for budget in ("100%", "50%", "minimum"):
-        name = f"decode steps that the device decides at {budget}"
+        name = f"decode steps that the device plans at {budget}"
         with record.check(f"{name}: one graph, replayed, the bits of the host's steps at 100%") as wrong:
             wrong += _check_decided(store, budget)
     for budget in ("100%", "50%", "minimum"):
         for launched in (False, True):
             form = "launched, copies ahead" if launched else "one graph"
-            with record.check(f"wide steps decided on the device at {budget}: {form}, the host's bits") as wrong:
-                wrong += _check_decided(store, budget, tokens=WIDE, launched=launched)
+            with record.check(f"large-batch steps decided on the device at {budget}: {form}, the host's bits") as wrong:
+                wrong += _check_decided(store, budget, tokens=LARGE, launched=launched)
     store.close()
 
 
 def _check_decided(store: HostStore, budget: str, tokens: int = 0, launched: bool = False) -> list[str]:
-    """Narrow steps as one graph; wide ones of so many tokens in the form that is given."""
+    """Small-batch steps as one graph; large ones of so many tokens in the form that is given."""
     stack = Stack(MODEL, exact=True)
-    host, device = stack.runtime(store, BITS[0]), runtime_of(stack, store, BITS[0], budget)
-    replayed, wrong = DecidedSteps(stack, device, tokens or BATCH, launched=launched, wide=tokens > 0), []
+    host, device = stack.server(store, BITS[0]), server_of(stack, store, BITS[0], budget)
+    replayed, wrong = DevicePlannedSteps(stack, device, tokens or BATCH, launched=launched, large=tokens > 0), []
     for seed in range(STEPS):
         x = stack.inputs(tokens or BATCH, seed)
         for got, want in zip(replayed.step(x), stack.step(host, x), strict=True):
@@ -42,6 +42,6 @@ def _check_decided(store: HostStore, budget: str, tokens: int = 0, launched: boo
     stats = device.stats()
     if stats.misses == 0 and budget != "100%":
         wrong.append("nothing was fetched")
-    for runtime in (host, device):
-        runtime.engine.close()
+    for server in (host, device):
+        server.engine.close()
     return wrong

@@ -7,9 +7,10 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import torch
-from experts import ExpertWork, compute_experts, random_packed, section_of, table_of_blobs
+from experts import ExpertWork, compute_experts, random_packed, section_of, table_of_slices
 from record import Recorder
 
+from vllm_dymoe.experts.matrix import PackedMatrix
 from vllm_dymoe.kernels import Activation, expert_reference
 from vllm_dymoe.kernels.triton import (
     DecodeTile,
@@ -22,7 +23,6 @@ from vllm_dymoe.kernels.triton import (
     decode_down,
     decode_gate_up,
 )
-from vllm_dymoe.residency.matrix import PackedMatrix
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
 BITS = (16, 4), (8, 2)
@@ -60,22 +60,22 @@ def run(record: Recorder) -> None:
 
 
 def make_expert(shape: ExpertShape, bits: int, seed: int) -> tuple[list[PackedMatrix], torch.Tensor]:
-    """Random matrices on the CPU, and their blob."""
+    """Random matrices on the CPU, and their packed expert."""
     matrices = [random_packed(fmt, 3 * seed + number) for number, fmt in enumerate(shape.formats(bits))]
     return matrices, torch.cat([section_of(packed) for packed in matrices])
 
 
-def check_forward(shape: ExpertShape, activation: Activation, tiers: Sequence[int]) -> list[str]:
-    """Steps of a TritonKernel with every tier and class of tokens in one call; what is wrong, as sentences."""
+def check_forward(shape: ExpertShape, activation: Activation, precisions: Sequence[int]) -> list[str]:
+    """Steps of a TritonKernel with every precision and class of tokens in one call; what is wrong, as sentences."""
     dtype, hidden = shape.dtype, shape.hidden
     wrong = []
-    kernel = TritonKernel(DEVICE, formats=[shape.formats(bits)[0] for bits in tiers])
-    tokens, experts = max(COUNTS), len(tiers) * len(COUNTS)
+    kernel = TritonKernel(DEVICE, formats=[shape.formats(bits)[0] for bits in precisions])
+    tokens, experts = max(COUNTS), len(precisions) * len(COUNTS)
     x = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(shape.group_size)).to(dtype)
     work, references = [], []
-    for expert, (bits, count) in enumerate(itertools.product(tiers, COUNTS)):
-        matrices, blob = make_expert(shape, bits, expert)
-        sections = blob.to(DEVICE).split([packed.format.nbytes for packed in matrices])
+    for expert, (bits, count) in enumerate(itertools.product(precisions, COUNTS)):
+        matrices, packed_bytes = make_expert(shape, bits, expert)
+        sections = packed_bytes.to(DEVICE).split([packed.format.nbytes for packed in matrices])
         views = [packed.format.view(section) for packed, section in zip(matrices, sections, strict=True)]
         rows = torch.arange(count)
         work.append(ExpertWork(*views, rows.to(DEVICE), (rows * experts + expert).to(DEVICE)))
@@ -95,14 +95,14 @@ def check_forward(shape: ExpertShape, activation: Activation, tiers: Sequence[in
     return wrong
 
 
-def check_decode(dtype: torch.dtype, tile: DecodeTile, tiers: Sequence[int]) -> list[str]:
+def check_decode(dtype: torch.dtype, tile: DecodeTile, precisions: Sequence[int]) -> list[str]:
     """The weighted sum, split, in one launch, many times the same; and fetching through from pinned memory."""
     wrong = []
     hidden_size, intermediate = DECODED
     shape = ExpertShape(hidden_size, intermediate, 64, dtype, True)
-    experts, count = [make_expert(shape, bits, i) for i, bits in enumerate(tiers)], len(tiers)
-    blobs = [blob.to(DEVICE) for _, blob in experts]
-    table = table_of_blobs(shape, [blob.data_ptr() for blob in blobs], tiers, DEVICE)
+    experts, count = [make_expert(shape, bits, i) for i, bits in enumerate(precisions)], len(precisions)
+    slices = [packed_bytes.to(DEVICE) for _, packed_bytes in experts]
+    table = table_of_slices(shape, [packed_bytes.data_ptr() for packed_bytes in slices], precisions, DEVICE)
     x = torch.randn(3, hidden_size, generator=torch.Generator().manual_seed(tile.split)).to(dtype)
     items = torch.tensor([[e, 3 * e + a, 3 * e + b] for e in range(count) for a, b in ((0, 2), (2, 3))])
     rows = torch.arange(3).repeat(count)
@@ -131,15 +131,15 @@ def check_decode(dtype: torch.dtype, tile: DecodeTile, tiers: Sequence[int]) -> 
         wrong.append(f"{name}: the same launch gives different bits")
     if scratch.semaphores.any():
         wrong.append(f"{name}: semaphores are left above zero")
-    pinned = [blob.pin_memory() for _, blob in experts]
-    slots = [torch.full_like(blob, 0xEE) for blob in blobs]
+    pinned = [packed_bytes.pin_memory() for _, packed_bytes in experts]
+    slots = [torch.full_like(packed_bytes, 0xEE) for packed_bytes in slices]
     items = torch.tensor([[e, 3 * e, 3 * e + 3] for e in range(count)])
     whole = WorkList(items.int().to(DEVICE), work.rows, work.pairs)
     targets = [slot.data_ptr() for slot in slots]
-    through = table_of_blobs(shape, [blob.data_ptr() for blob in pinned], tiers, DEVICE, targets)
+    through = table_of_slices(shape, [packed_bytes.data_ptr() for packed_bytes in pinned], precisions, DEVICE, targets)
     fetched = run(table=through, work=whole)
-    if not all(torch.equal(slot, blob) for slot, blob in zip(slots, blobs, strict=True)):
+    if not all(torch.equal(slot, packed_bytes) for slot, packed_bytes in zip(slots, slices, strict=True)):
         wrong.append(f"{name}: a slot does not hold the source's bytes")
-    if not torch.equal(fetched, run(table=table_of_blobs(shape, targets, tiers, DEVICE), work=whole)):
+    if not torch.equal(fetched, run(table=table_of_slices(shape, targets, precisions, DEVICE), work=whole)):
         wrong.append(f"{name}: fetching through gives other bits than a launch from the slot")
     return wrong

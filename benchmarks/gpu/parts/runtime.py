@@ -1,4 +1,4 @@
-"""The runtime on real streams: neither budget, store, prefetch nor timing changes a bit, and the bits are right."""
+"""The server on real streams: neither budget, store, prefetch nor timing changes a bit, and the bits are right."""
 
 import tempfile
 from pathlib import Path
@@ -9,12 +9,12 @@ from record import Recorder
 from torch import Tensor
 
 from parts.stack import DEVICE, ByNumber, Seen, Stack, file_store, pinned_store, relative_error, same_bits
-from vllm_dymoe.runtime import MoERuntime
-from vllm_dymoe.store import HostStore
+from vllm_dymoe.cache.store import HostStore
+from vllm_dymoe.server import ExpertServer
 
 # Sizes that are no multiples of a tile.
 MODEL = Model(layers=4, experts=16, top_k=4, hidden=520, intermediate=328, group=32)
-TIERS = {"4": (4, 0), "4/2": (4, 2), "16": (16, 0)}
+PRECISIONS = {"4": (4, 0), "4/2": (4, 2), "16": (16, 0)}
 BUDGETS = ("minimum", "25%", "50%", "100%")
 TOKENS = (1, 1, 2, 70, 1, 1, 300, 5, 1, 1, 17, 1)
 """Of each step: decode, of a few requests, and prefill."""
@@ -27,16 +27,17 @@ BUSY_BYTES = 128 << 20
 
 
 def run(record: Recorder) -> None:
-    """All tiers; the file store and the held-back card with two tiers, which is the case with most to get wrong."""
+    """All precisions; the file store and the held-back card with two precisions, which is the case with most to get
+    wrong."""
     stack = Stack(MODEL, exact=True)
     steps = [stack.inputs(tokens, seed) for seed, tokens in enumerate(TOKENS)]
-    for name, (hi, lo) in TIERS.items():
-        stored = (hi, lo) if lo else (hi,)
+    for name, (high, low) in PRECISIONS.items():
+        stored = (high, low) if low else (high,)
         with record.check(f"{name} bits: everything resident agrees with float64") as wrong:
             store = pinned_store(MODEL, stored)
-            runtime = stack.runtime(store, hi, lo)
-            want = _compute(stack, runtime, steps)
-            bits = {expert: lo if lo and expert % 3 == 0 else hi for expert in range(MODEL.experts)}
+            server = stack.server(store, high, low)
+            want = _compute(stack, server, steps)
+            bits = {expert: low if low and expert % 3 == 0 else high for expert in range(MODEL.experts)}
             for seen in want:
                 error = relative_error(seen.out, stack.reference(store, seen, bits))
                 if not error < TOLERANCE:
@@ -44,27 +45,27 @@ def run(record: Recorder) -> None:
         for prefetch in ("none", "next-gate"):
             with record.check(f"{name} bits, prefetch {prefetch}: the same bits at {', '.join(BUDGETS)}") as wrong:
                 for budget in BUDGETS:
-                    runtime = stack.runtime(store, hi, lo, budget, prefetch)
-                    wrong += compare(stack, runtime, steps, want, budget)
-        if lo:
-            _check_files(record, stack, steps, want, hi, lo)
-            _check_timing(record, stack, store, steps, want, hi, lo)
+                    server = stack.server(store, high, low, budget, prefetch)
+                    wrong += compare(stack, server, steps, want, budget)
+        if low:
+            _check_files(record, stack, steps, want, high, low)
+            _check_timing(record, stack, store, steps, want, high, low)
         store.close()
 
 
-def _check_files(record: Recorder, stack: Stack, steps: list[Tensor], want: list[Seen], hi: int, lo: int) -> None:
-    name = "from files, through page-locked buffers: the same bits"
+def _check_files(record: Recorder, stack: Stack, steps: list[Tensor], want: list[Seen], high: int, low: int) -> None:
+    name = "from files, through pinned buffers: the same bits"
     with tempfile.TemporaryDirectory() as folder, record.check(name) as wrong:
-        store = file_store(MODEL, (hi, lo), Path(folder) / "store")
+        store = file_store(MODEL, (high, low), Path(folder) / "store")
         for budget in BUDGETS[:2]:
             for threads in (0, 2):
-                runtime = stack.runtime(store, hi, lo, budget, "next-gate", threads=threads)
-                wrong += compare(stack, runtime, steps, want, f"{budget}, {threads} threads")
+                server = stack.server(store, high, low, budget, "next-gate", threads=threads)
+                wrong += compare(stack, server, steps, want, f"{budget}, {threads} threads")
         store.close()
 
 
 def _check_timing(
-    record: Recorder, stack: Stack, store: HostStore, steps: list[Tensor], want: list[Seen], hi: int, lo: int
+    record: Recorder, stack: Stack, store: HostStore, steps: list[Tensor], want: list[Seen], high: int, low: int
 ) -> None:
     """A wait that is missing shows only where the other side is slow."""
     busy = torch.zeros(BUSY_BYTES, dtype=torch.uint8).pin_memory()
@@ -82,30 +83,30 @@ def _check_timing(
         with record.check(f"{name}: the same bits") as wrong:
             for budget in BUDGETS[:2]:
                 for prefetch in ("none", "next-gate"):
-                    runtime = stack.runtime(store, hi, lo, budget, prefetch, ByNumber(before=before))
-                    wrong += compare(stack, runtime, steps, want, f"{budget}, prefetch {prefetch}")
+                    server = stack.server(store, high, low, budget, prefetch, ByNumber(before=before))
+                    wrong += compare(stack, server, steps, want, f"{budget}, prefetch {prefetch}")
 
 
-def compare(stack: Stack, runtime: MoERuntime, steps: list[Tensor], want: list[Seen], name: str) -> list[str]:
+def compare(stack: Stack, server: ExpertServer, steps: list[Tensor], want: list[Seen], name: str) -> list[str]:
     """What differs, as sentences; and whether the run put to the test what it should."""
-    got = _compute(stack, runtime, steps)
+    got = _compute(stack, server, steps)
     wrong = [
         f"{name}: {len(one.x)} tokens of layer {one.layer} have other bits"
         for one, other in zip(got, want, strict=True)
         if not same_bits(one.out, other.out)
     ]
-    stats = runtime.stats()
+    stats = server.stats()
     if stats.misses < MODEL.layers:
         wrong.append(f"{name}: only {stats.misses} experts were fetched, so that this says nothing")
     return wrong[:3] + ([f"{name}: and {len(wrong) - 3} more"] if len(wrong) > 3 else [])
 
 
-def _compute(stack: Stack, runtime: MoERuntime, steps: list[Tensor]) -> list[Seen]:
+def _compute(stack: Stack, server: ExpertServer, steps: list[Tensor]) -> list[Seen]:
     """All steps one behind the other, as fast as the host can; it looks at results only at the end."""
     seen: list[Seen] = []
     for x in steps:
-        seen += stack.step(runtime, x)
+        seen += stack.step(server, x)
     torch.cuda.synchronize()
-    runtime.check_integrity()
-    runtime.engine.close()
+    server.check_integrity()
+    server.engine.close()
     return seen

@@ -23,17 +23,18 @@ TOKENS = (1, 40, 2)
 
 
 def short(record: Recorder) -> None:
-    """Both tiers, decode and grouped launches, transfers into slots in use again and again: what a sanitizer sees."""
+    """Both precisions, decode and grouped launches, transfers into slots in use again and again: what a sanitizer
+    sees."""
     with record.check("a few steps at the smallest budget") as wrong:
         store, stack = pinned_store(MODEL, (4, 2)), Stack(MODEL, exact=True)
-        runtime = stack.runtime(store, 4, 2, "minimum", "next-gate")
+        server = stack.server(store, 4, 2, "minimum", "next-gate")
         for seed, tokens in enumerate(TOKENS):
-            out = stack.step(runtime, stack.inputs(tokens, seed))[-1].out
+            out = stack.step(server, stack.inputs(tokens, seed))[-1].out
             if not out.isfinite().all():
                 wrong.append(f"{tokens} tokens: something is no number")
         torch.cuda.synchronize()
-        runtime.check_integrity()
-        runtime.close()
+        server.check_integrity()
+        server.close()
 
 
 def find() -> str | None:

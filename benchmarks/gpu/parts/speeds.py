@@ -1,4 +1,4 @@
-"""How far the kernels and the runtime are from what the card's memory and its link allow."""
+"""How far the kernels and the server are from what the card's memory and its link allow."""
 
 import time
 from statistics import median
@@ -9,14 +9,14 @@ from kernel_speeds import measure
 from layers import LAYERS, Machine, Model, work_of
 from record import Recorder
 
-from parts.decided import DecidedSteps, runtime_of
+from parts.decided import DevicePlannedSteps, server_of
 from parts.stack import DEVICE, Stack, pinned_store, same_bits
+from vllm_dymoe.cache.store import HostStore
 from vllm_dymoe.kernels import Activation, native
-from vllm_dymoe.kernels.triton.doorbell import Door, post, wait
-from vllm_dymoe.residency.constants import Fate
-from vllm_dymoe.residency.decision import Decision
-from vllm_dymoe.store import HostStore
-from vllm_dymoe.systems.exact import Exact
+from vllm_dymoe.kernels.triton.cpu_queue import DeviceQueue, post, wait
+from vllm_dymoe.planner.constants import Action
+from vllm_dymoe.planner.plan import LayerPlan
+from vllm_dymoe.policies.exact import Exact
 
 KERNEL_LAYERS, KERNEL_TOKENS = LAYERS[:2], (1, 16, 512)
 """A selection of `make bench-gpu`."""
@@ -40,19 +40,19 @@ class OfAllLayers(Exact):
 
 
 def run(record: Recorder) -> None:
-    """The kernels' selection before the runtime, whose bounds it measures; what is wrong is not measured at all."""
+    """The kernels' selection before the server, whose bounds it measures; what is wrong is not measured at all."""
     store, stack = pinned_store(MODEL, (BITS,)), Stack(MODEL, exact=False)
     if not _same_at_every_budget(record, store, stack):
         return
     with record.check("the kernels' speeds could be measured"):
         machine = measure(record, KERNEL_LAYERS, ("4", "4/2"), KERNEL_TOKENS)
-    _measure_runtime(record, machine, store, stack)
+    _measure_server(record, machine, store, stack)
     _measure_decided(record, machine, store, stack)
     if native.load() is None:
         record.say("Left out: misses that the host computes, since the native library was not built here.")
     else:
         _measure_decided(record, machine, store, stack, "share")
-        _measure_doorbell(record, machine, store, stack)
+        _measure_cpu_queue(record, machine, store, stack)
     store.close()
 
 
@@ -61,45 +61,45 @@ def _same_at_every_budget(record: Recorder, store: HostStore, stack: Stack) -> b
         inputs = stack.inputs(4, 0)
         outs = []
         for budget in BUDGETS:
-            runtime = stack.runtime(store, BITS, budget=budget)
-            outs.append(stack.step(runtime, inputs)[-1].out.clone())
-            runtime.engine.close()
+            server = stack.server(store, BITS, budget=budget)
+            outs.append(stack.step(server, inputs)[-1].out.clone())
+            server.engine.close()
         for budget, out in zip(BUDGETS, outs, strict=True):
             if not same_bits(out, outs[-1]):
                 wrong.append(f"{budget} gives other bits than {BUDGETS[-1]}; no speed is measured")
     return not wrong
 
 
-def _measure_runtime(record: Recorder, machine: Machine, store: HostStore, stack: Stack) -> None:
-    """Steps that the host decides: the median of a layer's times; what has to be moved is counted in the same steps."""
+def _measure_server(record: Recorder, machine: Machine, store: HostStore, stack: Stack) -> None:
+    """Steps that the host plans: the median of a layer's times; what has to be moved is counted in the same steps."""
     cases = [(phase, budget, prefetch) for phase in STEPS for budget in BUDGETS for prefetch in PREFETCH]
     for phase, budget, prefetch in cases:
         if budget == "100%" and prefetch != PREFETCH[0]:  # nothing is missing
             continue
         tokens, steps = STEPS[phase]
-        with record.check(f"the runtime's {phase} at {budget}, prefetch {prefetch}, could be measured"):
-            runtime = stack.runtime(store, BITS, budget=budget, prefetch=prefetch)
+        with record.check(f"the server's {phase} at {budget}, prefetch {prefetch}, could be measured"):
+            server = stack.server(store, BITS, budget=budget, prefetch=prefetch)
             inputs = [stack.inputs(tokens, seed) for seed in range(steps)]
-            stack.step(runtime, stack.inputs(STEPS["prefill"][0], steps))
+            stack.step(server, stack.inputs(STEPS["prefill"][0], steps))
             for seed in range(WARM if tokens == 1 else 0):
-                stack.step(runtime, stack.inputs(tokens, steps + 1 + seed))
+                stack.step(server, stack.inputs(tokens, steps + 1 + seed))
             torch.cuda.synchronize()
-            runtime.reset_stats()
+            server.reset_stats()
             times, seen = [], []
             for x in inputs:
                 begin = time.perf_counter()
-                seen += stack.step(runtime, x)
+                seen += stack.step(server, x)
                 torch.cuda.synchronize()
                 times.append((time.perf_counter() - begin) / MODEL.layers)
-            stats, measured = runtime.stats(), median(times)
+            stats, measured = server.stats(), median(times)
             on_card = sum(work_of(MODEL, one.ids.tolist(), (BITS,)).seconds(machine) for one in seen) / len(seen)
             # Experts that were needed and not kept; prefetch makes hits of some, whose bytes came over the link, too.
-            fetched = (stats.misses + stats.prefetches["useful"]) * runtime.experts.formats[BITS].nbytes
+            fetched = (stats.misses + stats.prefetches["useful"]) * server.experts.formats[BITS].nbytes
             bound = max(on_card, fetched / len(seen) / machine.host_bytes_per_second)
-            name, remark = f"runtime, {phase}, {budget}, prefetch {prefetch}, a layer", f"{stats.hit_rate:.0%} hits"
+            name, remark = f"server, {phase}, {budget}, prefetch {prefetch}, a layer", f"{stats.hit_rate:.0%} hits"
             record.speed(name, "us", 1e6 * measured, 1e6 * bound, bound / measured, remark)
-            runtime.engine.close()
-            del runtime
+            server.engine.close()
+            del server
 
 
 def _measure_decided(record: Recorder, machine: Machine, store: HostStore, stack: Stack, misses: str = "fetch") -> None:
@@ -110,54 +110,54 @@ def _measure_decided(record: Recorder, machine: Machine, store: HostStore, stack
     """
     cases = [(phase, budget) for phase in STEPS for budget in BUDGETS]
     for phase, budget in cases if misses == "fetch" else [("decode", budget) for budget in BUDGETS[:-1]]:
-        (tokens, steps), wide = STEPS[phase], phase == "prefill"
+        (tokens, steps), large = STEPS[phase], phase == "prefill"
         name = f"{phase} decided on the device, misses {misses}, {budget}"
         with record.check(f"{name}, could be measured"):
-            runtime = runtime_of(stack, store, BITS, budget, OfAllLayers, misses=misses)
-            replayed = DecidedSteps(stack, runtime, tokens, launched=wide, wide=wide)
-            for seed in range(1 if wide else WARM):
+            server = server_of(stack, store, BITS, budget, OfAllLayers, misses=misses)
+            replayed = DevicePlannedSteps(stack, server, tokens, launched=large, large=large)
+            for seed in range(1 if large else WARM):
                 replayed.step(stack.inputs(tokens, steps + seed))
             inputs = [stack.inputs(tokens, seed) for seed in range(steps)]
             torch.cuda.synchronize()
-            runtime.reset_stats()
+            server.reset_stats()
             begin = time.perf_counter()
             for x in inputs:
                 seen = replayed.step(x)
             torch.cuda.synchronize()
             measured = (time.perf_counter() - begin) / steps / MODEL.layers
-            stats = runtime.stats()
+            stats = server.stats()
             on_card = work_of(MODEL, seen[0].ids.tolist(), (BITS,)).seconds(machine)
-            missed = stats.misses * runtime.experts.formats[BITS].nbytes / steps / MODEL.layers
+            missed = stats.misses * server.experts.formats[BITS].nbytes / steps / MODEL.layers
             bound = max(on_card, missed / machine.host_bytes_per_second)
-            remark = f"{stats.hit_rate:.0%} hits, {stats.there} computed there, {stats.prefetches}"
+            remark = f"{stats.hit_rate:.0%} hits, {stats.cpu_executed} computed by the CPU, {stats.prefetches}"
             record.speed(f"{name}, a layer", "us", 1e6 * measured, 1e6 * bound, bound / measured, remark)
-            runtime.close(keep_store=True)
+            server.close(keep_store=True)
 
 
-def _measure_doorbell(record: Recorder, machine: Machine, store: HostStore, stack: Stack) -> None:
+def _measure_cpu_queue(record: Recorder, machine: Machine, store: HostStore, stack: Stack) -> None:
     """Both bandwidths, each while the other works, and the way to the host and back without a row to compute."""
-    with record.check("the doorbell could be measured") as wrong:
-        runtime = runtime_of(stack, store, BITS, BUDGETS[0], misses="share")
-        path, rates = runtime.decode, runtime.host_side.rates
+    with record.check("the CPU queue could be measured") as wrong:
+        server = server_of(stack, store, BITS, BUDGETS[0], misses="share")
+        path, rates = server.small_batches, server.cpu_execution.rates
         assert path is not None
         assert rates is not None
-        doorbell, (_, steps) = path.kernel.doorbell, STEPS["decode"]
-        assert doorbell is not None
-        doorbell.serve(Activation.SILU)
+        cpu_queue, (_, steps) = path.kernel.cpu_queue, STEPS["decode"]
+        assert cpu_queue is not None
+        cpu_queue.serve(Activation.SILU)
         link, most = rates.link / 1e9, machine.host_bytes_per_second / 1e9
         record.speed("the link while the host computes", "GB/s", link, most, link / most, rates.describe(store.experts))
-        door = Door(doorbell.ring.shape, doorbell.turn, doorbell.present)
-        x, tag = stack.inputs(1, 0), store.experts.formats[BITS].code.tag
-        decision = Decision.allocate(1, MODEL.top_k, MODEL.experts, DEVICE).tensors
-        for name, value in (("count", 1), ("fate", int(Fate.THERE)), ("bits", tag), ("addresses", 0)):
-            decision[name].fill_(value)
-        ids, one = torch.full((1, MODEL.top_k), -1, device=DEVICE), torch.ones_like(decision["count"])
+        device_queue = DeviceQueue(cpu_queue.queue.shape, cpu_queue.turn, cpu_queue.present)
+        x, tag = stack.inputs(1, 0), store.experts.formats[BITS].encoding.tag
+        plan = LayerPlan.allocate(1, MODEL.top_k, MODEL.experts, DEVICE).tensors
+        for name, value in (("count", 1), ("action", int(Action.CPU)), ("bits", tag), ("addresses", 0)):
+            plan[name].fill_(value)
+        ids, one = torch.full((1, MODEL.top_k), -1, device=DEVICE), torch.ones_like(plan["count"])
 
-        def ring() -> None:
-            post(door, 0, x, ids, one, decision)
-            wait(doorbell.turn)
+        def post_and_wait() -> None:
+            post(device_queue, 0, x, ids, one, plan)
+            wait(cpu_queue.turn)
 
-        graph = captured(ring)
+        graph = captured(post_and_wait)
         torch.cuda.synchronize()
         begin = time.perf_counter()
         for _ in range(steps):
@@ -165,7 +165,7 @@ def _measure_doorbell(record: Recorder, machine: Machine, store: HostStore, stac
         torch.cuda.synchronize()
         trip, least = 1e6 * (time.perf_counter() - begin) / steps, 1e6 * rates.round_trip
         remark = "bound: between two of the host's cores"
-        record.speed("doorbell, there and back", "us", trip, least, least / trip, remark)
-        if doorbell.failed:
+        record.speed("CPU queue, there and back", "us", trip, least, least / trip, remark)
+        if cpu_queue.failed:
             wrong.append("the host did not answer")
-        runtime.close(keep_store=True)
+        server.close(keep_store=True)

@@ -12,43 +12,43 @@ import torch
 from layers import DTYPE, Model
 from torch import Tensor
 
-from vllm_dymoe.config import Options
+from vllm_dymoe.cache.store import FileStore, HostStore, Manifest, whole_host_cache
+from vllm_dymoe.cache.store.page_lock import CudaPageLock
+from vllm_dymoe.cache.store.writer import StoreWriter
+from vllm_dymoe.cache.transfer import HostCache, make_engine
+from vllm_dymoe.experts.format import SliceKey
 from vllm_dymoe.kernels import Activation, expert_reference
-from vllm_dymoe.predict import Gate, RoutedModel
+from vllm_dymoe.options import Options
+from vllm_dymoe.planner.precision import Precision
+from vllm_dymoe.planner.routing import Phase, Routing
+from vllm_dymoe.policies import Policy
+from vllm_dymoe.policies.base import PrecisionPolicy
+from vllm_dymoe.policies.exact import Exact
+from vllm_dymoe.prefetch import Gate, RoutedModel
 from vllm_dymoe.quantize.dummy import random_store
-from vllm_dymoe.residency.format import BlobKey
-from vllm_dymoe.residency.routing import Phase, Routing
-from vllm_dymoe.residency.tier import Tier
-from vllm_dymoe.runtime import MoERuntime
-from vllm_dymoe.store import FileStore, HostStore, Manifest, whole_level
-from vllm_dymoe.store.page_lock import CudaPageLock
-from vllm_dymoe.store.writer import StoreWriter
-from vllm_dymoe.systems import System
-from vllm_dymoe.systems.base import Precision
-from vllm_dymoe.systems.exact import Exact
-from vllm_dymoe.transfer import HostLevel, make_engine
+from vllm_dymoe.server import ExpertServer
 
 DEVICE = torch.device("cuda")
-FORESIGHT: Mapping[str, System] = {"none": Exact(look_ahead=0), "next-gate": Exact()}
-"""Systems by what they foresee with."""
+PREFETCH: Mapping[str, Policy] = {"none": Exact(look_ahead=0), "next-gate": Exact()}
+"""Policies by what they predict with."""
 
 
 @dataclass(frozen=True)
-class NumberPrecision(Precision):
+class NumberPrecision(PrecisionPolicy):
     """Every third expert is low."""
 
     before: Callable[[], None] = lambda: None
     """Called with each plan, which is after the host has read a layer's routing and before any transfer or launch for
     it."""
 
-    def shares(self, num_layers: int, top_k: int) -> Mapping[Tier, Sequence[float]]:
+    def shares(self, num_layers: int, top_k: int) -> Mapping[Precision, Sequence[float]]:
         """Two to one."""
-        return {Tier.HI: [2 / 3] * num_layers, Tier.LO: [1 / 3] * num_layers}
+        return {Precision.HIGH: [2 / 3] * num_layers, Precision.LOW: [1 / 3] * num_layers}
 
-    def select(self, routing: Routing) -> Mapping[int, Tier]:
+    def select(self, routing: Routing) -> Mapping[int, Precision]:
         """By number alone, so that no budget changes the plan."""
         self.before()
-        return {expert: Tier.LO if expert % 3 == 0 else Tier.HI for expert in routing.active}
+        return {expert: Precision.LOW if expert % 3 == 0 else Precision.HIGH for expert in routing.active}
 
 
 class ByNumber(Exact):
@@ -57,18 +57,18 @@ class ByNumber(Exact):
     before: Callable[[], None] = lambda: None
 
     @cached_property
-    def precision(self) -> Precision:
-        """Both tiers."""
-        return NumberPrecision(frozenset((Tier.HI, Tier.LO)), before=self.before)
+    def precision(self) -> PrecisionPolicy:
+        """Both precisions."""
+        return NumberPrecision(frozenset((Precision.HIGH, Precision.LOW)), before=self.before)
 
 
 def pinned_store(model: Model, bits: Sequence[int], seed: int = 0) -> HostStore:
-    """In page-locked memory, filled from files as at a start."""
+    """In pinned memory, filled from files as at a start."""
     with tempfile.TemporaryDirectory() as folder:
         files = file_store(model, bits, Path(folder) / "store", seed)
-        level = HostLevel(files, whole_level(files.experts), CudaPageLock(DEVICE))
-        level.fill()
-    return level
+        host_cache = HostCache(files, whole_host_cache(files.experts), CudaPageLock(DEVICE))
+        host_cache.fill()
+    return host_cache
 
 
 def file_store(model: Model, bits: Sequence[int], folder: Path, seed: int = 0) -> FileStore:
@@ -107,32 +107,34 @@ class Stack:
         gates = (common + torch.randn(size, generator=generator)) * model.hidden**-0.5
         self._gates = gates.to(DTYPE).to(DEVICE)
 
-    def runtime(
+    def server(
         self,
         store: HostStore,
-        hi: int,
-        lo: int = 0,
+        high: int,
+        low: int = 0,
         budget: str = "100%",
         prefetch: str = "none",
-        system: System | None = None,
+        policy: Policy | None = None,
         threads: int | None = None,
         **options: Any,
-    ) -> MoERuntime:
-        """A runtime at a budget, which can also be "minimum"; two tiers are given by number."""
+    ) -> ExpertServer:
+        """A server at a budget, which can also be "minimum"; two precisions are given by number."""
         gates = [Gate(lambda x, layer=layer: x @ self._gates[layer].T) for layer in range(self.model.layers)]
         m = self.model
         routed = RoutedModel(m.layers, m.experts, m.top_k, gates, hidden=m.hidden, device=DEVICE)
-        chosen = Options(hi=hi, lo=lo, group_size=m.group, expert_budget="100%", **({"decisions": "host"} | options))
-        foresight = FORESIGHT[prefetch]
+        chosen = Options(
+            high=high, low=low, group_size=m.group, expert_budget="100%", **({"planning": "host"} | options)
+        )
+        prefetching = PREFETCH[prefetch]
         largest = max(fmt.nbytes for fmt in store.experts.formats.values())
         engine = None if threads is None else make_engine(store, DEVICE, largest, io_threads=threads)
-        if system is None:
-            system = ByNumber(look_ahead=foresight.foresight is not None) if lo else foresight
-        predictor = foresight.foresight and foresight.foresight.make(routed)
-        runtime = MoERuntime(store, chosen, DEVICE, system=system, engine=engine, predictor=predictor)
+        if policy is None:
+            policy = ByNumber(look_ahead=prefetching.prefetch is not None) if low else prefetching
+        predictor = prefetching.prefetch and prefetching.prefetch.make(routed)
+        server = ExpertServer(store, chosen, DEVICE, policy=policy, engine=engine, predictor=predictor)
         if budget != "100%":
-            runtime.resize(runtime.minimum_budget if budget == "minimum" else budget)
-        return runtime
+            server.resize(server.minimum_budget if budget == "minimum" else budget)
+        return server
 
     def route(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and experts of a layer's tokens."""
@@ -147,13 +149,13 @@ class Stack:
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(tokens, self.model.hidden, generator=generator).to(DTYPE).to(DEVICE)
 
-    def step(self, runtime: MoERuntime, x: Tensor) -> list[Seen]:
+    def step(self, server: ExpertServer, x: Tensor) -> list[Seen]:
         """All layers, one after the other; the host does not wait for the card."""
         phase = Phase.DECODE if len(x) < 16 else Phase.PREFILL
         seen = []
         for layer in range(self.model.layers):
             weights, ids = self.route(layer, x)
-            out = runtime.serving.forward(Routing(layer, self.model.layers, x, ids, weights, phase))
+            out = server.host_planned.forward(Routing(layer, self.model.layers, x, ids, weights, phase))
             seen.append(Seen(layer, x, weights, ids, out))
             x = normalized(x + out)
         return seen
@@ -164,10 +166,10 @@ class Stack:
         total = torch.zeros(x.shape, dtype=torch.float64)
         for expert in ids.unique().tolist():
             fmt = store.experts.formats[bits[expert]]
-            blob = torch.empty(fmt.nbytes, dtype=torch.uint8)
-            store.read_into(BlobKey(seen.layer, expert, bits[expert]), blob)
+            packed = torch.empty(fmt.nbytes, dtype=torch.uint8)
+            store.read_into(SliceKey(seen.layer, expert, bits[expert]), packed)
             tokens, k = (ids == expert).nonzero(as_tuple=True)
-            outputs = expert_reference(x[tokens], *fmt.view(blob), Activation.SILU)
+            outputs = expert_reference(x[tokens], *fmt.view(packed), Activation.SILU)
             total.index_add_(0, tokens, weights[tokens, k].unsqueeze(1) * outputs)
         return total
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from vllm_dymoe.experts.encoding import FP8, MXFP4, NVFP4
 from vllm_dymoe.quantize.held import Held, blocks, integers
-from vllm_dymoe.residency.code import FP8, MXFP4, NVFP4
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from tests.quantize.readers.kinds import FP8_WEIGHTS, NVFP4_WEIGHTS, compressed, float_parts, random_floats
+from vllm_dymoe.experts.encoding import FP8, MXFP4, NVFP4, STEPS
 from vllm_dymoe.quantize.model_config import ModelConfig
 from vllm_dymoe.quantize.readers import make_reader
 from vllm_dymoe.quantize.tensors import CheckpointError
-from vllm_dymoe.residency.code import FP8, MXFP4, NVFP4, STEPS
-from vllm_dymoe.vllm_adapter.quant_config import DymoeConfig
+from vllm_dymoe.vllm_plugin.quant_config import DymoeConfig
 
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True}
@@ -92,9 +92,9 @@ CONFIGS = {
 @pytest.mark.parametrize(("config", "codebook", "group_size"), CONFIGS.values(), ids=CONFIGS)
 def test_the_numbers_of_experts(config, codebook, group_size):
     reader = make_reader(config)
-    assert (reader.code, reader.group_size) == (codebook or STEPS[4], group_size)
+    assert (reader.encoding, reader.group_size) == (codebook or STEPS[4], group_size)
     sent = pickle.loads(pickle.dumps(reader))  # as vLLM does for every worker process
-    assert (sent.code, sent.parts, sent.held) == (reader.code, reader.parts, True)
+    assert (sent.encoding, sent.parts, sent.held) == (reader.encoding, reader.parts, True)
 
 
 @pytest.mark.parametrize(
@@ -180,24 +180,24 @@ def test_deepseek_v4_says_beside_its_quantization_what_its_experts_are(tmp_path,
     model = {"model_type": "deepseek_v4", "quantization_config": dict(BLOCKS), **says}
     (tmp_path / "config.json").write_text(json.dumps(model))
     reader = make_reader(ModelConfig(tmp_path).quantization)
-    assert (reader.code, reader.parts) == (codebook, parts)
+    assert (reader.encoding, reader.parts) == (codebook, parts)
     assert reader.spellings["scale"] == parts[1]
     # vLLM asks with the model's configuration, and then makes ours of the quantization alone.
     served = type("Config", (), {"model_type": "deepseek_v4", **says})()
     assert DymoeConfig.override_quantization_method(model["quantization_config"], "dymoe", served) == "dymoe"
     config = DymoeConfig.from_config(model["quantization_config"])
-    assert (config.reader.code, config._dense.get_name()) == (codebook, "deepseek_v4_fp8")
+    assert (config.reader.encoding, config._dense.get_name()) == (codebook, "deepseek_v4_fp8")
 
 
 def test_experts_of_deepseek_v4_that_nvidia_has_quantized():
-    assert make_reader(BLOCKS | {"expert_dtype": "fp4", "moe_quant_algo": "NVFP4"}).code is NVFP4
+    assert make_reader(BLOCKS | {"expert_dtype": "fp4", "moe_quant_algo": "NVFP4"}).encoding is NVFP4
 
 
 def test_an_older_checkpoint_of_modelopt_says_it_in_a_file_of_its_own(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
     assert ModelConfig(tmp_path).quantization is None
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(CONFIGS["ModelOpt, hf_quant_config.json"][0]))
-    assert make_reader(ModelConfig(tmp_path).quantization).code is NVFP4
+    assert make_reader(ModelConfig(tmp_path).quantization).encoding is NVFP4
 
 
 @pytest.mark.parametrize(

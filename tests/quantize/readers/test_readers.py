@@ -22,10 +22,10 @@ from tests.quantize.readers.kinds import (
     random_integers,
 )
 from tests.quantize.readers.test_configurations import AWQ, CHANNEL8, GPTQ, GROUP4, ROUND, pack_quantized
+from vllm_dymoe.experts.encoding import FP8
+from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels import dequantize, unpack
 from vllm_dymoe.quantize.readers import make_reader
-from vllm_dymoe.residency.code import FP8
-from vllm_dymoe.residency.matrix import MatrixFormat
 
 LAST = "compressed-tensors-4-asymmetric"
 INTEGERS = {
@@ -58,9 +58,9 @@ def read(kind):
 
 
 def packed(matrix, reader, group_size=32):
-    code, dtype = matrix.code, torch.bfloat16 if matrix.zero_points is None else matrix.scales.dtype
+    encoding, dtype = matrix.encoding, torch.bfloat16 if matrix.zero_points is None else matrix.scales.dtype
     format = MatrixFormat(
-        *matrix.shape, code, code.group_size or group_size, dtype, integer_zeros=reader.asymmetric,
+        *matrix.shape, encoding, encoding.group_size or group_size, dtype, integer_zeros=reader.asymmetric,
         act_order=reader.act_order,
     )  # fmt: skip
     section = torch.full((format.nbytes,), 0xEE, dtype=torch.uint8)
@@ -78,7 +78,7 @@ def check_held(matrix, reader, weights, group_size=64):
 def test_every_weight_is_the_one_that_the_tool_dequantizes(kind):
     (tensors, _), (want, reader, matrix) = golden(kind), read(kind)
     assert want.count_nonzero() > want.numel() / 2
-    assert (matrix.bits, matrix.code) == (reader.bits, reader.code)
+    assert (matrix.bits, matrix.encoding) == (reader.bits, reader.encoding)
     assert torch.equal(matrix.dequantize().to(want.dtype), want)
     check_held(matrix, reader, want, 32)
     if kind in INTEGERS:
@@ -104,7 +104,7 @@ def test_the_packer_of_the_tests_packs_as_the_tool_does(kind):
 def test_a_rank_has_its_part_of_every_weight(kind):
     """Also where the boundary cuts a block of rows, or of columns into whole groups of the store."""
     want, reader, matrix = read(kind)
-    half, column = matrix.shape[0] // 2, 32 if matrix.code is FP8 else 96
+    half, column = matrix.shape[0] // 2, 32 if matrix.encoding is FP8 else 96
     rows, columns = slice(half, 2 * half), slice(None) if reader.act_order else slice(column, column + 96)
     part, want = matrix.part(0, rows).part(1, columns), want[rows, columns]
     check_held(part, reader, want, 32)

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_dymoe.config import Options
+from vllm_dymoe.cache.store.manifest import read_encodings
+from vllm_dymoe.experts.encoding import PLAIN, Encoding
+from vllm_dymoe.experts.format import nests
+from vllm_dymoe.options import Options
 from vllm_dymoe.quantize.held import Held
 from vllm_dymoe.quantize.tensors import CheckpointError
-from vllm_dymoe.residency.code import PLAIN, Code
-from vllm_dymoe.residency.format import nests
-from vllm_dymoe.store.manifest import read_codes
 
 GROUP_SIZES = (128, 64, 32)  # of a store, the largest first
 
@@ -40,7 +40,7 @@ class Reader:
     """Reads the experts of one checkpoint."""
 
     method: str  # ``quant_method`` in its config.json; empty where nothing is quantized
-    code: Code
+    encoding: Encoding
     group_size: int | None  # columns that share a scale and a zero point; None for all columns of a row
     dtypes: Mapping[str, tuple[str, ...]]
     """Ends of the names of the tensors of which ``make`` makes one matrix, and what each may be; () for anything."""
@@ -71,12 +71,12 @@ class Reader:
 
     @property
     def bits(self) -> int:
-        return self.code.bits
+        return self.encoding.bits
 
     @property
     def held(self) -> bool:
         """Whether another tool has quantized the experts."""
-        return self.code != PLAIN
+        return self.encoding != PLAIN
 
     @property
     def known_parts(self) -> tuple[str, ...]:
@@ -124,19 +124,19 @@ def choose_group_size(method: str, value: Any) -> int | None:
 
 
 def format_fields(reader: Reader, ours: Mapping[str, Any], bits: int) -> dict[str, Any]:
-    """Arguments of :class:`Format` for one bit-width, so that it holds the checkpoint's numbers; ``ours`` is the
-    quantization_config of a checkpoint that we wrote, else empty. Another tier is derived from the weights, with groups
-    of neighbours: an order would cost a gather for every product."""
+    """Arguments of :class:`ExpertFormat` for one bit-width, so that it holds the checkpoint's numbers; ``ours`` is the
+    quantization_config of a checkpoint that we wrote, else empty. Another precision is derived from the weights, with
+    groups of neighbours: an order would cost a gather for every product."""
     if not reader.held or bits != reader.bits:
-        return read_codes(ours, bits)
-    return {"code": reader.code, "integer_zeros": reader.asymmetric, "act_order": reader.act_order}
+        return read_encodings(ours, bits)
+    return {"encoding": reader.encoding, "integer_zeros": reader.asymmetric, "act_order": reader.act_order}
 
 
 def store_group_sizes(reader: Reader, rank_columns: int, ranks: int) -> tuple[int, ...]:
     """Group sizes of a store in which no group would have two scales, the best first; none if ranks, each with
     ``rank_columns`` inputs of the down projection, cut groups. Where a code has groups of its own, the store's are
     those of what is derived from it."""
-    fixed = reader.code.group_size
+    fixed = reader.encoding.group_size
     if fixed is not None:
         whole = ranks == 1 or reader.ranks_take_groups or rank_columns % fixed == 0
         return (Options().group_size, *GROUP_SIZES) if whole else ()
@@ -148,13 +148,13 @@ def store_group_sizes(reader: Reader, rank_columns: int, ranks: int) -> tuple[in
 
 
 def check_compatible(reader: Reader, bits: Sequence[int], group_size: int, rank_columns: int, ranks: int) -> None:
-    """CheckpointError for a store that could not take the checkpoint's numbers; bits have the high tier first."""
+    """CheckpointError for a store that could not take the checkpoint's numbers; bits have the high precision first."""
     if not reader.held:
         return
     if bits[0] not in (reader.bits, 16):
         raise CheckpointError(
-            f"hi = {bits[0]} was asked for, but the experts of this {reader.method} checkpoint have {reader.bits} "
-            f"bits; set hi to {reader.bits}, which takes their numbers as they are, or to 16, which holds their "
+            f"high = {bits[0]} was asked for, but the experts of this {reader.method} checkpoint have {reader.bits} "
+            f"bits; set high to {reader.bits}, which takes their numbers as they are, or to 16, which holds their "
             "dequantized weights."
         )
     if reader.bits not in bits:
@@ -163,15 +163,16 @@ def check_compatible(reader: Reader, bits: Sequence[int], group_size: int, rank_
         raise CheckpointError(
             f"--tensor-parallel-size {ranks} gives a rank some columns of the down projection, and in this "
             f"{reader.method} checkpoint each group is scattered over all of them (desc_act, or actorder group), so "
-            "that a rank would hold no whole group; add --enable-expert-parallel, or set hi to 16 and lo to 0, which "
+            "that a rank would hold no whole group; add --enable-expert-parallel, or set high to 16 and low to 0, "
+            "which "
             "hold its dequantized weights."
         )
     sizes = store_group_sizes(reader, rank_columns, ranks)
     if not sizes:
         raise CheckpointError(
             f"--tensor-parallel-size {ranks} gives a rank {rank_columns} columns of the down projection, which cuts "
-            f"the groups of this {reader.method} checkpoint; use another size or --enable-expert-parallel, or set hi "
-            "to 16 and lo to 0, which hold its dequantized weights."
+            f"the groups of this {reader.method} checkpoint; use another size or --enable-expert-parallel, or set high "
+            "to 16 and low to 0, which hold its dequantized weights."
         )
     if group_size not in sizes:
         raise CheckpointError(
@@ -186,14 +187,14 @@ def quantizer_name(reader: Reader, bits: Sequence[int], quantizer: str) -> str:
     if not reader.held:
         return quantizer
     source = f"{reader.method} checkpoint"
-    derived = set() if nests(bits, reader.code) else set(bits) - {16, reader.bits}
+    derived = set() if nests(bits, reader.encoding) else set(bits) - {16, reader.bits}
     return f"{source}, {quantizer}" if derived else source
 
 
 def describe(reader: Reader, bits: Sequence[int], quantizer: str) -> str:
     """What becomes of the checkpoint's numbers, in a few words."""
     kinds = {reader.bits: "as they are", 16: "dequantized"}
-    if nests(bits, reader.code):
+    if nests(bits, reader.encoding):
         kinds[bits[1]] = f"inside the {bits[0]}"
     versions = [f"{width} bits {kinds.get(width, f'derived with {quantizer}')}" for width in bits]
     return f"{reader.method} checkpoint, {', '.join(versions)}"

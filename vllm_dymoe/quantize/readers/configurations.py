@@ -7,10 +7,10 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+from vllm_dymoe.experts.encoding import FP8, MXFP4, NVFP4
 from vllm_dymoe.quantize.readers import floats, integers
 from vllm_dymoe.quantize.readers.base import PLAIN_READER, Reader, ignore, unreadable
 from vllm_dymoe.quantize.tensors import CheckpointError
-from vllm_dymoe.residency.code import FP8, MXFP4, NVFP4
 
 EXPERT_DTYPE = "expert_dtype"
 
@@ -176,7 +176,7 @@ def _modelopt(config: Config) -> Reader:
     if algorithm not in _MODELOPT:
         raise unreadable(f"modelopt, algorithm {algorithm}", ", ".join(_MODELOPT))
     reader = _MODELOPT[algorithm]("modelopt")
-    if reader.code is NVFP4 and described.get("group_size") not in (None, reader.group_size):
+    if reader.encoding is NVFP4 and described.get("group_size") not in (None, reader.group_size):
         raise CheckpointError(
             f"the checkpoint is quantized with modelopt in groups of {described['group_size']}, and {algorithm} has "
             f"groups of {reader.group_size}; download its config.json again."

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_dymoe.experts.encoding import FP8, MXFP4, NVFP4
 from vllm_dymoe.quantize.held import Held, blocks, check_floats, unpack_pairs
 from vllm_dymoe.quantize.readers.base import (
     FLOATS,
@@ -18,7 +19,6 @@ from vllm_dymoe.quantize.readers.base import (
     count_groups,
     ignore,
 )
-from vllm_dymoe.residency.code import FP8, MXFP4, NVFP4
 
 _E4M3, _EXPONENTS, _PAIRS = ("F8_E4M3",), ("U8", "F8_E8M0"), ("U8", "I8")
 _MX_GROUP, _NV_GROUP = 32, 16

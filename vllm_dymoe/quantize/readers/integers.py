@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_dymoe.experts.encoding import STEPS
 from vllm_dymoe.quantize.held import Held, blocks, integers
 from vllm_dymoe.quantize.readers.base import (
     FLOATS,
@@ -19,7 +20,6 @@ from vllm_dymoe.quantize.readers.base import (
     unreadable,
 )
 from vllm_dymoe.quantize.tensors import CheckpointError
-from vllm_dymoe.residency.code import STEPS
 
 _WORD_BITS = 32
 # Of the eight numbers in AutoAWQ's words the one in bits 4 i to 4 i + 3 belongs to output _AWQ_ORDER[i]

@@ -1,0 +1,104 @@
+// Misses of a step that the device plans, computed by the host from its own memory, with no driver between the two.
+//
+// A ring of entries lies in memory that both sides map. The device fills the entry of the next number and then writes that
+// number to `posted`; the host's poller computes the entry's rows and then moves `answered` on; the device waits for it
+// before it reads them. `answered` is twice a number, and one more where a watchdog gave the entry up: it changes by
+// compare-and-exchange alone, so an answer that comes too late counts for nothing. vllm_dymoe/kernels/CPU queue.py has the
+// twins of these structures, and says what lies in an entry.
+#include <time.h>
+
+struct alignas(128) Word { i64 value; };
+
+struct QueueControl {
+    Word posted, answered, stop;                // written by the device; by poller and watchdog; by the host
+    i64 depth, entry_bytes, items, ids, x, out; // entries, bytes of each, and where in it what lies
+    i64 top_k, hidden;
+    i64 busy_ns, rows;                          // what the poller has done so far
+};
+
+struct Entry { i64 number, layer, tokens, count, began_ns, ended_ns; };
+struct Call { i64 expert, tag, sections[3], residual[3]; };
+struct Form { i64 tag, number; };
+
+static i64 nanoseconds() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000ll + now.tv_nsec;
+}
+
+// Spin while a step runs; with nothing to do for longer, sleep up to a millisecond at a time.
+static void rest(i64 times) {
+    if (times < 4000) {
+#if defined(__x86_64__)
+        _mm_pause();
+#endif
+        return;
+    }
+    const i64 naps = (times - 4000) / 256;
+    timespec nap = {0, naps < 5 ? 20000ll << naps : 1000000ll};
+    nanosleep(&nap, nullptr);
+}
+
+// Answer entries until `stop`: of `forms`, `kinds` of them, each says which matrices the experts of a tag have. Rows of
+// an entry are at most `tokens` of the layer's scratch, and its positions at most `positions`.
+API void dymoe_answer(QueueControl* control, Layer* layer, const Form* forms, i64 kinds, i64 tokens, int isa, Parallel parallel) {
+    std::vector<i64> rows, pairs;
+    std::vector<Item> items;
+    layer->hidden = control->hidden;
+    for (i64 idle = 0; !__atomic_load_n(&control->stop.value, __ATOMIC_ACQUIRE);) {
+        i64 answered = __atomic_load_n(&control->answered.value, __ATOMIC_ACQUIRE);
+        const i64 number = answered / 2 + 1;
+        if (__atomic_load_n(&control->posted.value, __ATOMIC_ACQUIRE) < number) {
+            rest(idle++);
+            continue;
+        }
+        idle = 0;
+        char* at = (char*)control + sizeof(QueueControl) + number % control->depth * control->entry_bytes;
+        Entry* entry = (Entry*)at;
+        const Call* calls = (const Call*)(at + control->items);
+        const int32_t* ids = (const int32_t*)(at + control->ids);
+        const i64 began = nanoseconds();
+        bool good = entry->number == number && entry->tokens <= tokens;
+        rows.clear(), pairs.clear(), items.clear();
+        for (i64 c = 0; good && c < entry->count; c++) {
+            const Call& call = calls[c];
+            Item item = {{call.sections[0], call.sections[1], call.sections[2]}, {call.residual[0], call.residual[1], call.residual[2]}, -1, (i64)rows.size(), 0};
+            for (i64 k = 0; k < kinds; k++) if (forms[k].tag == call.tag) item.form = forms[k].number;
+            for (i64 pair = 0; pair < entry->tokens * control->top_k; pair++)
+                if (ids[pair] == call.expert) rows.push_back(pair / control->top_k), pairs.push_back(pair);
+            item.count = (i64)rows.size() - item.first;
+            good = item.form >= 0;
+            items.push_back(item);
+        }
+        if (!good) {  // not to be answered: the watchdog gives it up
+            rest(idle = 1 << 12);
+            continue;
+        }
+        layer->tokens = entry->tokens, layer->items = items.size(), layer->positions = rows.size();
+        layer->out_rows = entry->tokens * control->top_k;
+        layer->x = (const uint16_t*)(at + control->x), layer->out = (uint16_t*)(at + control->out);
+        layer->item = items.data(), layer->rows = rows.data(), layer->pairs = pairs.data();
+        layer->phase = READ, layer->last = DOWN;
+        dymoe_experts(layer, isa, parallel);
+        entry->began_ns = began, entry->ended_ns = nanoseconds();
+        control->busy_ns += entry->ended_ns - began, control->rows += rows.size();
+        __atomic_compare_exchange_n(&control->answered.value, &answered, 2 * number, false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED);
+    }
+}
+
+// Give up what is posted and was not answered; the number of that entry, or 0 if it was answered just now.
+API i64 dymoe_give_up(QueueControl* control) {
+    i64 answered = __atomic_load_n(&control->answered.value, __ATOMIC_ACQUIRE), number = answered / 2 + 1;
+    if (__atomic_load_n(&control->posted.value, __ATOMIC_ACQUIRE) < number) return 0;
+    return __atomic_compare_exchange_n(&control->answered.value, &answered, 2 * number + 1, false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED) ? number : 0;
+}
+
+// Wait, as the device does, until an entry is answered or given up; 1 in the latter case.
+API int dymoe_await(QueueControl* control, i64 number) {
+    i64 answered;
+    for (i64 times = 0; (answered = __atomic_load_n(&control->answered.value, __ATOMIC_ACQUIRE)) < 2 * number;) rest(times++);
+    return answered == 2 * number + 1;
+}
+
+// A number becomes visible behind everything that was written before: what a device does by a store for the whole policy.
+API void dymoe_post(QueueControl* control, i64 number) { __atomic_store_n(&control->posted.value, number, __ATOMIC_RELEASE); }

@@ -1,0 +1,138 @@
+"""The ring of entries through which a device has the host compute experts: what lies where, and the device's part.
+
+Both sides map the memory. A device's step fills the entry of the next number, writes the number, and goes on; it waits
+for the answer only before it sums a token's experts. Everything that belongs to a step lies in its own entry, and an
+entry is written again only when as many others have been. ``cpu/cpu_queue.h`` is the host's part;
+``triton/cpu_queue.py`` is what a GPU runs, and the functions here are its plain twins.
+
+An entry has, each from a multiple of 128 bytes on:
+
+    header  int64 [6]                    number, layer, tokens, how many experts, and when it was computed
+    calls   int64 [experts, 8]           expert, tag of its code, addresses of its sections, and of lower halves
+    ids     int32 [tokens, top_k]        of the router
+    x       [tokens, hidden]             bfloat16 or float16
+    out     [tokens * top_k, hidden]     like x: unweighted rows of the pairs whose expert is called
+"""
+
+import ctypes
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_dymoe.kernels import native
+from vllm_dymoe.planner.constants import Action
+from vllm_dymoe.planner.plan import LayerPlan
+
+ALIGNMENT = 128
+HEADER, CALL = 6, 8  # int64 numbers of an entry's header, and of a call
+
+
+class Entry(NamedTuple):
+    """Views of one."""
+
+    header: Tensor
+    calls: Tensor
+    ids: Tensor
+    x: Tensor
+    out: Tensor
+
+
+@dataclass(frozen=True)
+class QueueShape:
+    """Sizes of a ring."""
+
+    depth: int  # entries; more than two steps post, since one may begin while one that has failed still runs
+    tokens: int  # of a step at most
+    top_k: int  # experts of a token
+    experts: int
+    hidden: int
+    dtype: torch.dtype
+
+    @cached_property
+    def parts(self) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
+        """Dtype and shape of what an entry has."""
+        pairs = self.tokens * self.top_k
+        ints = (torch.int64, (HEADER,)), (torch.int64, (min(self.experts, pairs), CALL))
+        return (
+            *ints, (torch.int32, (self.tokens, self.top_k)), (self.dtype, (self.tokens, self.hidden)),
+            (self.dtype, (pairs, self.hidden)),
+        )  # fmt: skip
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """Bytes from an entry's beginning to its calls, ids, x, out, and to the next entry."""
+        sizes = (dtype.itemsize * prod(shape) for dtype, shape in self.parts)
+        return tuple(accumulate(-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in sizes))
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole ring."""
+        return ctypes.sizeof(native.QueueControl) + self.depth * self.places[-1]
+
+
+class QueueMemory:
+    """A ring in memory that both sides map: uint8 [shape.nbytes] at a multiple of 128, zeros at first."""
+
+    def __init__(self, shape: QueueShape, memory: Tensor) -> None:
+        self.shape, self.memory, self.address = shape, memory, memory.data_ptr()
+        if memory.numel() < shape.nbytes or self.address % ALIGNMENT:
+            raise ValueError(f"a ring needs {shape.nbytes} bytes at a multiple of {ALIGNMENT}, got {memory.numel()}")
+        self.control = control = native.QueueControl.from_address(self.address)
+        control.items, control.ids, control.x, control.out, control.entry_bytes = shape.places
+        control.depth, control.top_k, control.hidden = shape.depth, shape.top_k, shape.hidden
+        self._entries = [self._views(number) for number in range(shape.depth)]
+
+    def entry(self, number: int) -> Entry:
+        return self._entries[number % self.shape.depth]
+
+    def _views(self, number: int) -> Entry:
+        *begins, end = 0, *self.shape.places
+        entry = self.memory[ctypes.sizeof(native.QueueControl) + number * end :][:end]
+        return Entry(*(
+            entry[begin:][: dtype.itemsize * prod(shape)].view(dtype).view(shape)
+            for begin, (dtype, shape) in zip(begins, self.shape.parts, strict=True)
+        ))  # fmt: skip
+
+
+def post_plain(queue: QueueMemory, turn: Tensor, layer: int, x: Tensor, ids: Tensor, plan: LayerPlan) -> None:
+    """Post what a layer's decision leaves to the host, with x [tokens, hidden] and ids int [tokens, top_k]. turn, which
+    changes, is int64 [3]: the last number that was posted, this layer's, 0 if it leaves nothing, the ring's address."""
+    on_cpu = (plan.action[0, : int(plan.count)] == Action.CPU).nonzero().flatten()
+    turn[1] = 0
+    if not len(on_cpu):
+        return
+    number = int(turn[0]) + 1
+    turn[:2] = number
+    entry = queue.entry(number)
+    entry.header[:4] = torch.tensor([number, layer, len(x), len(on_cpu)])
+    calls = entry.calls[: len(on_cpu)]
+    calls[:, 0], calls[:, 1] = plan.experts[on_cpu], plan.bits[on_cpu, 1]
+    calls[:, 2:5] = plan.addresses[0, on_cpu]
+    calls[:, 5:] = plan.addresses[-1, on_cpu] if len(plan.addresses) > 1 else 0
+    entry.ids[: len(ids)], entry.x[: len(x)] = ids, x
+    native_library().post(queue.address, number)
+
+
+def collect_plain(queue: QueueMemory, turn: Tensor, out: Tensor, computed: Tensor) -> bool:
+    """Wait for the answer to what the layer has posted, with ``turn`` as that left it, and add its rows: those of out
+    [tokens * top_k, hidden] where computed, int32 [tokens, top_k], is 2. False if it was given up."""
+    number = int(turn[1])
+    if not number:
+        return True
+    given_up = native_library().wait(queue.address, number)
+    pairs = (computed.flatten() == 2).nonzero().flatten()
+    out[pairs] = queue.entry(number).out[pairs]
+    return not given_up
+
+
+def native_library() -> native.Library:
+    """The library that answers; ValueError if it was not built."""
+    library = native.load()
+    if library is None:
+        raise ValueError("the host computes beside a device with the native library only, and it was not built here")
+    return library

@@ -1,0 +1,180 @@
+"""The device's part of a CPU queue, in three small launches around those that compute; nothing of the driver between.
+
+Plain twins: ``post_plain`` and ``collect_plain`` of ``vllm_dymoe.kernels.cpu_queue``, which describes the memory. A
+graph's own memory operation (cuStreamWaitValue64) would occupy no multiprocessor, but compares with a constant of the
+capture; only a number that grows keeps a late answer from counting for the next step. So one warp waits.
+"""
+
+import ctypes
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_dymoe.experts.checks import check_tensor
+from vllm_dymoe.kernels import native
+from vllm_dymoe.kernels.combine import Pairs
+from vllm_dymoe.kernels.cpu_queue import QueueShape
+from vllm_dymoe.kernels.triton.combine import combine_on_gpu
+from vllm_dymoe.kernels.triton.start import Start, run_kernel
+
+_CONTROL = ctypes.sizeof(native.QueueControl)
+_ANSWERED = tl.constexpr(native.QueueControl.answered.offset)
+_BLOCK = 1024
+
+
+class DeviceQueue(NamedTuple):
+    """Through which the host computes some misses: the ring's sizes, and what the device keeps of it."""
+
+    shape: QueueShape
+    turn: Tensor  # int64 [3], see ``kernels.cpu_queue``
+    present: Tensor  # int32, scratch for as many pairs as a step has
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """What the programs know of the ring."""
+        shape, entry = self.shape, self.shape.places[-1]
+        return {"CONTROL": _CONTROL, "DEPTH": shape.depth, "ENTRY": entry, "HIDDEN": shape.hidden, "BLOCK": _BLOCK}
+
+
+def post(
+    device_queue: DeviceQueue, layer: int, x: Tensor, ids: Tensor, rows: Tensor, plan: Mapping[str, Tensor],
+    *, start: Start = run_kernel,
+) -> None:  # fmt: skip
+    """What ``post_plain`` does, for the first of the tokens: rows is int32 [1], how many are real; decision has the
+    tensors of a Decision, by name."""
+    shape = device_queue.shape
+    check_tensor("x", x, shape=(None, shape.hidden), dtype=shape.dtype)
+    check_tensor("turn", device_queue.turn, shape=(3,), dtype=torch.int64)
+    if len(x) > shape.tokens:
+        raise ValueError(f"a step has {len(x)} tokens, but the CPU queue was made for {shape.tokens}")
+    items, addresses = len(plan["experts"]), plan["addresses"]
+    listed = (plan[name] for name in ("count", "action", "experts", "bits"))
+    sizes = {"NESTED": len(addresses) > 1, "WIDTH": max(32, triton.next_power_of_2(items)), "ITEMS": items}
+    places = dict(zip(("CALLS", "IDS", "X"), shape.places, strict=False)) | {"TOP_K": shape.top_k}
+    start(
+        post_kernel,
+        (1,),
+        (device_queue.turn, x, ids, rows, *listed, addresses[0], addresses[-1], layer),
+        device_queue.constants | places | sizes,
+        {"num_warps": 4},
+    )
+
+
+def wait(turn: Tensor, *, start: Start = run_kernel) -> None:
+    """Until what the layer has posted is answered; see ``wait_kernel``."""
+    start(wait_kernel, (1,), (turn,), {}, {"num_warps": 1})
+
+
+def take(device_queue: DeviceQueue, rows_out: Tensor, computed: Tensor, *, start: Start = run_kernel) -> None:
+    """The host's rows to `rows_out`, and which pairs count to `device_queue.present`; see ``collect_kernel``."""
+    arguments = device_queue.turn, rows_out, computed, device_queue.present
+    constants = device_queue.constants | {"OUT": device_queue.shape.places[3]}
+    start(collect_kernel, (computed.numel(),), arguments, constants, {"num_warps": 4})
+
+
+def collect(
+    device_queue: DeviceQueue,
+    rows_out: Tensor,
+    computed: Tensor,
+    weights: Tensor,
+    out: Tensor,
+    *,
+    start: Start = run_kernel,
+) -> None:
+    """Wait for the answer, take its rows, and sum what each token's experts gave, in the router's order, into out
+    [tokens, hidden]. The host's rows are written to rows_out [tokens * top_k, hidden], unweighted; computed is int32
+    [tokens, top_k], 0 for pairs without an expert here, 2 for the host's, weights are float32 [tokens, top_k]."""
+    wait(device_queue.turn, start=start)
+    take(device_queue, rows_out, computed, start=start)
+    present = device_queue.present[: computed.numel()].view(computed.shape)
+    combine_on_gpu(Pairs(rows_out, weights, present, None, False), out, start=start)
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "turn", "x", "ids", "rows", "count", "action", "experts", "bits", "addresses", "residual",
+    ],
+    do_not_specialize=["layer"],
+)  # fmt: skip
+def post_kernel(
+    turn, x, ids, rows, count, action, experts, bits, addresses, residual,
+    layer: tl.int32,
+    CONTROL: tl.constexpr, DEPTH: tl.constexpr, ENTRY: tl.constexpr, CALLS: tl.constexpr, IDS: tl.constexpr,
+    X: tl.constexpr, TOP_K: tl.constexpr, HIDDEN: tl.constexpr, NESTED: tl.constexpr, WIDTH: tl.constexpr,
+    ITEMS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Fill the next entry and write its number; grid [1], so that one barrier is behind all of its stores."""
+    real = tl.load(rows)
+    item = tl.arange(0, WIDTH)
+    on_cpu = (tl.load(action + item, mask=item < ITEMS, other=0) == 3) & (item < tl.load(count))
+    some = tl.sum(on_cpu.to(tl.int32), 0)
+    queue = tl.load(turn + 2)
+    number = tl.load(turn) + tl.where(some > 0, 1, 0).to(tl.int64)
+    tl.debug_barrier()
+    tl.store(turn, number)
+    tl.store(turn + 1, tl.where(some > 0, number, 0))
+    if some > 0:
+        entry = queue + CONTROL + number % DEPTH * ENTRY
+        header = entry.to(tl.pointer_type(tl.int64))
+        tl.store(header, number)
+        tl.store(header + 1, layer.to(tl.int64))
+        tl.store(header + 2, real.to(tl.int64))
+        tl.store(header + 3, some.to(tl.int64))
+        call = (entry + CALLS).to(tl.pointer_type(tl.int64)) + 8 * (tl.cumsum(on_cpu.to(tl.int32), 0) - 1)
+        tl.store(call, tl.load(experts + item, mask=on_cpu, other=0).to(tl.int64), mask=on_cpu)
+        tl.store(call + 1, tl.load(bits + 3 * item + 1, mask=on_cpu, other=0).to(tl.int64), mask=on_cpu)
+        for column in tl.static_range(3):
+            tl.store(call + 2 + column, tl.load(addresses + 3 * item + column, mask=on_cpu, other=0), mask=on_cpu)
+            lower = tl.zeros([WIDTH], tl.int64)
+            if NESTED:
+                lower = tl.load(residual + 3 * item + column, mask=on_cpu, other=0)
+            tl.store(call + 5 + column, lower, mask=on_cpu)
+        lane = tl.arange(0, BLOCK)
+        chosen = (entry + IDS).to(tl.pointer_type(tl.int32))
+        for first in range(0, real * TOP_K, BLOCK):
+            inside = first + lane < real * TOP_K
+            tl.store(chosen + first + lane, tl.load(ids + first + lane, mask=inside).to(tl.int32), mask=inside)
+        words: tl.constexpr = tl.int64 if HIDDEN % 4 == 0 else tl.int16  # of memory that the link writes
+        wide: tl.constexpr = HIDDEN // 4 if HIDDEN % 4 == 0 else HIDDEN
+        source = x.to(tl.pointer_type(words))
+        inputs = (entry + X).to(tl.pointer_type(words))
+        for first in range(0, real * wide, BLOCK):
+            inside = first + lane < real * wide
+            tl.store(inputs + first + lane, tl.load(source + first + lane, mask=inside), mask=inside)
+        tl.debug_barrier()
+        tl.atomic_xchg(queue.to(tl.pointer_type(tl.int64)), number, sem="release", scope="sys")
+
+
+@triton.jit(do_not_specialize_on_alignment=["turn"])
+def wait_kernel(turn):
+    """Until what the layer has posted is answered or given up; grid [1], one warp."""
+    number = tl.load(turn + 1)
+    answered = (tl.load(turn + 2) + _ANSWERED).to(tl.pointer_type(tl.int64))
+    seen = tl.load(answered, volatile=True)
+    while seen < 2 * number:
+        seen = tl.load(answered, volatile=True)
+
+
+@triton.jit(do_not_specialize_on_alignment=["turn", "rows", "computed", "present"])
+def collect_kernel(
+    turn, rows, computed, present, CONTROL: tl.constexpr, DEPTH: tl.constexpr, ENTRY: tl.constexpr, OUT: tl.constexpr,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The host's row of a pair, and whether the pair counts: present[pair] < 0 if not; grid [pairs]."""
+    pair = tl.program_id(0)
+    kind = tl.load(computed + pair)
+    tl.store(present + pair, kind - 1)
+    if kind == 2:
+        entry = tl.load(turn + 2) + CONTROL + tl.load(turn + 1) % DEPTH * ENTRY
+        words: tl.constexpr = tl.int64 if HIDDEN % 4 == 0 else tl.int16
+        wide: tl.constexpr = HIDDEN // 4 if HIDDEN % 4 == 0 else HIDDEN
+        answer = (entry + OUT).to(tl.pointer_type(words)) + pair.to(tl.int64) * wide
+        to = rows.to(tl.pointer_type(words)) + pair.to(tl.int64) * wide
+        for first in range(0, wide, BLOCK):
+            column = first + tl.arange(0, BLOCK)
+            values = tl.load(answer + column, mask=column < wide, cache_modifier=".cv")
+            tl.store(to + column, values, mask=column < wide)

@@ -1,0 +1,129 @@
+"""A large-batch step of one MoE layer as launches, with no host in it: lists, copies, and products class by class.
+
+How an expert is computed follows from the number of its tokens, as where the host plans (``plan.py``): the same bits.
+A class that has nothing to do in a group is a launch of programs that end at once; one of more tokens than the step
+has is none.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from vllm_dymoe.kernels.activation import Activation
+from vllm_dymoe.kernels.combine import combine
+from vllm_dymoe.kernels.triton.large_batch import plan_large_batch_on_gpu
+from vllm_dymoe.kernels.triton.launch import (
+    ExpertShape,
+    ExpertTable,
+    Scratch,
+    WorkList,
+    decode_down,
+    decode_gate_up,
+    grouped_down,
+    grouped_gate_up,
+)
+from vllm_dymoe.kernels.triton.rotate import rotated_inputs
+from vllm_dymoe.kernels.triton.spans import copy_spans
+from vllm_dymoe.kernels.triton.start import prepared
+from vllm_dymoe.kernels.triton.tiles import Tiles
+from vllm_dymoe.planner.large_batch import ADMITTED, STREAMED, LargeBatchShape, LargeBatchWork
+from vllm_dymoe.planner.plan import LayerPlan
+
+_Launch = tuple[Callable[..., None], tuple[Tensor | int, ...]]
+"""And its tensors, but for the first two."""
+
+
+class TritonLargeBatch:
+    """See :class:`vllm_dymoe.executor.large_batch.LargeBatchStep`.
+
+    Args:
+        table: the tensors of a Table, by name.
+        shape: of the step.
+        experts: what all of them have in common.
+        precisions: bit-widths, or codebooks' tags, that may occur.
+        tiles: sizes of programs.
+        activation: of the gate.
+        scratch: of decode, for elements of partial sums and semaphores; one layer at a time uses it.
+    """
+
+    def __init__(
+        self,
+        table: Mapping[str, Tensor],
+        shape: LargeBatchShape,
+        experts: ExpertShape,
+        precisions: frozenset[int],
+        tiles: Tiles,
+        activation: Activation,
+        scratch: Callable[[int, int], Scratch],
+    ) -> None:
+        self.shape, self._table, self._tiles, self._activation = shape, table, tiles, activation
+        device, self._inner = table["precision"].device, experts.intermediate
+        self._steps = tiles.decode_tokens, *(tile.block_m for tile in tiles.grouped_down)
+        self.layer_plan = plan = LayerPlan.allocate(
+            shape.tokens, shape.top_k, shape.experts, device, slices=shape.slices, scratch=shape.scratch
+        )
+        classes = max(2, 1 + sum(step < shape.tokens for step in self._steps[:-1]))
+        self._large, self._plan = LargeBatchWork.allocate(shape, self._steps[:classes], device), plan.tensors
+        self.ids = self._large.ids
+        groups = range(ADMITTED, STREAMED + shape.passes + (shape.passes > 0))
+        self._spans = {group: self._large.spans[shape.spans(group)] for group in groups}
+        residual = plan.addresses[-1] if experts.nested else None
+        self._rotation = experts.rotation(precisions)
+        self._experts = ExpertTable(experts, precisions, plan.addresses[0], plan.bits, residual=residual)
+        self._at = plan.rows, plan.pairs
+        # Experts that are decoded come first, and share scratch by their positions.
+        self._decoded = min(shape.positions, shape.items * tiles.decode_tokens)
+        self._scratch = scratch(*(self._decoded * each for each in tiles.shared(experts.hidden, experts.intermediate)))
+        self._launches: list[list[tuple[_Launch, _Launch]]] = []  # of each group and class
+
+    def plan(
+        self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, rows: Tensor, half: int, ahead: int,
+        marks: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Four launches; and memory for what is between gate, down and the sums."""
+        plan_large_batch_on_gpu(
+            self._table, layer, ids, weights, rows, self._plan, self.shape, half, ahead, self._steps,
+            vars(self._large), marks,
+        )  # fmt: skip
+        self._x, self._weights = rotated_inputs(x, self._rotation), weights
+        self._hidden = x.new_empty(self.shape.positions, self._inner)
+        self._out = x.new_empty(self.shape.positions, x.shape[1])
+        if not self._launches:
+            self._launches = [self._products(group) for group in range(self.shape.groups)]
+
+    def copy(self, group: int) -> None:
+        """One launch."""
+        copy_spans(self._spans[group])
+
+    def compute(self, group: int) -> None:
+        """Two launches for each class."""
+        x, hidden, out = self._x, self._hidden, self._out
+        for (up, of_up), (down, of_down) in self._launches[group]:
+            up(x, hidden, *of_up)
+            down(hidden, out, *of_down)
+
+    def _products(self, group: int) -> list[tuple[_Launch, _Launch]]:
+        """The launches of a group, checked once: between layers the first two tensors differ, and nothing else."""
+        found: list[_Launch] = []
+
+        def start(kernel: Any, grid: tuple[int, ...], tensors: Sequence[Tensor | int], *rest: Any) -> None:
+            found.append((prepared(kernel, grid, *rest), tuple(tensors[2:])))
+
+        tiles, table, lists = self._tiles, self._experts, self._large.work[group]
+        rooms = self.shape.work_items(group, self._steps[: len(lists)])
+        decoded, *grouped = (
+            WorkList(work[:room], *(of[: of.numel() if number else self._decoded] for of in self._at))
+            for number, (work, room) in enumerate(zip(lists, rooms, strict=True))
+        )
+        hidden = self._hidden[: decoded.positions]
+        decode_gate_up(self._x, hidden, table, decoded, self._activation, tiles.gate_up, self._scratch, start=start)
+        decode_down(hidden, self._out, table, decoded, tiles.down, self._scratch, start=start)
+        for work, gate_up, down in zip(grouped, tiles.grouped_gate_up, tiles.grouped_down, strict=False):
+            grouped_gate_up(self._x, self._hidden, table, work, self._activation, gate_up, start=start)
+            grouped_down(self._hidden, self._out, table, work, down, start=start)
+        return list(zip(found[::2], found[1::2], strict=True))
+
+    def finish(self) -> Tensor:
+        """One launch."""
+        return combine(self._out, self._weights, self.ids)

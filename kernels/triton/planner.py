@@ -1,0 +1,704 @@
+"""A layer's step decided on the device, in one program: which experts, at which precision, from where, to where.
+
+Plain twin, bit for bit: ``vllm_dymoe.planner.small_batch.plan_small_batch``. Names are those of ``Table`` and
+``LayerPlan`` beside it. All that is compared is an integer: no order of additions decides.
+
+One program of four warps is enough. Everything about experts is a vector of WIDTH of them, and pairs go by in chunks.
+What takes a turn for each expert (its slot, its victim) takes it for misses only, each of which occupies the link for
+a hundred times as long.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_dymoe.experts.checks import check_tensor
+from vllm_dymoe.kernels.triton.start import Start, run_kernel
+from vllm_dymoe.planner.constants import AGING, POSITIONS_AT_ONCE, USE, WEIGHT_UNIT, check_experts, experts_width
+from vllm_dymoe.planner.threshold import GAIN, MOST
+
+# Of a chunk of pairs times experts: 16 for each thread, and twice as many registers where they are int64.
+ELEMENTS_AT_ONCE = 2048
+WARPS = 4
+
+_AGING = tl.constexpr(AGING)
+_AT_ONCE = tl.constexpr(POSITIONS_AT_ONCE)
+_NONE = tl.constexpr((1 << 63) - 1)
+_STEP_BITS = tl.constexpr(40)
+_GAIN = tl.constexpr(GAIN)
+_MOST = tl.constexpr(MOST)
+_UNIT = tl.constexpr(float(WEIGHT_UNIT))
+_USE = tl.constexpr(USE)
+
+_OF_TABLE = (
+    "precision",
+    "slot",
+    "score",
+    "used_at",
+    "step",
+    "quotas",
+    "first_slot",
+    "staging",
+    "staged",
+    "staged_for",
+    "critical",
+    "threshold",
+    "prompt_threshold",
+    "cpu_costs",
+    "bits",
+    "offsets",
+    "pool",
+    "slot_bytes",
+    "source",
+    "reuse_high",
+    "counters",
+    "recording",
+    "ring_ids",
+    "ring_weights",
+    "ring_rows",
+)
+_OF_PLAN = (
+    "count", "experts", "precisions", "slots", "action", "bits", "addresses", "destinations", "work", "rows", "pairs",
+    "computed", "scratch",
+)  # fmt: skip
+
+
+def plan_small_batch_on_gpu(
+    table: Mapping[str, Tensor],
+    layer: int,
+    ids: Tensor,
+    weights: Tensor,
+    rows: Tensor,
+    plan: Mapping[str, Tensor],
+    *,
+    chunks: int = 0,
+    marked: bool = False,
+    on_cpu: bool = False,
+    start: Start = run_kernel,
+) -> None:
+    """What ``plan_small_batch`` does, in one launch.
+
+    Args:
+        table: the tensors of a Table, by name.
+        layer: which of its layers.
+        ids: int32 or int64 [tokens, top_k].
+        weights: float32 [tokens, top_k].
+        rows: int32 [1], how many tokens are real.
+        decision: the tensors of a Decision for so many tokens, by name.
+        chunks: of a large-batch step, whose pairs ``wide`` has counted and will place.
+        marked: those of prompts and of heavy hitters have been counted, too.
+        there: whether the host may compute some experts; without, the table's costs are not looked at.
+        start: launch, or only compile.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: more experts than the program holds, or sizes that disagree.
+    """
+    (layers, experts), (depth, _, ring_tokens, top_k) = table["precision"].shape, table["ring_ids"].shape
+    tokens = ids.shape[0]
+    check_experts(experts)
+    check_tensor("ids", ids, shape=(tokens, top_k))
+    check_tensor("weights", weights, shape=(tokens, top_k), dtype=torch.float32)
+    check_tensor("rows", rows, shape=(1,), dtype=torch.int32)
+    check_tensor("computed", plan["computed"], shape=(tokens, top_k))
+    if tokens > ring_tokens and not chunks:
+        raise ValueError(f"a step has {tokens} tokens, but the table was made for at most {ring_tokens}")
+    width = experts_width(experts)
+    start(
+        decide_kernel,
+        (1,),
+        (
+            ids,
+            weights,
+            rows,
+            *(table[name] for name in _OF_TABLE),
+            *(plan[name] for name in _OF_PLAN),
+            layer,
+            layers,
+            tokens,
+            depth,
+            ring_tokens,
+            plan["slots"].stride(0),
+            chunks,
+        ),
+        {
+            "EXPERTS": experts,
+            "TOP_K": top_k,
+            "COUNTERS": table["counters"].shape[1],
+            "NESTED": len(table["slot"]) > 1,
+            "LARGE": chunks > 0,
+            "MARKED": marked,
+            "CPU": on_cpu,
+            "WIDTH": width,
+            "CHUNK": min(width, ELEMENTS_AT_ONCE // width),
+        },
+        {"num_warps": WARPS},
+    )
+
+
+_ANY_ALIGNMENT = ["ids", "weights", "rows", *_OF_TABLE, *(f"item_{name}" for name in _OF_PLAN)]
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=_ANY_ALIGNMENT,
+    do_not_specialize=["layer", "layers", "tokens", "depth", "ring_tokens", "apart", "chunks"],
+)
+def decide_kernel(
+    ids,
+    weights,
+    rows,
+    precision,
+    slot,
+    score,
+    used_at,
+    step,
+    quotas,
+    first_slot,
+    staging,
+    staged,
+    staged_for,
+    critical,
+    threshold,
+    prompt_threshold,
+    cpu_costs,
+    bits,
+    offsets,
+    pool,
+    slot_bytes,
+    source,
+    reuse_high,
+    counters,
+    recording,
+    ring_ids,
+    ring_weights,
+    ring_rows,
+    item_count,
+    item_experts,
+    item_precisions,
+    item_slots,
+    item_action,
+    item_bits,
+    item_addresses,
+    item_destinations,
+    item_work,
+    item_rows,
+    item_pairs,
+    item_computed,
+    item_scratch,
+    layer: tl.int32,
+    layers: tl.int32,
+    tokens: tl.int32,
+    depth: tl.int32,
+    ring_tokens: tl.int32,
+    apart: tl.int32,
+    chunks: tl.int32,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    COUNTERS: tl.constexpr,
+    NESTED: tl.constexpr,
+    LARGE: tl.constexpr,
+    MARKED: tl.constexpr,
+    CPU: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """See ``decide`` and, for every tensor, Table and Decision; grid [1].
+
+    Args:
+        item_scratch: int32 [3 * WIDTH + tokens * TOP_K], contents do not matter.
+        layers: of the table.
+        tokens: padding included.
+        depth: of the ring.
+        ring_tokens: rows of its entries.
+        apart: items from one slice to the next.
+        chunks: of a large-batch step.
+        EXPERTS: of a layer.
+        TOP_K: of a token.
+        COUNTERS: columns.
+        NESTED: whether the low version lies inside the high one.
+        WIDE: pairs are counted already, and placed later; nothing is recorded.
+        MARKED: prompts and other tokens have measures of their own, of which an expert needs to meet one.
+        CPU: whether the host computes some of the experts.
+        WIDTH: a power of two, at least EXPERTS.
+        CHUNK: pairs at a time, a power of two.
+    """
+    real = tl.load(rows)
+    expert = tl.arange(0, WIDTH)
+    known = expert < EXPERTS
+    ranks = item_scratch + 3 * WIDTH
+    number = tl.load(step + layer) + tl.where(real > 0, 1, 0).to(tl.int64)
+    if LARGE:
+        sizes, sums = _add_chunks(ranks, chunks, expert, WIDTH)
+    else:
+        if (tl.load(recording) != 0) & (real > 0):
+            at = (number % depth) * layers + layer
+            _record(ids, weights, ring_ids, ring_weights, at * ring_tokens * TOP_K, real * TOP_K, WIDTH)
+            tl.store(ring_rows + at, real)
+        sizes, sums = count_pairs(ids, weights, ranks, real * TOP_K, expert, EXPERTS, WIDTH, CHUNK)
+    active = sizes > 0
+    others = active
+    of_prompts = expert < 0  # none
+    wanted_prompts = tl.zeros([WIDTH], tl.int32)
+    at_critical = critical + layer * (EXPERTS + 1)
+    if MARKED:
+        part = 3 * chunks * WIDTH + (tokens * TOP_K + 1) // 2 * 2
+        prompt_sizes, prompt_sums = _add_chunks(ranks + part, chunks, expert, WIDTH)
+        hits, heavy_sums = _add_chunks(ranks + 2 * part, chunks, expert, WIDTH)
+        of_prompts = prompt_sizes > 0
+        wanted_prompts = precisions_of(
+            of_prompts, heavy_sums, prompt_threshold, at_critical, item_scratch, expert, WIDTH, CHUNK, hits
+        )
+        others = sizes > prompt_sizes
+        sums = sums - prompt_sums
+        tl.debug_barrier()
+    wanted = precisions_of(others, sums, threshold, at_critical, item_scratch, expert, WIDTH, CHUNK)
+    number_high = number_of(wanted == 2)
+    wanted = tl.where(wanted > wanted_prompts, wanted, wanted_prompts)
+    width = tl.where(wanted == 2, tl.load(bits + 2), tl.load(bits + 1))
+    uses = active & (width != 0)
+
+    row = layer * EXPERTS + expert
+    held = tl.load(precision + row, mask=known, other=0).to(tl.int32)
+    own_slot = tl.load(slot + row, mask=known, other=-1)
+    warmth = tl.load(score + row, mask=known, other=0)
+    warmth = warmth - (warmth >> _AGING) + tl.where(uses, _USE, 0)
+    last_use = tl.where(uses, number, tl.load(used_at + row, mask=known, other=0))
+    key = (warmth << _STEP_BITS) + last_use
+    reuse = tl.load(reuse_high) != 0
+    wants_high = uses & (wanted == 2)
+    low_quota, high_quota = quotas + layer * 3 + 1, quotas + layer * 3 + 2
+    low_first, high_first = first_slot + layer * 3 + 1, first_slot + layer * 3 + 2
+    scratch = item_scratch + 2 * WIDTH
+    if NESTED:
+        residual_row = layers * EXPERTS + row
+        own_residual = tl.load(slot + residual_row, mask=known, other=-1)
+        residual_warmth = tl.load(score + residual_row, mask=known, other=0)
+        residual_warmth = residual_warmth - (residual_warmth >> _AGING) + tl.where(wants_high, _USE, 0)
+        residual_use = tl.where(wants_high, number, tl.load(used_at + residual_row, mask=known, other=0))
+        hit = uses & (held >= wanted)
+        computed_precision = tl.where(hit & reuse, held, wanted)
+        low_misses = uses & (held == 0)
+        high_misses = wants_high & (held != 2)
+        far = expert < 0  # none
+        if CPU:
+            far = _executed_on_cpu(
+                cpu_costs, low_misses, high_misses, number_of(held > 0), number_of(held == 2), low_quota, high_quota,
+                wanted, sizes, warmth, expert, WIDTH,
+            )  # fmt: skip
+            low_misses = low_misses & (far == 0)
+            high_misses = high_misses & (far == 0)
+        low_kept, low_gone, now_slot = _find_places(
+            low_quota, low_first, scratch, uses, low_misses, held > 0, uses, warmth, key, own_slot, expert, WIDTH
+        )
+        whole = (held == 2) & (low_gone == 0)
+        residual_key = (residual_warmth << _STEP_BITS) + residual_use
+        high_kept, high_gone, now_residual = _find_places(
+            high_quota, high_first, scratch, wants_high, high_misses & ((held > 0) | low_kept), whole, uses,
+            residual_warmth, residual_key, tl.where(whole, own_residual, -1), expert, WIDTH,
+        )  # fmt: skip
+        now = tl.where(((held > 0) & (low_gone == 0)) | low_kept, 1, 0)
+        now = tl.where((whole & (high_gone == 0)) | high_kept, 2, now)
+    else:
+        hit = uses & tl.where(reuse, held >= wanted, held == wanted)
+        computed_precision = tl.where(hit, held, wanted)
+        high_misses = wants_high & (hit == 0)
+        low_misses = uses & (wanted == 1) & (hit == 0)
+        far = expert < 0  # none
+        if CPU:
+            far = _executed_on_cpu(
+                cpu_costs, low_misses, high_misses, number_of(held == 1), number_of(held == 2), low_quota, high_quota,
+                wanted, sizes, warmth, expert, WIDTH,
+            )  # fmt: skip
+            low_misses = low_misses & (far == 0)
+            high_misses = high_misses & (far == 0)
+        high_kept, high_gone, now_slot = _find_places(
+            high_quota, high_first, scratch, wants_high, high_misses, held == 2, uses, warmth, key, own_slot, expert,
+            WIDTH,
+        )  # fmt: skip
+        low = (held == 1) & (high_kept == 0)  # others are superseded by their high version
+        low_kept, low_gone, now_slot = _find_places(
+            low_quota, low_first, scratch, uses & (wanted == 1), low_misses, low, uses, warmth, key, now_slot, expert,
+            WIDTH,
+        )  # fmt: skip
+        now = tl.where(high_kept, 2, tl.where(low_kept, 1, tl.where(high_gone | low_gone, 0, held)))
+
+    tl.debug_barrier()  # where warps hold the same experts, none may load what another has stored
+    if real > 0:
+        tl.store(step + layer, number)
+        _follow(threshold, number_high, number_of(others))
+        if MARKED:
+            _follow(prompt_threshold, number_of(wanted_prompts == 2), number_of(of_prompts))
+        tl.store(score + row, warmth, mask=known)
+        tl.store(used_at + row, last_use, mask=known)
+        tl.store(precision + row, now.to(tl.int8), mask=known)
+        tl.store(slot + row, now_slot, mask=known)
+        if NESTED:
+            tl.store(slot + residual_row, now_residual, mask=known)
+            tl.store(score + residual_row, residual_warmth, mask=known)
+            tl.store(used_at + residual_row, residual_use, mask=known)
+        counts = counters + layer * COUNTERS
+        add_to(counts, 0, 1)
+        add_to(counts, 1, number_of(active & (wanted == 2)))
+        add_to(counts, 2, number_of(active & (wanted == 1)))
+        add_to(counts, 3, number_of(active & (uses == 0)))
+        add_to(counts, 4, number_of(hit))
+        add_to(counts, 5, number_of(hit & (computed_precision != wanted)))
+        add_to(counts, 6, number_of(high_misses))
+        add_to(counts, 7, number_of(low_misses))
+        add_to(counts, 8, number_of(high_misses & (high_kept == 0)) + number_of(low_misses & (low_kept == 0)))
+        add_to(counts, 9, number_of((wants_high & (hit == 0)) & ((held == 1) & (far == 0))))
+        add_to(counts, 10, number_of(high_gone) + number_of(low_gone))
+        add_to(counts, 15, number_of(far))
+
+    # The items.
+    positions = tl.where(uses, sizes, 0)
+    begins = tl.cumsum(positions, 0) - positions
+    item = tl.cumsum(uses.to(tl.int32), 0) - 1
+    items = number_of(uses)
+    most = tl.minimum(EXPERTS, tokens * TOP_K)
+    low_action = tl.where(far, 3, tl.where(low_misses, tl.where(low_kept, 1, 2), 0))
+    high_action = tl.where(far, 3, tl.where(high_misses, tl.where(high_kept, 1, 2), 0))
+    if NESTED:
+        ahead = tl.zeros([WIDTH], tl.int32)
+    else:
+        half = layer % 2 * 3 * EXPERTS
+        ahead_slot = tl.load(staged + half + expert, mask=known, other=-1)
+        of_precision = tl.load(staged + half + EXPERTS + expert, mask=known, other=0) == wanted
+        ahead = tl.load(staged + half + 2 * EXPERTS + expert, mask=known, other=0)
+        ahead = tl.where(
+            (uses & (hit == 0) & (far == 0)) & (of_precision & (tl.load(staged_for + layer % 2) == layer)), ahead, 0
+        )
+        if real > 0:
+            used = tl.sum(tl.where(ahead > 0, bytes_ahead(offsets, slot_bytes, wanted, ahead), 0), 0)
+            add_to(counters + layer * COUNTERS, 13, number_of(ahead > 0))
+            add_to(counters + layer * COUNTERS, 14, used)
+    read_through = (uses & (sizes > _AT_ONCE)) & (ahead < 3)
+    low_staged = _staging_slots(staging + 2, read_through & (low_action == 2))
+    high_staged = _staging_slots(staging + 4, read_through & (high_action == 2))
+    high = computed_precision == 2
+    empty = (expert >= items) & (expert < most)
+    if NESTED:
+        action = low_action
+        to = tl.where(action == 3, -1, tl.where(action == 2, low_staged, now_slot))
+        _list_slices(
+            item_slots, item_action, item_addresses, item_destinations, item, to, to, ahead, action, uses, uses,
+            pool + 1, slot_bytes + 1, source + row.to(tl.int64) * 3 + 1, offsets + 3, empty, expert,
+        )  # fmt: skip
+        to = tl.where(far, -1, tl.where(high_action == 2, high_staged, now_residual))
+        _list_slices(
+            item_slots + apart, item_action + apart, item_addresses + 3 * apart, item_destinations + 3 * apart,
+            item, to, to, ahead, high_action, uses, high, pool + 2, slot_bytes + 2, source + row.to(tl.int64) * 3 + 2,
+            offsets + 6, empty, expert,
+        )  # fmt: skip
+    else:
+        action = tl.where(high, high_action, low_action)
+        to = tl.where(far, -1, tl.where(action == 2, tl.where(high, high_staged, low_staged), now_slot))
+        _list_slices(
+            item_slots, item_action, item_addresses, item_destinations, item, to, ahead_slot, ahead, action, uses,
+            uses, pool + computed_precision, slot_bytes + computed_precision,
+            source + row.to(tl.int64) * 3 + computed_precision, offsets + 3 * computed_precision, empty, expert,
+        )  # fmt: skip
+    width = tl.where(high, tl.load(bits + 2), tl.load(bits + 1))
+    tl.store(item_count, items)
+    tl.store(item_experts + item, expert, mask=uses)
+    tl.store(item_precisions + item, computed_precision, mask=uses)
+    tl.store(item_work + 3 * item, item, mask=uses)
+    tl.store(item_work + 3 * item + 1, begins, mask=uses)
+    tl.store(item_work + 3 * item + 2, begins + tl.where(far, 0, positions), mask=uses)
+    tl.store(item_experts + expert, -1, mask=empty)
+    tl.store(item_precisions + expert, 0, mask=empty)
+    for column in tl.static_range(3):
+        tl.store(item_bits + 3 * item + column, width, mask=uses)
+        tl.store(item_bits + 3 * expert + column, 0, mask=empty)
+        tl.store(item_work + 3 * expert + column, 0, mask=empty)
+    tl.store(item_work + 3 * most, -1)
+    tl.store(item_work + 3 * most + 1, 0)
+    tl.store(item_work + 3 * most + 2, tokens)
+
+    if not LARGE:  # the positions
+        tl.store(item_scratch + expert, tl.where(uses, begins, -1))
+        if CPU:
+            tl.store(item_scratch + WIDTH + expert, tl.where(far, 2, 1))
+        tl.debug_barrier()
+        total = tl.sum(positions, 0)
+        for first_pair in range(0, tokens * TOP_K, WIDTH):
+            pair = first_pair + expert
+            one_id, inside = ids_of(ids, pair, real * TOP_K, EXPERTS)
+            begin_at = tl.load(item_scratch + one_id, mask=inside, other=-1)
+            inside = inside & (begin_at >= 0)
+            position = begin_at + tl.load(ranks + pair, mask=inside, other=0)
+            tl.store(item_pairs + position, pair, mask=inside)
+            tl.store(item_rows + position, pair // TOP_K, mask=inside)
+            beyond = (pair >= total) & (pair < tokens * TOP_K)
+            tl.store(item_pairs + pair, 0, mask=beyond)
+            tl.store(item_rows + pair, 0, mask=beyond)
+            computed = inside.to(tl.int32)
+            if CPU:
+                computed = tl.load(item_scratch + WIDTH + one_id, mask=inside, other=0)
+            tl.store(item_computed + pair, computed, mask=pair < tokens * TOP_K)
+
+
+@triton.jit
+def _executed_on_cpu(
+    cpu_costs, low_misses, high_misses, lows, highs, low_quota, high_quota, wanted, sizes, warmth, expert,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """bool [WIDTH]: which misses the host computes where they lie.
+
+    Args:
+        there: of the table.
+        low_misses: bool [WIDTH], which lack a low version, or base.
+        high_misses: which lack a high version, or residual slice.
+        lows: how many the layer has of the former.
+        highs: of the latter.
+        low_quota: where it says how many it may have.
+        high_quota: likewise.
+        wanted: int32 [WIDTH], like what follows.
+        sizes: rows.
+        warmth: int64.
+    """
+    link = tl.where(low_misses, tl.load(cpu_costs + 4), 0) + tl.where(high_misses, tl.load(cpu_costs + 8), 0)
+    first = tl.load(cpu_costs + 4 * wanted + 1)
+    host = first + (sizes - 1) * tl.load(cpu_costs + 4 * wanted + 2)
+    may = (first > 0) & (sizes <= tl.load(cpu_costs + 4 * wanted + 3)) & (link > 0)
+    may = may & ((low_misses == 0) | (tl.cumsum(low_misses.to(tl.int32), 0) > tl.load(low_quota) - lows))
+    may = may & ((high_misses == 0) | (tl.cumsum(high_misses.to(tl.int32), 0) > tl.load(high_quota) - highs))
+    longer = tl.sum(link, 0)
+    busy = tl.load(cpu_costs)
+    far = expert < 0  # none
+    turns = number_of(may)
+    for _ in range(turns):
+        coldest = tl.min(tl.where(may, warmth, _NONE), 0)
+        one = tl.min(tl.where(may & (warmth == coldest), expert, WIDTH), 0)
+        busy += tl.sum(tl.where(expert == one, host, 0), 0)
+        far = far | ((expert == one) & (busy < longer))
+        longer -= tl.sum(tl.where(expert == one, link, 0), 0)
+        may = may & (expert != one)
+    return far
+
+
+@triton.jit
+def _find_places(
+    quota_at, first_at, scratch, wanting, missing, here, uses, warmth, key, slot, expert, WIDTH: tl.constexpr
+):
+    """Places of one kind for experts that miss it: free ones, and then those of colder experts that are not used.
+
+    Args:
+        quota_at: of the layer, like what follows.
+        first_at: its first slot.
+        scratch: int32 [WIDTH].
+        wanting: bool [WIDTH], like what follows; if these are more than the share, the hottest come first.
+        missing: which experts look for a place.
+        here: which have one.
+        uses: which may not lose it.
+        warmth: int64 [WIDTH].
+        key: int64 [WIDTH], orders victims.
+        slot: int32 [WIDTH], of all experts; in this pool where `here` says so.
+
+    Returns:
+        Which experts are kept, which go, and the slots after that.
+    """
+    kept = missing & (expert < 0)  # none
+    gone_for_good = kept
+    misses = number_of(missing)
+    if misses > 0:
+        quota, first = tl.load(quota_at), tl.load(first_at)
+        free = quota - number_of(here)
+        wide = number_of(wanting) > quota
+        order = tl.where(wide, warmth, 0)
+        vacant = _vacant(here, slot - first, quota, scratch, expert)
+        victims = tl.where(here & (uses == 0), key, _NONE)
+        # Where the hottest come first, those behind the first one that finds no place find none either.
+        turns = tl.where(wide, tl.minimum(misses, tl.maximum(free, 0) + number_of(here & (uses == 0))), misses)
+        for turn_number in range(turns):
+            hottest = tl.max(tl.where(missing, order, -1), 0)
+            first_of = missing & ((order == hottest) | (turn_number < free))
+            one = tl.min(tl.where(first_of, expert, WIDTH), 0)
+            missing = missing & (expert != one)
+            coldest = tl.min(victims, 0)
+            victim = tl.min(tl.where(victims == coldest, expert, WIDTH), 0)
+            own_warmth = tl.sum(tl.where(expert == one, warmth, 0), 0)
+            takes_free = turn_number < free
+            takes_place = (turn_number >= free) & (coldest != _NONE)
+            takes_place = takes_place & (own_warmth >= (coldest >> _STEP_BITS))
+            free_slot = tl.min(tl.where(vacant, expert, WIDTH), 0)
+            taken = tl.sum(tl.where(expert == victim, slot, 0), 0)
+            taken = tl.where(takes_free, free_slot + first, taken)
+            vacant = vacant & ((expert != free_slot) | (takes_free == 0))
+            gone = (expert == victim) & takes_place
+            victims = tl.where(gone, _NONE, victims)
+            comes = (expert == one) & (takes_free | takes_place)
+            slot = tl.where(gone, -1, tl.where(comes, taken, slot))
+            kept = kept | comes
+            gone_for_good = gone_for_good | gone
+    return kept, gone_for_good, slot
+
+
+@triton.jit
+def _staging_slots(staging, passes):
+    """int32 [WIDTH]: a staging slot for each of those that pass, as long as there are some; -1 for the others."""
+    place = tl.cumsum(passes.to(tl.int32), 0) - 1
+    has = passes & (place < tl.load(staging + 1))
+    return tl.where(has, tl.load(staging) + place, -1)
+
+
+@triton.jit
+def _list_slices(
+    item_slots, item_action, item_addresses, item_destinations, item, to, ahead_slot, ahead, action, uses,
+    computed, pool, slot_bytes, source, offsets, empty, expert,
+):  # fmt: skip
+    """Where items read one slice, or a version that is one, and where it goes; what is not computed has no address.
+
+    Of what misses the first projections are read where they were fetched ahead: `ahead` of them, in `ahead_slot`.
+    """
+    tl.store(item_slots + item, tl.where(computed, to, -1), mask=uses)
+    tl.store(item_action + item, tl.where(computed, action, 0), mask=uses)
+    slot_at = tl.load(pool) + to * tl.load(slot_bytes)
+    ahead_at = tl.load(pool) + ahead_slot * tl.load(slot_bytes)
+    begin = tl.where(action == 0, slot_at, tl.load(source, mask=uses, other=0))
+    tl.store(item_slots + expert, -1, mask=empty)
+    tl.store(item_action + expert, 0, mask=empty)
+    for column in tl.static_range(3):
+        offset = tl.load(offsets + column)
+        stored = computed & (action != 0) & (to >= 0)
+        address = tl.where(column < ahead, ahead_at, begin) + offset
+        tl.store(item_addresses + 3 * item + column, tl.where(computed, address, 0), mask=uses)
+        tl.store(item_destinations + 3 * item + column, tl.where(stored, slot_at + offset, 0), mask=uses)
+        tl.store(item_addresses + 3 * expert + column, 0, mask=empty)
+        tl.store(item_destinations + 3 * expert + column, 0, mask=empty)
+
+
+@triton.jit
+def number_of(those):
+    """How many."""
+    return tl.sum(those.to(tl.int32), 0)
+
+
+@triton.jit
+def bytes_ahead(offsets, slot_bytes, precision, projections):
+    """int64, of experts of whose projections the first ones are fetched ahead; 0 for none."""
+    part = tl.load(offsets + 3 * precision + tl.where(projections < 3, projections, 0))
+    return tl.where(projections == 3, tl.load(slot_bytes + precision), part)
+
+
+@triton.jit
+def add_to(counts, which, value):
+    """One program at a time does."""
+    tl.store(counts + which, tl.load(counts + which) + value)
+
+
+@triton.jit
+def ids_of(ids, pair, count, EXPERTS: tl.constexpr):
+    """Experts of some pairs, and which of them this rank has; other numbers stand for no expert."""
+    one_id = tl.load(ids + pair, mask=pair < count, other=-1).to(tl.int32)
+    return one_id, (one_id >= 0) & (one_id < EXPERTS)
+
+
+@triton.jit
+def _record(ids, weights, ring_ids, ring_weights, at, count, WIDTH: tl.constexpr):
+    for first in range(0, count, WIDTH):
+        pair = first + tl.arange(0, WIDTH)
+        inside = pair < count
+        tl.store(ring_ids + at + pair, tl.load(ids + pair, mask=inside).to(tl.int32), mask=inside)
+        tl.store(ring_weights + at + pair, tl.load(weights + pair, mask=inside), mask=inside)
+
+
+@triton.jit
+def count_pairs(ids, weights, ranks, count, expert, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    """Each expert's positions and sum of weights, int32 and int64 [WIDTH]; a pair's number among its expert's to ranks.
+
+    Weights are summed as whole multiples of 1 / _UNIT.
+    """
+    sizes = tl.zeros([WIDTH], tl.int32)
+    sums = tl.zeros([WIDTH], tl.int64)
+    lane = tl.arange(0, CHUNK)
+    for first in range(0, count, CHUNK):
+        one_id, inside = ids_of(ids, first + lane, count, EXPERTS)
+        one_id = tl.where(inside, one_id, -1)
+        units = (tl.load(weights + first + lane, mask=inside, other=0.0) * _UNIT).to(tl.int64)
+        chosen = one_id[:, None] == expert[None, :]
+        other_id, others = ids_of(ids, first + lane, count, EXPERTS)
+        before = (one_id[:, None] == tl.where(others, other_id, -1)[None, :]) & (lane[:, None] > lane[None, :])
+        rank = tl.sum(before.to(tl.int32), 1) + tl.sum(tl.where(chosen, sizes[None, :], 0), 1)
+        tl.store(ranks + first + lane, rank, mask=inside)
+        sizes += tl.sum(chosen.to(tl.int32), 0)
+        sums += tl.sum(tl.where(chosen, units[:, None], 0), 0)
+    return sizes, sums
+
+
+@triton.jit
+def _add_chunks(counted, chunks, expert, WIDTH: tl.constexpr):
+    """Sizes and sums of all chunks, see ``wide.count_kernel``; in their place those of the chunks before each."""
+    sizes = tl.zeros([WIDTH], tl.int32)
+    sums = tl.zeros([WIDTH], tl.int64)
+    sums_at = (counted + chunks * WIDTH).to(tl.pointer_type(tl.int64))
+    for number in range(chunks):
+        of_chunk = tl.load(counted + number * WIDTH + expert)
+        sums += tl.load(sums_at + number * WIDTH + expert)
+        tl.debug_barrier()  # where warps hold the same experts, none may load what another has stored
+        tl.store(counted + number * WIDTH + expert, sizes)
+        sizes += of_chunk
+    return sizes, sums
+
+
+@triton.jit
+def precisions_of(
+    active, sums, threshold, critical, scratch, expert, WIDTH: tl.constexpr, CHUNK: tl.constexpr, hits=None
+):
+    """int32 [WIDTH]: 2 for the most important, 1 for other active.
+
+    These are the ones above the threshold; without one as many as are critical, of equal ones the first. With hits
+    these come first, and then sums. Of scratch int32 [3 * WIDTH] are used.
+    """
+    number = number_of(active)
+    high = tl.load(critical + number)
+    wanted = tl.where(active, 2, 0)
+    if tl.load(threshold + 1) >= 0:
+        parts = tl.where(active, sums >> 20, 0)
+        is_above = (parts * number << 16) > (tl.load(threshold) >> 16) * tl.sum(parts, 0)
+        most = tl.max(tl.where(active, sums, -1), 0)
+        first = tl.min(tl.where(active & (sums == most), expert, WIDTH), 0)
+        wanted = tl.where(active & (is_above | (expert == first)), 2, tl.where(active, 1, 0))
+    elif high < number:
+        importance = tl.where(active, sums, -1)
+        at = scratch.to(tl.pointer_type(tl.int64))
+        if hits is not None:
+            tl.store(scratch + 2 * WIDTH + expert, hits)
+        tl.store(at + expert, importance)
+        tl.debug_barrier()
+        rank = tl.zeros([WIDTH], tl.int32)
+        for first in range(0, WIDTH, CHUNK):
+            other = first + tl.arange(0, CHUNK)
+            others = tl.load(at + other)[:, None]
+            as_good = (others == importance[None, :]) & (other[:, None] < expert[None, :])
+            before = (others > importance[None, :]) | as_good
+            if hits is not None:
+                other_hits = tl.load(scratch + 2 * WIDTH + other)[:, None]
+                before = (other_hits > hits[None, :]) | ((other_hits == hits[None, :]) & before)
+            rank += tl.sum(before.to(tl.int32), 0)
+        wanted = tl.where(active & (rank >= high), 1, wanted)
+    return wanted
+
+
+@triton.jit
+def _follow(threshold, high, active):
+    """Move it after a layer, as ``planner.threshold.follow`` does."""
+    retention = tl.load(threshold + 1)
+    if (retention >= 0) & (active > 0):
+        error = (high << 16) // tl.maximum(active, 1) - retention
+        tl.store(threshold, tl.minimum(tl.maximum(tl.load(threshold) + (error << _GAIN), 0), _MOST))
+
+
+@triton.jit
+def _vacant(named, place, quota, scratch, expert):
+    """bool [WIDTH]: slots of a layer's range, counted from its beginning, that no row names."""
+    tl.store(scratch + expert, 0)
+    tl.debug_barrier()
+    tl.store(scratch + place, 1, mask=named & (place >= 0) & (place < quota))
+    tl.debug_barrier()
+    taken = tl.load(scratch + expert)
+    tl.debug_barrier()  # the other precision clears it
+    return (taken == 0) & (expert < quota)

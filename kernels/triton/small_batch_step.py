@@ -1,0 +1,110 @@
+"""A decode step of one MoE layer in three launches, with no host in it: decide, gate and up, down. Points of a lattice
+take a fourth, which rotates their inputs.
+
+Everything that changes from step to step is in tensors that stay where they are, so that a CUDA graph can hold it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_dymoe.kernels.activation import Activation
+from vllm_dymoe.kernels.triton.cpu_queue import DeviceQueue, collect, post
+from vllm_dymoe.kernels.triton.launch import (
+    ExpertShape,
+    ExpertTable,
+    Scratch,
+    Weighting,
+    WorkList,
+    decode_down,
+    decode_gate_up,
+)
+from vllm_dymoe.kernels.triton.planner import plan_small_batch_on_gpu
+from vllm_dymoe.kernels.triton.rotate import rotated_inputs
+from vllm_dymoe.kernels.triton.start import Start, run_kernel
+from vllm_dymoe.kernels.triton.tiles import Tiles
+
+
+@dataclass(frozen=True, eq=False)
+class SmallBatchStep:
+    """What all layers have in common."""
+
+    shape: ExpertShape
+    precisions: frozenset[int]  # bit-widths, or codes' tags, that may occur
+    tiles: Tiles
+    activation: Activation
+    memory: Tensor  # uint8, at least :meth:`nbytes`; one layer at a time uses it
+    semaphores: Tensor  # int32, zeros before and after every step, at least :meth:`counted`
+
+    def nbytes(self, tokens: int, top_k: int) -> int:
+        """Bytes of memory for hidden states and partial sums."""
+        positions, shape = tokens * top_k, self.shape
+        partials, _ = self.tiles.shared(shape.hidden, shape.intermediate, weighted=True)
+        return self._hidden_bytes(positions) + 4 * positions * partials
+
+    def counted(self, tokens: int, top_k: int) -> int:
+        """Semaphores that a step needs."""
+        return tokens * max(top_k * -(-self.shape.intermediate // 64), -(-self.shape.hidden // 64))
+
+    def run(
+        self,
+        table: Mapping[str, Tensor],
+        layer: int,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        rows: Tensor,
+        plan: Mapping[str, Tensor],
+        out: Tensor,
+        device_queue: DeviceQueue | None = None,
+        *,
+        start: Start = run_kernel,
+    ) -> None:
+        """out[token] = weighted sum of the token's experts, zero where it has none; misses are fetched on the way.
+
+        Args:
+            table: the tensors of a Table, by name.
+            layer: which of its layers.
+            x: [tokens, hidden] in the experts' dtype.
+            ids: int32 or int64 [tokens, top_k], negative where another rank has the expert.
+            weights: float32 [tokens, top_k].
+            rows: int32 [1], how many tokens are real, the first ones.
+            decision: the tensors of a Decision for so many tokens, by name.
+            out: [tokens, hidden] like x, overwritten.
+            door: to the host, which is waited for before tokens are summed; None if all misses are fetched.
+            start: launch, or only compile.
+
+        Raises:
+            TypeError: a wrong dtype.
+            ValueError: sizes that disagree, or too little memory.
+        """
+        tokens, top_k = ids.shape
+        needed, held = self.nbytes(tokens, top_k), self.memory.numel()
+        if held < needed:
+            raise ValueError(f"{tokens} tokens of {top_k} experts need {needed} bytes, but {held} are held")
+        plan_small_batch_on_gpu(table, layer, ids, weights, rows, plan, on_cpu=device_queue is not None, start=start)
+        if device_queue is not None:
+            post(device_queue, layer, x, ids, rows, plan, start=start)
+        positions, inner = tokens * top_k, self.shape.intermediate
+        hidden = self.memory[: 2 * positions * inner].view(x.dtype).view(positions, inner)
+        scratch = Scratch(self.memory[self._hidden_bytes(positions) : needed].view(torch.float32), self.semaphores)
+        addresses, destinations = plan["addresses"], plan["destinations"]
+        residual = (addresses[-1], destinations[-1]) if self.shape.nested else (None, None)
+        experts = ExpertTable(self.shape, self.precisions, addresses[0], plan["bits"], destinations[0], *residual)
+        work, at = plan["work"], (plan["rows"], plan["pairs"])
+        x = rotated_inputs(x, self.shape.rotation(self.precisions), start=start)
+        decode_gate_up(
+            x, hidden, experts, WorkList(work[:-1], *at), self.activation, self.tiles.gate_up, scratch, start=start
+        )
+        if device_queue is not None:
+            rows_out = x.new_empty(positions, self.shape.hidden)
+            decode_down(hidden, rows_out, experts, WorkList(work[:-1], *at), self.tiles.down, scratch, start=start)
+            collect(device_queue, rows_out, plan["computed"], weights, out, start=start)
+            return
+        weighting = Weighting(weights, plan["computed"])
+        decode_down(hidden, out, experts, WorkList(work, *at), self.tiles.down, scratch, weighting, start=start)
+
+    def _hidden_bytes(self, positions: int) -> int:
+        return -(-2 * positions * self.shape.intermediate // 256) * 256

@@ -1,0 +1,115 @@
+"""Locked memory: what is locked, in which order it is undone, and what the device is told."""
+
+import gc
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.cache.store.locks import RecordedLock
+from tests.cache.test_pages import mapped
+from vllm_dymoe.cache.pages import whole_pages
+from vllm_dymoe.cache.store import page_lock
+from vllm_dymoe.cache.store.page_lock import Arena, CudaPageLock, node_of
+
+
+def test_whole_pages_are_locked_and_unlocked_while_they_are_still_there():
+    class Lock(RecordedLock):
+        def unlock(self, address):
+            assert mapped(address), "memory was unmapped while it was locked"
+            super().unlock(address)
+
+    lock = Lock()
+    arena = Arena(10_000, lock)
+    address = arena.memory.data_ptr()
+    assert lock.calls == [], "it is filled first"
+    assert arena.lock() is None
+    assert lock.pinned == {address: whole_pages(10_000)}
+    arena.close()
+    arena.close()
+    assert lock.calls == [("lock", address), ("unlock", address)]
+    gc.collect()
+    assert not mapped(address)
+
+
+def test_an_arena_that_was_not_closed_is_unlocked_when_it_goes():
+    lock = RecordedLock(refuse=1)
+    arenas = [Arena(10_000, lock) for _ in range(2)]
+    assert [arena.lock() for arena in arenas] == [None, "CUDA error 2: out of memory"]
+    arenas.clear()
+    gc.collect()
+    assert not lock.pinned
+
+
+def test_an_arena_lies_near_its_device(monkeypatch):
+    asked = []
+    monkeypatch.setattr(page_lock, "prefer_node", lambda memory, node: asked.append(node) or "forbidden")
+    assert Arena(1, RecordedLock(node=1)).unbound == "forbidden"
+    assert Arena(1, RecordedLock(node=None)).unbound is None
+    assert Arena(1, None).unbound is None
+    assert asked == [1]
+
+
+class Server:
+    def __init__(self, code=0):
+        self.code, self.calls = code, []
+
+    def cudaHostRegister(self, address, nbytes, flags):  # noqa: N802
+        self.calls.append(("register", address, nbytes, flags))
+        return self.code
+
+    def cudaHostUnregister(self, address):  # noqa: N802
+        self.calls.append(("unregister", address))
+        return self.code
+
+    def cudaGetErrorString(self, code):  # noqa: N802
+        return f"error {code} in words"
+
+
+class Cuda:
+    """As much of ``torch.cuda`` as a lock needs, without a device."""
+
+    def __init__(self, monkeypatch, server):
+        self.calls = server.calls
+        properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: server)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.setattr(torch.cuda, "device", torch.device)  # a context manager, too
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: self.calls.append(("synchronize",)))
+        real = torch.ones
+        monkeypatch.setattr(torch, "ones", lambda *shape, device: self.calls.append(("launch",)) or real(*shape))
+        self.lock = CudaPageLock(torch.device("cpu"))
+
+
+def test_the_device_is_told_and_waited_for_before_it_forgets(monkeypatch):
+    asked = []
+    monkeypatch.setattr(page_lock, "node_of", asked.append)
+    cuda = Cuda(monkeypatch, Server())
+    assert asked == ["0000:3b:00.0"]
+    assert cuda.lock.lock(4096, 8192) is None
+    cuda.lock.unlock(4096)
+    portable, mapped_for_kernels = 1, 2
+    assert cuda.calls == [
+        ("register", 4096, 8192, portable | mapped_for_kernels),
+        ("synchronize",),
+        ("unregister", 4096),
+    ]
+
+
+def test_an_error_of_the_device_is_a_reason_and_is_cleared(monkeypatch):
+    """The driver keeps the last error for the next launch to find: the lock launches something itself."""
+    cuda = Cuda(monkeypatch, Server(code=2))
+    assert cuda.lock.lock(4096, 8192) == "CUDA error 2: error 2 in words"
+    assert cuda.calls[-1] == ("launch",)
+
+
+@pytest.mark.parametrize(
+    ("several", "text", "node"), [(True, "1\n", 1), (True, "-1\n", None), (False, "1\n", None), (True, None, None)]
+)
+def test_the_node_of_a_device(tmp_path, monkeypatch, several, text, node):
+    monkeypatch.setattr(page_lock, "several_nodes", lambda: several)
+    monkeypatch.setattr(page_lock, "_PCI_DEVICES", tmp_path)
+    if text is not None:
+        (tmp_path / "0000:3b:00.0").mkdir()
+        (tmp_path / "0000:3b:00.0" / "numa_node").write_text(text)
+    assert node_of("0000:3b:00.0") == node

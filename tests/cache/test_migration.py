@@ -1,0 +1,444 @@
+"""Versions that move while steps run: no step waits, no row lies, and moves cost nothing but themselves."""
+
+import contextlib
+import itertools
+import random
+import time
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import Field
+
+from tests.executor.schedules import (
+    COMPUTATION,
+    DEVICES,
+    EXPERTS,
+    KINDS,
+    LAYERS,
+    STORES,
+    Program,
+    RecordedFaults,
+    RecordedParts,
+    make_engine,
+)
+from tests.executor.steps import CPU, ByNumber, NumberPrecision, forward, make_server, random_step
+from tests.executor.two_ranks import on_two_ranks
+from tests.small_model import make_experts, make_store
+from tests.support.deterministic_threads import DeterministicThreads
+from tests.support.faulty_store import FaultyStore
+from tests.support.happens_before import History
+from tests.support.instead import Instead
+from tests.support.patience import becomes
+from tests.support.recorded_device import record_reads
+from vllm_dymoe.cache.budget import expert_worth, minimum_budget, plan_slots, workspace_bytes
+from vllm_dymoe.cache.fetcher import Fetcher
+from vllm_dymoe.cache.migration import ARRIVED, FAILED, UNDER_WAY, Migration
+from vllm_dymoe.cache.transfer import Reason
+from vllm_dymoe.cache.transfer import make_engine as plain_engine
+from vllm_dymoe.cache.transfer.delivery import CpuDelivery
+from vllm_dymoe.cache.transfer.engine import TransferEngine
+from vllm_dymoe.cache.transfer.ticket import State
+from vllm_dymoe.experts.format import SliceKey
+from vllm_dymoe.options import ConfigError, Options
+from vllm_dymoe.planner.hotness import Swap
+from vllm_dymoe.planner.precision import Precision
+from vllm_dymoe.planner.routing import Phase
+from vllm_dymoe.planner.rule import HIGH, LOW
+from vllm_dymoe.policies.dynaexq import DynaExq
+from vllm_dymoe.server import ExpertServer
+
+AT_ONCE = {"window_s": 0, "window_uses": 1, "margin": 0, "alpha": 1.0, "link_share": 1.0}
+
+
+class ByMap(ByNumber):
+    """A frozen map from (layer, expert) to a code of the table."""
+
+    frozen: list = Field(default_factory=list)
+
+    @property
+    def precision(self):
+        def select(routing):
+            row = self.frozen[routing.layer]
+            return {expert: Precision.HIGH if row[expert] == HIGH else Precision.LOW for expert in routing.active}
+
+        return Instead(NumberPrecision(frozenset((Precision.HIGH, Precision.LOW)), reuses_high=False), select=select)
+
+
+def frozen_output(store, bits_map, layer, step):
+    """A layer's step where experts have the versions of a map."""
+    server = make_server(store, "100%", ByMap(frozen=bits_map.tolist()), threads=0, transfer_timeout_s=0)
+    server.cache.table.reuse_high[:] = False
+    return forward(server, layer, *step)
+
+
+def dynaexq(store, places=4, engine=None, parts=None, agree=list, high=4, low=2, **options):
+    policy = DynaExq(**(AT_ONCE | options))
+    chosen = Options(high=high, low=low, group_size=32, expert_budget="100%")
+    least = minimum_budget(store.experts, chosen, policy, workspace_bytes(store.experts))
+    formats = store.experts.formats
+    step = formats[high].nbytes - (0 if formats[high].nested else formats[low].nbytes)
+    chosen = Options(high=high, low=low, group_size=32, expert_budget=least + (places - 1) * step)
+    more = {"policy": policy, "engine": engine, "agree": agree, "parts": parts}
+    return ExpertServer(store, chosen, CPU, **more)
+
+
+def serve(server, steps):
+    """Run (seed, layer, tokens) with traffic that shifts; yields each output with the map that held."""
+    for number, (seed, layer, tokens) in enumerate(steps):
+        server.host_planned.begin_step(Phase.DECODE)
+        held = server.cache.table.precision.copy()
+        x, weights, ids = random_step(seed, tokens, server.experts)
+        ids = (ids % 3 + 3 * (number // 4 % 2)).int() if number % 3 else ids  # now one half, now the other
+        yield forward(server, layer, x, weights, ids), held, (x, weights, ids)
+        server.check_integrity()
+
+
+def execute(nested, kind, steps, turns, history, faults=(), high=4, idle=16):
+    """Serve on a recorded device; what each step gave and what a frozen map gives, and the outcomes of moves."""
+    store = RecordedFaults(STORES[nested], history, turns, {})
+    engine = make_engine(kind, store, history, turns, 1.0, Program(()))
+    compute = COMPUTATION if kind in DEVICES else None
+    if kind in DEVICES:  # whose answers are forgotten from one look to the next
+        chance = random.Random(len(steps))
+        engine.streams._ended = lambda: chance.random() < 0.9
+    server = dynaexq(store, high, engine, RecordedParts(history, compute))
+    store._faults = {store._reads + number: how for number, how in dict(faults).items()}
+    server.kernel.asynchronous = kind in DEVICES
+    record_reads(server.kernel, history, compute, turns.pause)
+    served = []
+    try:
+        for output, held, step in serve(server, steps):
+            served.append((output, frozen_output(STORES[nested], held, steps[len(served)][1], step)))
+            for _ in range(idle):  # a device needs several looks until its copies have ended
+                turns.pause()
+                server.host_planned.begin_step(Phase.DECODE)
+        assert server.stats().misses == 0
+        moves = dict(server.host_planned.migration.stats.moves)
+    finally:
+        store.hanging = False
+        engine.close()
+    return served, moves
+
+
+steps = st.lists(
+    st.tuples(st.integers(0, 50), st.integers(0, LAYERS - 1), st.sampled_from((1, 2, 9))), min_size=1, max_size=12
+)
+faults = st.dictionaries(st.integers(0, 20), st.sampled_from(("fail", "hang")), max_size=4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.booleans(), st.sampled_from(KINDS), steps, faults, st.integers(1, 12), st.integers(0, 2**32))
+def test_no_schedule_corrupts_a_slot_and_the_map_alone_decides(nested, kind, steps, faults, high, seed):
+    history = History()
+    served, _ = execute(nested, kind, steps, DeterministicThreads(history, seed), history, faults, high)
+    assert history.races == []
+    assert all(torch.equal(got, want) for got, want in served)
+
+
+def random_steps(seed):
+    chosen = random.Random(seed)
+    return [(chosen.randrange(50), number % LAYERS, chosen.choice((2, 9))) for number in range(14)]
+
+
+def found(nested, kind, seeds=range(12)):
+    """What the first seed shows that shows something, and whether anything moved at all."""
+    moved = 0
+    for seed in seeds:
+        history, served = History(), []
+        try:
+            served, moves = execute(nested, kind, random_steps(seed), DeterministicThreads(history, seed), history)
+            moved += moves.get("published", 0)
+        except (AssertionError, IndexError) as error:  # the latter where a pool has promised what it does not have
+            return str(error) or "asserted"
+        if history.races:
+            return history.races[0]
+        if not all(torch.equal(got, want) for got, want in served):
+            return "wrong"
+    assert moved > 0
+    return None
+
+
+def unordered(self, move):
+    def complete(self, fetch):
+        fetch.complete = True
+        if fetch.kept:
+            self._publish(fetch)
+
+    with mock.patch.object(Fetcher, "complete", complete):
+        REAL["_publish"](self, move)
+
+
+def published_early():
+    state = mock.patch.object(Migration, "_state", lambda self, move: ARRIVED if move.fetches else FAILED)
+    return state, mock.patch.object(Migration, "_publish", unordered)
+
+
+def without_a_fence():
+    """The thread that copied says that it is done; computation is ordered behind nothing."""
+
+    def state(self, move):
+        done = move.fetches and all(fetch.ticket.state is State.DONE for fetch in move.fetches)
+        return ARRIVED if done else UNDER_WAY if move.fetches else FAILED
+
+    return mock.patch.object(Migration, "_state", state), mock.patch.object(Migration, "_publish", unordered)
+
+
+def half_a_pair():
+    def publish(self, move):
+        up, down = move.fetches
+        self._fetcher.complete(up)
+        self._memory.evict(up.layer, up.expert)
+        self._fetcher.keep(up)
+        move.fetches.remove(up)
+        self._flying.remove(move)
+        self._fetcher.give_up([down])
+
+    return (mock.patch.object(Migration, "_publish", publish),)
+
+
+def into_a_slot_that_is_still_read():
+    submit = TransferEngine.submit
+
+    def at_once(self, key, destination, reason, after=None, projections=3):
+        return submit(self, key, destination, reason, None if reason is Reason.MIGRATION else after, projections)
+
+    return (mock.patch.object(TransferEngine, "submit", at_once),)
+
+
+REAL = {"_publish": Migration._publish}
+PLANTED = [
+    *((published_early, nested, kind) for nested in (True, False) for kind in ("disk", "link", *DEVICES)),
+    *((without_a_fence, nested, kind) for nested in (True, False) for kind in DEVICES),
+    *((into_a_slot_that_is_still_read, True, kind) for kind in DEVICES),
+    (half_a_pair, False, "disk"),
+]
+
+
+@pytest.mark.parametrize(("fault", "nested", "kind"), PLANTED)
+def test_a_planted_fault_is_found(fault, nested, kind):
+    with contextlib.ExitStack() as stack:
+        for patch in fault():
+            stack.enter_context(patch)
+        assert found(nested, kind) is not None
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_a_fault_nothing_is_found(nested, kind):
+    assert found(nested, kind, range(4)) is None
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize(("how", "outcome"), [("fail", "failed"), ("hang", "late")])
+def test_copies_that_fail_or_hang_for_ever_cost_their_moves_and_no_step_waits(nested, how, outcome):
+    store = FaultyStore(STORES[nested])
+    server = dynaexq(store, places=6)
+    store.action = lambda number, key: how
+    begin = time.perf_counter()
+    for number, (output, held, step) in enumerate(serve(server, random_steps(1) * 4)):
+        layer = random_steps(1)[number % 14][1]
+        assert torch.equal(output, frozen_output(STORES[nested], held, layer, step))
+        time.sleep(0.001)
+    assert time.perf_counter() - begin < 60, "something waited"
+    stats = server.stats()
+    assert stats.misses == 0
+    assert stats.moves[outcome] > 0
+    assert stats.moves["published"] == 0
+    store.action = lambda number, key: None
+    store.gate.set()
+    served = lambda: list(serve(server, random_steps(2))) and server.stats().moves["published"]  # noqa: E731
+    assert becomes(served, 20), "slots did not come back"
+    server.engine.close()
+
+
+@pytest.mark.parametrize(("hotness", "high", "low"), [("squared_gates", (4, 5), 0), ("uses", (0, 4), 5)])
+def test_the_hottest_are_those_that_weigh_most_or_that_are_used_most(hotness, high, low):
+    """Expert 0 has a tenth of every token, 4 and 5 the rest of half of them, 4 of one more."""
+    store = make_store(make_experts(layers=1, num_experts=EXPERTS, nested=True))
+    server = dynaexq(store, 2, plain_engine(store, CPU, 0, io_threads=0), hotness=hotness)
+    ids = torch.tensor([[0, 4], [5, 0], [0, 4], [5, 0], [0, 4]])
+    weights = torch.where(ids == 0, 0.1, 0.9)
+    x, _, _ = random_step(0, 5, store.experts)
+    for _ in range(8):
+        server.host_planned.begin_step(Phase.DECODE)
+        forward(server, 0, x, weights, ids.int())
+        for fetch in list(server.host_planned.migration.flying):
+            server.engine.wait(fetch.ticket)
+    precisions = server.cache.table.precision[0]
+    assert all(precisions[expert] == HIGH for expert in high)
+    assert precisions[low] == LOW
+    server.engine.close()
+
+
+def test_no_more_moves_than_in_flight_and_the_link_rests_between_them():
+    store = make_store(make_experts(layers=3, num_experts=EXPERTS, nested=True))
+    now = [0.0]
+    server = dynaexq(store, 9, plain_engine(store, CPU, 0, io_threads=0), in_flight=2, link_share=0.25)
+    migration = server.host_planned.migration
+    migration._clock = lambda: now[0]
+    migration._began = 0.0
+    list(serve(server, random_steps(3)))
+    assert len(list(migration.flying)) == 2
+    for fetch in list(migration.flying):
+        server.engine.wait(fetch.ticket)
+        fetch.ticket.moved_seconds = 1.0
+    migration._migrating = DynaExq(**(AT_ONCE | {"window_s": 1e9, "link_share": 0.25})).residency.migrating
+    migration._began = now[0]
+    cold = zip(*(server.cache.table.precision != HIGH).nonzero(), strict=True)
+    migration._planned.extend([Swap(1.0, place, None) for place in cold][-3:])
+    migration.turn()
+    assert not list(migration.flying), "two seconds of the link have to be paid for"
+    now[0] = 7.9
+    migration.turn()
+    assert not list(migration.flying)
+    now[0] = 8.1
+    migration.turn()
+    assert len(migration._flying) == 2
+
+
+@pytest.mark.parametrize(("nested", "begun"), [(True, 6), (False, 2)])
+def test_nested_versions_move_as_fast_as_the_link_has_time(nested, begun):
+    """They need no slots of their own; a turn is a step, and two in each would take a large model hundreds."""
+    store, now = make_store(make_experts(layers=3, num_experts=16, nested=nested)), [0.0]
+    server = dynaexq(store, 24, plain_engine(store, CPU, 0, io_threads=0), in_flight=2, link_share=0.25)
+    migration = server.host_planned.migration
+    migration._clock, migration._began = lambda: now[0], 0.0
+    migration._migrating = DynaExq(**(AT_ONCE | {"window_s": 1e9, "link_share": 0.25})).residency.migrating
+    migration._busy, migration._moved = 1.0, (10, 5.0)  # half a second of the link for each
+    high = list(zip(*(server.cache.table.precision == HIGH).nonzero(), strict=True))
+    cold = [place for place in np.ndindex(3, 16) if place not in high]
+    swaps = [Swap(1.0, up, down) for up, down in zip(cold, high, strict=False)]
+    migration._planned.extend(swaps)
+    assert len(swaps) > 6
+    now[0] = 16.0  # a quarter of it is 4, one of which is spent: 3 are left for 6 moves
+    migration.turn()
+    assert len(migration._flying) == begun
+    server.engine.close()
+
+
+def test_warm_up_counts_nothing_and_idleness_ends_no_window():
+    server = dynaexq(STORES[True])
+    with server.host_planned.unobserved():
+        list(serve(server, random_steps(1)))
+    assert sum(server.stats().choices.values()) == 0
+    server.host_planned.begin_step(Phase.DECODE)
+    assert server.stats().windows == 0
+    list(serve(server, random_steps(1)))
+    server.host_planned.begin_step(Phase.DECODE)
+    assert server.stats().windows > 0
+    assert sum(server.stats().choices.values()) == sum(2 * tokens for _, _, tokens in random_steps(1))
+
+
+def map_of_every_step(rank, agree):
+    """The second rank's disk is slow, and fails now and then."""
+    store = FaultyStore(STORES[True])
+    server = dynaexq(store, agree=agree)
+    if rank:
+        store.action = lambda number, key: time.sleep(0.003) or (None if number % 7 else "fail")
+    maps = []
+    for _, held, _ in serve(server, random_steps(5) * 6):
+        maps.append(held)
+        time.sleep(0.001)
+    server.engine.close()
+    return maps
+
+
+def test_ranks_that_share_experts_publish_in_the_same_step():
+    one, other, _ = on_two_ranks(map_of_every_step)
+    assert len(one) == len(other) == 84
+    assert all(map(np.array_equal, one, other))
+    assert any((a != b).any() for a, b in itertools.pairwise(one)), "nothing moved"
+
+
+def test_ranks_that_do_not_agree_are_found_apart():
+    one, other, _ = on_two_ranks(lambda rank, agree: map_of_every_step(rank, list))
+    assert not all(map(np.array_equal, one, other))
+
+
+def test_ranks_with_nothing_to_move_seldom_ask():
+    """Only for the time, of which each has its own."""
+
+    def run(rank, agree):
+        server = dynaexq(STORES[True], agree=agree, window_s=1e9)
+        return len(list(serve(server, random_steps(5) * 6)))
+
+    *_, asked = on_two_ranks(run)
+    assert 0 < asked <= 84 // 16
+
+
+SIZES = [((4, 2), True), ((8, 4), True), ((16, 4), False)]
+
+
+@given(st.sampled_from(SIZES), st.integers(0, 400_000))
+def test_every_plan_holds_everybody_and_as_many_high_as_it_can(kind, nbytes):
+    bits, nested = kind
+    experts = make_experts(layers=3, num_experts=8, bits=bits, nested=nested)
+    options, policy = Options(high=bits[0], low=bits[1], group_size=32), DynaExq()
+    least = minimum_budget(experts, options, policy, 1000)
+    if nbytes < least:
+        with pytest.raises(ConfigError, match=f"at least {least} bytes, or serve"):
+            plan_slots(experts, options, policy, nbytes, 1000)
+        return
+    plan = plan_slots(experts, options, policy, nbytes, 1000)
+    sizes = {Precision.HIGH: experts.formats[bits[0]].nbytes, Precision.LOW: experts.formats[bits[1]].nbytes}
+    spent = 1000 + sum(count * sizes[precision] for precision, count in plan.slots.items())
+    assert spent <= nbytes
+    high = sum(plan.quotas[Precision.HIGH])
+    assert 1 <= high <= 24
+    low = sum(plan.quotas.get(Precision.LOW, [0]))
+    assert low == (24 if nested else 24 - high)
+    staging = 0 if nested or high == 24 else 2
+    assert plan.staging == dict.fromkeys(plan.slots, staging)
+    one_more = sizes[Precision.HIGH] - (0 if nested else sizes[Precision.LOW])
+    assert high >= 23 or nbytes - spent < one_more
+
+
+def test_places_are_for_experts_whose_low_versions_lose_most():
+    """Before there was any traffic; the paper's ranking counts uses alone."""
+    experts = make_experts(layers=2, num_experts=8, nested=True)
+    lost = {layer: tuple(1.0 if expert < 6 else 16.0 * layer for expert in range(8)) for layer in experts.layers}
+    store = make_store(replace(experts, lost=lost))
+    server = dynaexq(store, places=4)
+    assert np.argwhere(server.cache.table.precision == HIGH).tolist() == [[0, 6], [0, 7], [1, 6], [1, 7]]
+    server = dynaexq(store, places=4, hotness="uses")
+    assert np.argwhere(server.cache.table.precision == HIGH).tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    worth = expert_worth(store.experts, DynaExq().residency.migrating, (1.0, 3.0))
+    assert worth[1, 7] / worth[1, 0] == pytest.approx(32**0.5)
+    assert worth[1, 7] == pytest.approx(3 * (32 / 8.75) ** 0.5), "beside its own layer's"
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_the_least_budget_serves(nested):
+    server = dynaexq(STORES[nested], places=1)
+    assert server.slot_plan.limit == server.minimum_budget
+    list(serve(server, random_steps(0)))
+    with pytest.raises(ConfigError, match='policy "dymoe", which fetches'):
+        server.resize(server.minimum_budget - 1)
+    server.resize(server.minimum_budget + 100_000)
+    assert (server.cache.table.precision == HIGH).all()
+    list(serve(server, random_steps(0)))
+    assert server.stats().misses == 0
+
+
+def test_an_expert_that_cannot_be_read_at_start_is_named():
+    store = FaultyStore(STORES[True], lambda number, key: "fail")
+    with pytest.raises(ConfigError, match=r"not every expert can be brought to the device.*on fire"):
+        dynaexq(store)
+
+
+def test_a_transfer_that_is_not_wanted_holds_no_other_up():
+    store, key = FaultyStore(STORES[True], lambda number, key: "hang"), SliceKey(0, 0, 4)
+    engine = TransferEngine(CpuDelivery(store), 1)
+    stuck = engine.submit(key, torch.zeros_like(STORES[True].packed(key)), Reason.MIGRATION)
+    assert becomes(lambda: stuck.state is State.RUNNING)
+    engine.abandon(stuck)
+    store.action = lambda number, key: None
+    other = engine.submit(key, torch.zeros_like(STORES[True].packed(key)), Reason.MIGRATION)
+    assert becomes(lambda: engine.arrived(other))
+    store.gate.set()
+    engine.close()

@@ -1,0 +1,33 @@
+"""Actions that were recorded, in place of those that are decided: an answer that depends on them comes again."""
+
+from types import SimpleNamespace
+
+from vllm_dymoe.planner.constants import LOW_VERSION, Action
+from vllm_dymoe.planner.precision import Precision
+from vllm_dymoe.planner.rule import CPU
+
+
+def replay(server, actions):
+    """Let a server's steps of the same tokens in the same order, uint8 [tokens, layers, top_k], do as these say; what
+    was fetched is now fetched or there already."""
+    serving, done, decide = server.host_planned, [0] * actions.shape[1], server.host_planned._decide
+    actions, residency = actions.numpy(), serving.policy.residency
+    server.cache.table.reuse_high[:] = False  # actions say where a better version served
+
+    def device_planned(routing):
+        layer, ids = routing.layer, routing.host_ids
+        told = actions[done[layer] :, layer][: len(ids)]
+        done[layer] += len(ids)
+        found = dict(zip(ids[ids >= 0].tolist(), told[ids >= 0].tolist(), strict=True))
+        precisions = {
+            expert: Precision.LOW if action & LOW_VERSION else Precision.HIGH for expert, action in found.items()
+        }
+        precisions |= {expert: Precision.SKIPPED for expert, action in found.items() if action == Action.SKIP}
+        precision = SimpleNamespace(select=lambda routing: precisions, renormalizes=False)
+        serving.policy, serving.executes_on_cpu = SimpleNamespace(precision=precision, residency=residency), False
+        wanted, skipped, places = decide(routing)
+        serving.executes_on_cpu = True
+        places[:, [found[expert] % LOW_VERSION == Action.CPU for expert in wanted]] = CPU
+        return wanted, skipped, places
+
+    serving._decide = device_planned

@@ -1,0 +1,299 @@
+"""Misses that the host computes where they lie, beside an emulated device: the same bits at every budget and share."""
+
+import json
+import threading
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from tests.executor.device_planned import (
+    check_device_planned,
+    decode,
+    device_planned_server,
+    rates_of,
+    run_device_planned,
+    run_large_batch,
+)
+from tests.executor.replayed import replay
+from tests.executor.steps import BUDGETS, STEPS, ByNumber, forward, random_step, run, with_budget
+from tests.small_model import make_experts, make_store
+from vllm_dymoe.cache.transfer import TransferError
+from vllm_dymoe.executor import cpu_execution
+from vllm_dymoe.kernels import CpuKernel, native
+from vllm_dymoe.planner.constants import LOW_VERSION, SMALL_BATCH_ROWS, Action, Cost
+from vllm_dymoe.planner.large_batch import small_batch_parts
+from vllm_dymoe.planner.routing import Routing
+from vllm_dymoe.planner.table import Counter
+from vllm_dymoe.policies.dymoe import Dymoe
+from vllm_dymoe.server import expert_server
+
+MIXED = Dymoe(retention=0.5, high_by="depth", reuse_high=False)
+FAST = 100.0
+"""1e9 bytes per second of an emulated link, for tests in which only results count."""
+
+needs_library = pytest.mark.skipif(native.load() is None, reason="the native library was not built here")
+
+
+@pytest.mark.parametrize("policy", [None, ByNumber(low=frozenset({0, 3}), skipped=frozenset({5}))])
+@pytest.mark.parametrize(
+    ("misses", "ratio"), [("compute", 0), ("share", 2), ("share", 3), ("share", 8), ("share", 0.5)]
+)
+def test_no_share_changes_a_bit_in_the_hosts_steps(memory_store, policy, misses, ratio):
+    """Prompts among them: rows of cold experts are computed while the link brings the others."""
+    want = run(with_budget(memory_store, "100%", policy), STEPS)
+    for budget in BUDGETS[1:]:
+        with rates_of(ratio):
+            server = with_budget(memory_store, budget, policy, misses=misses, link_gbps=FAST)
+        got = run(server, STEPS)
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True)), budget
+        stats = server.stats()
+        assert stats.cpu_executed > 0
+        assert stats.transfers["demand"] > 0 or misses == "compute"
+        assert stats.cpu_executed + stats.transfers["demand"] >= stats.misses
+        server.close(keep_store=True)
+
+
+@needs_library
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(("misses", "ratio"), [("compute", 0), ("share", 3)])
+def test_no_share_changes_a_bit_where_the_device_decides(nested, misses, ratio):
+    """Through the CPU queue: a thread answers while this one computes hits; large-batch steps fetch."""
+    store, policy = make_store(make_experts(layers=2, nested=nested)), MIXED
+    want = run_device_planned(device_planned_server(store, "100%", policy), STEPS)
+    for budget in BUDGETS[1:]:
+        with rates_of(ratio):
+            server = device_planned_server(store, budget, policy, misses=misses)
+        got = run_device_planned(server, STEPS)
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True)), budget
+        stats = server.stats()
+        assert stats.hits + stats.misses == stats.planned["high"] + stats.planned["low"]
+        assert stats.cpu_executed > 0
+        check_device_planned(server)
+        assert int(server.cpu_execution.cpu_queue.queue.control.answered) > 0
+        server.close(keep_store=True)
+
+
+@needs_library
+@pytest.mark.parametrize(("misses", "ratio"), [("compute", 0), ("share", 8)])
+def test_wide_steps_whose_misses_the_host_computes_are_narrow_ones_one_behind_the_other(misses, ratio):
+    """Two, and none in a step of the whole budget; rows behind the tokens are none of any."""
+    store = make_store(make_experts(layers=2, num_experts=24))
+    steps = [(seed, seed % 2, rows, tokens) for seed, (rows, tokens) in enumerate([(17, 17), (32, 19), (33, 33)])]
+    host, asked = device_planned_server(store, "100%", "exact", low=0), []
+    for budget in ("minimum", "25%", "100%"):
+        with rates_of(ratio):
+            server = device_planned_server(store, budget, "exact", low=0, misses=misses)
+        for seed, layer, rows, tokens in steps:
+            given = random_step(seed, rows, store.experts)
+            before = server.stats().cpu_executed
+            out = run_large_batch(server, layer, *given, rows=tokens)
+            assert torch.equal(out, run_large_batch(host, layer, *given, rows=tokens)), (budget, rows)
+            asked.append(server.stats().cpu_executed > before)
+            check_device_planned(server)
+        server.close(keep_store=True)
+    assert asked == [True, True, False] * 2 + [False] * 3
+
+
+def test_narrow_steps_take_the_place_of_a_wide_one_where_the_count_says_so():
+    """Of Qwen3-30B-A3B beside a host of three times the link's rate; not where hardly anything is missing."""
+    costs = np.array([[20, 0, 0, 0], [0] * 4, [1000, 333, 67, 16]])
+
+    def parts(tokens, missing=0.75, costs=costs, experts=128):
+        return small_batch_parts(tokens, SMALL_BATCH_ROWS, 8, experts, missing, costs)
+
+    assert [parts(tokens) for tokens in (17, 32, 33)] == [2, 2, 0]
+    assert parts(32, missing=0) == 0
+    assert parts(32, costs=0 * costs) == 0
+    slow = costs * [[1], [1], [1]] + [[0] * 4, [0] * 4, [0, 3000, 0, 0]]
+    assert parts(32, costs=slow) == 0, "the link brings everything twice"
+
+
+@needs_library
+def test_an_answer_that_does_not_come_fails_its_step_and_everything_is_fetched_from_then_on():
+    store = make_store(make_experts(layers=2))
+    want = run_device_planned(device_planned_server(store, "100%", "exact", low=0), STEPS)
+    said = []
+    with mock.patch.object(native.Library, "answer", return_value=None):  # the poller is gone
+        server = device_planned_server(store, "25%", "exact", low=0, misses="compute", transfer_timeout_s=0.2)
+        server.cpu_execution.cpu_queue.on_failure = said.append
+        got = []
+        for step in STEPS:
+            server.small_batches.settle()  # as where a step begins
+            got += run_device_planned(server, [step])
+    assert "has not computed" in said[0]
+    assert "transfer_timeout_s, which is 0.2 seconds" in said[0]
+    assert server.small_batches.costs is None
+    wrong = [number for number, (a, b) in enumerate(zip(want, got, strict=True)) if not torch.equal(a, b)]
+    assert len(wrong) <= 1, "steps behind the one that failed are whole again"
+    assert server.cpu_execution.cpu_queue.failed
+    server.close(keep_store=True)
+
+
+def test_a_layer_that_takes_too_long_beside_the_device_fails_its_step(memory_store):
+    server = with_budget(memory_store, "minimum", low=0, misses="compute", link_gbps=FAST, transfer_timeout_s=0.2)
+    x = random_step(0, 5, memory_store.experts)
+    want = forward(server, 0, *x)
+    hung, compute = threading.Event(), CpuKernel.compute
+    with mock.patch.object(server.cpu_execution.worker._kernel, "compute", side_effect=lambda *_: hung.wait()):
+        with pytest.raises(TransferError, match="computed a layer's experts within transfer_timeout_s"):
+            forward(server, 0, *x)
+        hung.set()
+    assert compute is CpuKernel.compute
+    assert torch.equal(forward(server, 0, *x), want)
+    server.check_integrity()
+    server.close(keep_store=True)
+
+
+def test_the_first_starts_measure_rates_and_the_best_is_kept(memory_store, tmp_path):
+    """Of link and host, each while the other works. Others, and what cannot be read, are measured anew."""
+    kept = tmp_path / "rates.json"
+
+    def rates(link_gbps=0.001):
+        server = with_budget(memory_store, "50%", misses="share", link_gbps=link_gbps, rates=kept)
+        found, costs = server.cpu_execution.rates, server.cache.table.cpu_costs
+        assert costs[2, Cost.LINK] == round(1e9 * memory_store.experts.formats[4].nbytes / found.link)
+        server.close(keep_store=True)
+        return found
+
+    first = rates()
+    assert first.link == pytest.approx(1e6, rel=0.5)
+    assert first.describe(memory_store.experts).startswith("0.0 GB/s of the link and ")
+    measured = [replace(first, first_row={tag: s / n for tag, s in first.first_row.items()}) for n in (8, 2)]
+    with mock.patch.object(cpu_execution, "measure", side_effect=measured) as measure:
+        assert rates() == replace(measured[0], measured=2)
+        assert rates() == replace(measured[0], measured=3), "the best of three"
+        assert rates() == replace(measured[0], measured=3)
+        assert measure.call_count == 2
+    assert rates(link_gbps=0.002).measured == 1, "of another link"
+    kept.write_text(json.dumps({"link": 3}))
+    assert rates().measured == 1
+
+
+@pytest.mark.parametrize(("misses", "ratio"), [("compute", 0), ("share", 8)])
+@pytest.mark.parametrize("tokens", [9, 40])
+def test_of_a_wide_step_the_host_computes_experts_of_few_rows_while_the_link_brings_the_others(
+    memory_store, misses, ratio, tokens
+):
+    """Half of the pairs fall on two experts, which have more than `misses_rows` rows; nothing is resident."""
+    experts, most = memory_store.experts, tokens // 4
+    with rates_of(ratio):
+        server = with_budget(memory_store, "minimum", low=0, misses=misses, misses_rows=most, link_gbps=FAST)
+    x, weights, _ = random_step(tokens, tokens, experts)
+    hot, rest = torch.arange(tokens) % 2, 2 + torch.arange(tokens) % (experts.num_experts - 2)
+    ids = torch.stack([hot, rest], 1).int()
+    rows = torch.bincount(ids.flatten())
+    assert 0 < int((rows > most).sum()) < int((rows > 0).sum())
+    forward(server, 0, *random_step(1, 40, experts))  # finds the free places
+    server.reset_stats()
+    held = server.cache.table.precision[0] > 0
+    out = forward(server, 0, x, weights, ids)
+    stats, far = server.stats(), torch.tensor(~held) & (rows > 0)
+    few = int((far & (rows <= most)).sum())
+    assert stats.cpu_executed == few if misses == "compute" else 0 < stats.cpu_executed <= few
+    assert stats.transfers["demand"] == int(far.sum()) - stats.cpu_executed > 0
+    assert torch.equal(out, forward(with_budget(memory_store, "100%", low=0), 0, x, weights, ids))
+    server.close(keep_store=True)
+
+
+OF_STEPS = (1, 1, 7, 40) * 4
+
+
+def steps_of_both_layers(experts):
+    """With an expert of another rank in some."""
+    for number, tokens in enumerate(OF_STEPS):
+        step = [random_step(2 * number + layer, tokens, experts) for layer in range(2)]
+        for _, _, ids in step[number % 3 :]:
+            ids[0, 0] = -1
+        yield step
+
+
+def answers(store, budget, policy, ratio, actions=None, **options):
+    """What the host's steps give, and their actions; the device's kernel has other last bits than the host's."""
+    with rates_of(ratio), mock.patch.object(expert_server, "make_kernel", return_value=CpuKernel(isa="torch")):
+        server = with_budget(store, budget, policy, misses="share", link_gbps=FAST, **options)
+    server.host_planned.records_actions = True
+    if actions is not None:
+        replay(server, actions)
+    outs, found = [], []
+    for step in steps_of_both_layers(store.experts):
+        routings = [Routing(layer, 2, x, ids, weights) for layer, (x, weights, ids) in enumerate(step)]
+        outs += map(server.host_planned.forward, routings)
+        found.append(torch.stack([routing.actions for routing in routings], 1))
+    server.check_integrity()
+    server.close(keep_store=True)
+    return outs, torch.cat(found)
+
+
+def device_planned(store, policy, ratio, folder, **options):
+    """The same where the device plans, and the number of experts that it counted of each action."""
+    options |= {"misses": "share", "trace": str(folder)}
+    with rates_of(ratio), mock.patch.object(expert_server, "make_kernel", return_value=CpuKernel(isa="torch")):
+        server = device_planned_server(store, "50%", policy, **options)
+    outs, found = [], []
+    for step in steps_of_both_layers(store.experts):
+        small, layers = len(step[0][0]) <= SMALL_BATCH_ROWS, []
+        for layer, of_layer in enumerate(step):
+            outs.append((decode if small else run_large_batch)(server, layer, *of_layer))
+            if not small:
+                layers.append(server.small_batches.large.actions(of_layer[2]))
+        found.append(
+            torch.stack(layers or [server.small_batches.actions(layer, step[layer][2]) for layer in range(2)], 1)
+        )
+    counts = server.small_batches.table.counters.sum(0)
+    check_device_planned(server)
+    server.close(keep_store=True)
+    return outs, torch.cat(found), counts
+
+
+def all_equal(outs, want):
+    return all(map(torch.equal, outs, want))
+
+
+@needs_library
+@pytest.mark.parametrize("budget", ["minimum", "100%"])
+def test_recorded_actions_bring_an_answer_again_that_depends_on_them(memory_store, budget):
+    """The rates have changed meanwhile."""
+    policy = ByNumber(low=frozenset({0, 3}), skipped=frozenset({5}))
+    want, actions = answers(memory_store, "50%", policy, 3)
+    assert {0, 1, 2, Action.CPU, Action.SKIP, LOW_VERSION + Action.CPU} <= set(actions.flatten().tolist())
+    assert not all_equal(answers(memory_store, budget, policy, 0.5)[0], want)
+    assert all_equal(answers(memory_store, budget, policy, 0.5, actions)[0], want)
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("nested", "low", "reuse_high"), [(False, 2, True), (False, 2, False), (False, 0, True), (True, 2, True)]
+)
+def test_actions_that_a_device_decided_bring_its_answer_again(nested, low, reuse_high, tmp_path):
+    """In the host's steps, narrow and wide; every expert is recorded as it was counted."""
+    store = make_store(make_experts(layers=2, nested=nested))
+
+    def policy():
+        return Dymoe(retention=0.5, high_by="depth", reuse_high=reuse_high)
+
+    want, actions, counts = device_planned(store, policy(), 3, tmp_path, low=low)
+    for budget in ("minimum", "100%"):
+        assert all_equal(answers(store, budget, policy(), 0.5, actions, low=low)[0], want), budget
+    kinds, first = actions % LOW_VERSION, 0
+    found = dict.fromkeys(Action, 0)
+    for tokens, step in zip(OF_STEPS, steps_of_both_layers(store.experts), strict=True):
+        for layer, (_, _, ids) in enumerate(step):
+            of_experts = zip(
+                ids.flatten().tolist(), kinds[first : first + tokens, layer].flatten().tolist(), strict=True
+            )
+            for expert, action in set(of_experts):
+                found[action] += expert >= 0
+                assert expert >= 0 or action == Action.SKIP
+        first += tokens
+    for action, counter in (
+        (Action.HIT, "HITS"),
+        (Action.STREAM, "STREAMED"),
+        (Action.CPU, "CPU_EXECUTED"),
+        (Action.SKIP, "SKIPPED"),
+    ):
+        assert found[action] == counts[Counter[counter]] or (nested and action is Action.STREAM)  # counted by slices
+    assert found[Action.ADMIT] > 0 < found[Action.CPU]
+    assert (actions >= LOW_VERSION).any() == (low > 0)

@@ -1,0 +1,287 @@
+"""No schedule of narrow and large-batch steps without the host corrupts a slot, on a recorded device.
+
+A small-batch step, replayed from a graph or launched, is one operation of the computing stream for each of its layers:
+it reads slots, and fills slots that layers keep and slots that no layer keeps. What it leaves to the host goes through
+a CPU queue, whose poller and watchdog are threads of their own. Large-batch steps between them stream through the
+latter slots on a stream of their own, ahead of what is computed, and fill and read what layers keep; budgets change in
+the middle.
+"""
+
+import contextlib
+import random
+import threading
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.executor.device_planned import decode, rates_of, run_large_batch
+from tests.executor.schedules import (
+    EXPERTS,
+    LAYERS,
+    STORES,
+    HostPredictions,
+    Program,
+    RecordedParts,
+    expected,
+    make_engine,
+)
+from tests.executor.steps import make_server, random_step
+from tests.support.deterministic_threads import DeterministicThreads
+from tests.support.happens_before import History
+from tests.support.recorded_cpu_queue import DeviceAccesses, RecordedCpuQueue
+from tests.support.recorded_device import COMPUTATION, RecordedStore, record_reads
+from vllm_dymoe.executor import cpu_execution, cpu_worker, plain_kernels
+from vllm_dymoe.executor.large_batch import LargeBatches
+from vllm_dymoe.executor.plain_kernels import PlainKernels
+from vllm_dymoe.kernels import cpu_queue as queue
+from vllm_dymoe.kernels import native
+from vllm_dymoe.kernels.cpu_queue import QueueShape, post_plain
+from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
+from vllm_dymoe.planner.table import Table, check_integrity
+from vllm_dymoe.policies.exact import Exact
+
+PROMPT = SMALL_BATCH_ROWS + 4
+MISSES = ("fetch", "compute", "share") if native.load() else ("fetch",)
+
+
+class RecordedBranch:
+    """Tells what is behind what; work is given to its ``stream``."""
+
+    def __init__(self, history):
+        self._history, self.stream = history, COMPUTATION
+
+    @contextlib.contextmanager
+    def fork(self):
+        self._history.follow(COMPUTATION, self._history.now(threading.current_thread()))  # that launches it
+        self._history.follow("branch", self._history.now(COMPUTATION))
+        self.stream = "branch"
+        yield
+        self.stream = COMPUTATION
+
+    def mark(self):
+        return self._history.now("branch")
+
+    def join(self, mark):
+        self._history.follow(COMPUTATION, mark)
+
+
+class RecordedKernels(PlainKernels):
+    """Tells of the slots that a decode step fills, and of those that it reads to fill others."""
+
+    def __init__(self, history, branch, *arguments):
+        super().__init__(*arguments)
+        self._history, self._branch = history, branch
+
+    def forward(self, *arguments):
+        queues = self.cpu_queue is not None
+        with DeviceAccesses(self._history, self.cpu_queue) if queues else contextlib.nullcontext():
+            return super().forward(*arguments)
+
+    def fetch(self, source, destination):
+        stream = self._branch.stream
+        self._history.follow(stream, self._history.now(threading.current_thread()))  # that launches it
+        self._history.read(stream, source)
+        self._history.write(stream, destination)
+        return super().fetch(source, destination)
+
+
+class Roomy(Exact):
+    """Has two groups of two slots for what passes."""
+
+    def staging_slots(self, slots):
+        return min(4, slots)
+
+
+class DevicePlannedParts(RecordedParts):
+    def __init__(self, history):
+        super().__init__(history, COMPUTATION)
+        self._branch = RecordedBranch(history)
+
+    def decode_kernel(self, kernel, experts, link_gbps=None):
+        return RecordedKernels(self._history, self._branch, kernel, experts.formats)
+
+    def branch(self):
+        return self._branch
+
+
+def execute(program, turns, history):
+    store = RecordedStore(STORES[program.nested], history, turns.pause)
+    engine = make_engine("pinned", store, history, turns, None, program)
+    rung = partial(RecordedCpuQueue, history, turns, program.late)
+    with rates_of(3), mock.patch.object(cpu_execution, "CpuQueue", rung):
+        server = make_server(
+            store,
+            program.budget or "100%",
+            Roomy(),
+            predictor=HostPredictions(program.predictions),
+            engine=engine,
+            parts=DevicePlannedParts(history),
+            planning="device",
+            misses=program.misses,
+        )
+    if not program.budget:
+        server.resize(server.minimum_budget)
+    server.kernel.asynchronous = True
+    record_reads(server.kernel, history, COMPUTATION, turns.pause)
+    outputs, before, failed, cpu_queue = [], LAYERS, False, server.cpu_execution.cpu_queue
+    with mock.patch.object(queue, "native_library", return_value=cpu_queue):
+        for number, (seed, layer, tokens) in enumerate(program.steps):
+            if number in program.resizes:
+                server.resize(program.resizes[number])
+            if cpu_queue is not None and layer <= before:  # the host begins a step, while the one before may still run
+                if failed:
+                    server.small_batches.settle()
+                failed = cpu_queue.failed
+            before = layer
+            run = decode if tokens <= SMALL_BATCH_ROWS else run_large_batch
+            outputs.append(run(server, layer, *random_step(seed, tokens, STORES[program.nested].experts)))
+            check_integrity(server.cache.device_table.table.on_host(), ranges=True)
+            if cpu_queue is not None and cpu_queue.given_up:
+                outputs[-1], cpu_queue.given_up = None, False
+    server.check_integrity()
+    engine.close()
+    server.cpu_execution.close()
+    return outputs
+
+
+predictions = st.lists(st.tuples(st.integers(0, LAYERS - 1), st.integers(0, EXPERTS - 1)), max_size=4).map(tuple)
+programs = st.builds(
+    Program,
+    steps=st.lists(
+        st.tuples(st.integers(0, 50), st.integers(0, LAYERS - 1), st.sampled_from((1, 2, 5, PROMPT))),
+        min_size=1,
+        max_size=8,
+    ).map(tuple),
+    budget=st.sampled_from((0, 0.2, 0.4, 0.6, 1.0)),
+    nested=st.booleans(),
+    predictions=st.lists(predictions, max_size=8).map(tuple),
+    resizes=st.dictionaries(st.integers(0, 7), st.sampled_from((0.4, 0.7)), max_size=2),
+    misses=st.sampled_from(MISSES),
+    late=st.sampled_from((0.0, 0.03)),
+)
+
+
+def equal(outputs, program):
+    """Of the steps that did not fail, which are all but two of those that follow each other."""
+    right = [got is None or torch.equal(got, want) for got, want in zip(outputs, expected(program), strict=True)]
+    return all(right) and sum(got is None for got in outputs) <= 2 * LAYERS
+
+
+@settings(max_examples=40, deadline=None)
+@given(programs, st.integers(0, 2**32), st.sampled_from((0.1, 0.5, 1.0)))
+def test_no_schedule_corrupts_a_slot(program, seed, restless):
+    history = History()
+    outputs = execute(program, DeterministicThreads(history, seed, restless), history)
+    assert history.races == []
+    assert equal(outputs, program)
+
+
+def random_program(seed, misses=MISSES[:1]):
+    """Prompts and decode steps, which prediction and stream; every other program of steps that end in the middle."""
+    chosen, tokens = random.Random(seed), (1, 5, 5, PROMPT) if misses[0] != "fetch" else (1, 5, 5, PROMPT, PROMPT)
+    layers = [chosen.randrange(LAYERS) if seed % 2 else number % LAYERS for number in range(12)]
+    return Program(
+        steps=tuple((chosen.randrange(50), layer, chosen.choice(tokens)) for layer in layers),
+        budget=0.4 if seed % 2 else chosen.choice((0.2, 0.4)),
+        nested=seed % 4 == 0,
+        predictions=tuple(
+            tuple((min(layer + 1, LAYERS - 1), chosen.randrange(EXPERTS)) for _ in range(4)) for layer in layers
+        ),
+        misses=misses[seed % len(misses)],
+        late=0.2 if seed % 4 > 1 else 0.0,
+    )
+
+
+def faults(seeds=range(40), misses=MISSES[:1]):
+    """What the first seed shows that shows something: a race, or a wrong answer; None if none of them does."""
+    for seed in seeds:
+        history, outputs = History(), None
+        with contextlib.suppress(AssertionError):
+            outputs = execute(random_program(seed, misses), DeterministicThreads(history, seed), history)
+        if history.races:
+            return history.races[0]
+        if outputs and not equal(outputs, random_program(seed, misses)):
+            return "wrong"
+    return None
+
+
+def elsewhere(self, source, destination):
+    if self._branch.stream == COMPUTATION:
+        self._history.write("another", destination)
+    return PlainKernels.fetch(self, source, destination)
+
+
+@contextlib.contextmanager
+def fork_at_once(self):
+    self.stream = "branch"
+    yield
+    self.stream = COMPUTATION
+
+
+def number_first(entries, turn, *posted):
+    queue.native_library().post(entries.address, int(turn[0]) + 1)
+    post_plain(entries, turn, *posted)
+
+
+def answer_first(self, me, number, seen, section, compute):
+    self.move_on(me, number, seen)
+    self._history.write(me, section)
+    compute()
+
+
+def as_deep_as_a_step(depth, *sizes):
+    return QueueShape(LAYERS, *sizes)
+
+
+PLANTED = {
+    "a slot is filled while a layer reads it": (
+        RecordedBranch,
+        "fork",
+        fork_at_once,
+        "the branch stream writes",
+    ),
+    "what was copied ahead counts for another step": (Table, "forget_ahead", lambda self: None, "wrong"),
+    "another step begins beside copies for a large one": (
+        LargeBatches,
+        "settle",
+        lambda self: None,
+        "while the branch",
+    ),
+    "a group is computed before it is there": (RecordedBranch, "join", lambda self, mark: None, "reads"),
+    "a row is published before another stream has filled its slot": (RecordedKernels, "fetch", elsewhere, "writes"),
+}
+RUNG = {
+    "a number is written before its entry": (plain_kernels, "post_plain", number_first, "that answers may still read"),
+    "the poller sees a number and not what is behind it": (
+        RecordedCpuQueue,
+        "acquire",
+        lambda self, me: None,
+        "that answers reads",
+    ),
+    "rows are summed before they are answered": (RecordedCpuQueue, "wait", lambda *_: 0, "wrong"),
+    "an answer is given before its rows are written": (RecordedCpuQueue, "answer", answer_first, "out of entry"),
+    "a step behind one that failed writes over its entries": (
+        cpu_worker,
+        "QueueShape",
+        as_deep_as_a_step,
+        "stream writes",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", [*PLANTED, *(RUNG if MISSES[1:] else ())])
+def test_a_planted_fault_is_found(fault):
+    owner, name, replacement, shows = (PLANTED | RUNG)[fault]
+    with mock.patch.object(owner, name, replacement):
+        found = faults(misses=MISSES[:1] if fault in PLANTED else MISSES[1:])
+    assert found is not None
+    assert shows in found
+
+
+@pytest.mark.parametrize("misses", [MISSES[:1], MISSES])
+def test_without_a_fault_nothing_is_found(misses):
+    assert faults(range(12), misses) is None

@@ -1,0 +1,200 @@
+"""Large-batch steps without the host: the bits of the host's way, what is enqueued when, and nothing that waits."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.executor.device_planned import (
+    check_device_planned,
+    decode,
+    device_planned_server,
+    run_device_planned,
+    run_large_batch,
+)
+from tests.executor.steps import forward, make_server, random_step, run
+from tests.executor.test_host_syncs import OnDevice
+from tests.small_model import make_experts, make_store
+from vllm_dymoe.executor.large_batch import LargeBatches
+from vllm_dymoe.executor.plain_kernels import PlainKernels, PlainLargeBatch
+from vllm_dymoe.kernels import Activation
+from vllm_dymoe.planner.large_batch import LargeBatchShape
+from vllm_dymoe.planner.routing import PromptTokens
+from vllm_dymoe.planner.rule import HIGH
+from vllm_dymoe.planner.table import Counter, Table
+from vllm_dymoe.policies.dymoe import Dymoe
+from vllm_dymoe.policies.exact import Exact
+
+LAYERS, EXPERTS = 4, 16
+STORES = {nested: make_store(make_experts(layers=LAYERS, num_experts=EXPERTS, nested=nested)) for nested in (0, 1)}
+
+
+class Roomy(Exact):
+    """Half of its slots stay free for what passes."""
+
+    def staging_slots(self, slots):
+        return slots // 2
+
+
+class RoomyDymoe(Dymoe, Roomy):
+    """The same with two precisions."""
+
+
+POLICIES = {"exact": (Roomy(), 0), "precisions": (RoomyDymoe(retention=0.5, reuse_high=False), 2)}
+POLICIES["skips"] = POLICIES["precisions"][0], 0
+STEPS = [(seed, layer, tokens) for seed, tokens in enumerate((40, 40, 3, 20, 1, 60, 17)) for layer in range(LAYERS)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("budget", ["100%", "50%", "25%", "minimum"])
+@pytest.mark.parametrize("nested", [0, 1])
+def test_no_budget_changes_a_bit(policy, budget, nested):
+    policy, low = POLICIES[policy]
+    policy = type(policy)(**policy.model_dump())  # a threshold of its own
+    want = run(make_server(STORES[nested], "100%", type(policy)(**policy.model_dump()), low=low), STEPS)
+    server = device_planned_server(STORES[nested], budget, policy, low=low)
+    got = run_device_planned(server, STEPS)
+    assert all(map(torch.equal, got, want))
+    counts = server.cache.device_table.table.counters.sum(0)
+    alone = not nested and len(server.slot_plan.slots) == 1
+    assert bool(counts[Counter.AHEAD_USED]) == (alone and budget in ("50%", "25%"))
+
+
+@pytest.mark.parametrize("high_by", ["threshold", "depth"])
+def test_prompts_have_the_hosts_precisions(high_by):
+    """Prompts beside tokens that decode, each with a measure of its own; in half of the steps weights' sums are equal,
+    or differ by less than float32 would tell."""
+    policy = lambda: RoomyDymoe(retention=0.5, reuse_high=False, high_by=high_by)  # noqa: E731
+    host, server = make_server(STORES[1], "100%", policy()), device_planned_server(STORES[1], "50%", policy())
+    for step in range(12):
+        for layer in range(LAYERS):
+            (x, weights, ids), place = random_step(step, 30, STORES[1].experts), torch.arange(30)
+            given = x, weights if step % 2 else 0.5 + 2**-24 * (weights > weights.median()), ids
+            rows = place < (30, 17, 0)[step % 3]
+            prompt = PromptTokens(rows, rows & (place % 4 > 0), mixed=not rows.all())
+            want = forward(host, layer, *given, prompt=prompt if rows.any() else None)
+            marks = rows.to(torch.int8) + prompt.heavy
+            assert torch.equal(run_large_batch(server, layer, *given, marks=marks), want)
+    table = server.cache.device_table.table
+    if high_by == "threshold":
+        ours = table.prompt_threshold.tolist(), table.threshold.tolist()
+        assert ours == tuple(one.tolist() for one in host.policy.precision.thresholds)
+
+
+def test_an_interrupted_step_leaves_nothing_that_counts():
+    """What was copied ahead for a layer that does not come is not found by the next step, wide or narrow."""
+    server = device_planned_server(STORES[0], "25%", Roomy(), low=0)
+    want = run(make_server(STORES[0], "100%", Roomy(), low=0), STEPS)
+    for number, (seed, layer, tokens) in enumerate(STEPS):
+        if number % 3 == 0:
+            run_large_batch(server, (layer + 2) % LAYERS, *random_step(99, 30, STORES[0].experts))
+        step = decode if tokens <= 16 else run_large_batch
+        assert torch.equal(step(server, layer, *random_step(seed, tokens, STORES[0].experts)), want[number])
+        check_device_planned(server)
+
+
+def test_a_graph_of_a_layer_holds_for_any_budget():
+    """Captured with everything there, and right when nothing is."""
+    server = device_planned_server(STORES[0], "100%", Roomy(), low=0)
+    want = run(make_server(STORES[0], "100%", Roomy(), low=0), STEPS[:LAYERS])
+    for budget in ("100%", "25%", "minimum"):
+        server.resize(server.minimum_budget if budget == "minimum" else budget)
+        for (seed, layer, tokens), one in zip(STEPS, want, strict=False):
+            given = random_step(seed, tokens, STORES[0].experts)
+            assert torch.equal(run_large_batch(server, layer, *given, captured=True), one)
+    check_device_planned(server)
+    assert len(server.small_batches.large._captured) == 1
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_no_step_waits_for_the_device(monkeypatch, captured):
+    """Of launches that do nothing: what is left is the path's own code, with ids that only the device knows."""
+
+    class Launches(PlainLargeBatch):
+        def plan(self, layer, x, weights, ids, *rest):
+            assert isinstance(ids, OnDevice)
+            self._x = x
+
+        def copy(self, group): ...
+
+        compute = copy
+
+        def finish(self):
+            return self._x
+
+    monkeypatch.setattr(PlainKernels, "large_batch_step", lambda *given: Launches(*given))
+    server = device_planned_server(STORES[0], "25%", Roomy(), low=0)
+    OnDevice.log = []
+    for step in range(2):
+        for layer in range(LAYERS):
+            given = (part.as_subclass(OnDevice) for part in random_step(step, 40, STORES[0].experts))
+            run_large_batch(server, layer, *given, captured=captured)
+    assert OnDevice.log == []
+    assert isinstance(server.small_batches.large, LargeBatches)
+
+
+class Clocks:
+    """The two streams of a device, at ``computing`` and ``copying`` seconds of virtual time, and a step whose launches
+    only take some."""
+
+    def __init__(self, shape, resident, each, compute, decide):
+        self.shape, self._resident, self._each = shape, resident, each
+        self._compute, self._decide = compute / shape.experts, decide
+        self.computing = self.copying = self.busy = 0.0
+        self._staged = 0
+
+    @contextlib.contextmanager
+    def fork(self):
+        self.copying = max(self.copying, self.computing)
+        yield
+
+    def mark(self):
+        return self.copying
+
+    def join(self, mark=None):
+        self.computing = max(self.computing, self.copying if mark is None else mark)
+
+    def plan(self, *given):
+        self.computing += self._decide
+        self._left, self._there = self.shape.experts - self._resident - self._staged, self._staged
+        self._staged = self.shape.half * (given[6] > 0)
+        self._sizes = {}
+        for group in range(2, self.shape.groups):
+            self._sizes[group] = min(self.shape.half, self._left)
+            self._left -= self._sizes[group]
+        self._sizes[self.shape.groups] = self._staged
+        assert not self._left
+
+    def copy(self, group):
+        experts = self._sizes.get(group, 0)
+        self.copying += experts * self._each
+        self.busy += experts * self._each
+
+    def compute(self, group):
+        count = self._resident + self._there if group == 0 else self._sizes.get(group, 0)
+        self.computing += count * self._compute
+
+    def finish(self):
+        return torch.empty(0)
+
+
+@pytest.mark.parametrize("resident", [16, 32, 64, 96])
+def test_the_link_never_rests_in_a_sweep(resident):
+    """512 tokens through 48 layers of 128 experts at 25 GB/s: within a twentieth of what the link alone would take.
+
+    A layer is computed in 1.15 ms, decided in 0.1, and between two of them attention takes 0.35, as counted for a 4090.
+    """
+    table = Table.allocate(48, 128, device="cpu")
+    large = LargeBatches(SimpleNamespace(top_k=8), table, None, None, torch.zeros(1))
+    large.set_slots({HIGH: 16}, {HIGH: [resident] * 48})
+    shape = LargeBatchShape(512, 8, 128, 1, 8, -(-(128 - resident) // 8))
+    clocks = Clocks(shape, resident, each=2.65e6 / 25e9, compute=1.15e-3, decide=1e-4)
+    large._branch, large._kernel = clocks, SimpleNamespace(large_batch_step=lambda *_: clocks)
+    for layer in range(48):
+        large.forward(layer, torch.empty(512, 1), None, None, Activation.SILU)
+        assert large._last[0][0] == shape
+        clocks.computing += 3.5e-4
+    bound = 48 * (128 - resident) * 2.65e6 / 25e9
+    assert clocks.busy == pytest.approx(bound)
+    assert clocks.computing / bound < 1.05

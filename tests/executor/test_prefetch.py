@@ -1,0 +1,164 @@
+"""A predictor in the server: counted, asked at the right moment, harmless when wrong."""
+
+import random
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.executor.steps import ByNumber, forward, kept_by, random_step, run, with_budget
+from tests.small_model import make_experts, make_store
+from vllm_dymoe.options import ConfigError
+from vllm_dymoe.prefetch import Candidate, Predictor
+from vllm_dymoe.prefetch.popularity import Popularity
+
+LAYERS = 4
+STORE = make_store(make_experts(layers=LAYERS))
+FORMAT = STORE.experts.formats[4]
+LINK = FORMAT.nbytes / 1e-3 / 1e9  # an expert takes a millisecond
+STEPS = [(seed, seed % LAYERS, 1) for seed in range(96)]
+
+
+class Adversary(Predictor):
+    nbytes = property(lambda self: self._nbytes)
+
+    def __init__(self, nbytes=0):
+        self._nbytes = nbytes
+        self._random = random.Random(0)
+        self._step = 0
+
+    def observe(self, routing):
+        self._step += 1
+
+    def predict(self, layer):
+        if layer + 1 == LAYERS or self._step == len(STEPS):
+            return []
+        seed, following, tokens = STEPS[self._step]
+        assert following == layer + 1
+        wanted = set(random_step(seed, tokens, STORE.experts)[2].flatten().tolist())
+        wrong = [expert for expert in range(6) if expert not in wanted] * 2
+        self._random.shuffle(wrong)
+        return [Candidate(following, expert) for expert in wrong]
+
+
+@pytest.mark.parametrize("budget", ["25%", "50%"])
+def test_naming_only_what_is_not_wanted_changes_neither_values_nor_the_cache_nor_demand(budget):
+    def served(predictor):
+        server = with_budget(STORE, budget, ByNumber(staging=3), predictor=predictor, link_gbps=LINK)
+        kept = []
+        outputs = []
+        for step in STEPS:
+            outputs += run(server, [step])
+            kept.append(kept_by(server))
+        server.engine.close()
+        return outputs, kept, server.stats()
+
+    outputs, kept, alone = served(None)
+    wrong_outputs, wrong_kept, beside = served(Adversary())
+    assert all(torch.equal(a, b) for a, b in zip(outputs, wrong_outputs, strict=True))
+    assert kept == wrong_kept
+    assert (beside.hits, beside.misses, beside.evictions) == (alone.hits, alone.misses, alone.evictions)
+    assert beside.bytes_moved["demand"] == alone.bytes_moved["demand"]
+    assert beside.prefetches["useful"] == beside.prefetches["late"] == 0
+    assert beside.prefetches["wasted"] + beside.prefetches["cancelled"] >= 32, "it was not tried"
+    assert beside.prefetch_interval["decode"] > 1, "and it is still trusted"
+
+
+class Names(Predictor):
+    """Names one expert; with weights of a size that a test says."""
+
+    nbytes = property(lambda self: self._nbytes)
+
+    def __init__(self, nbytes=0, later=False, log=None):
+        super().__init__(SimpleNamespace(answers_later=later))
+        self._nbytes, self._log = nbytes, log if log is not None else []
+
+    def observe(self, routing):
+        self._log.append(f"observe {routing.layer}")
+
+    def begin(self, layer):
+        assert self.answers_later
+        self._log.append(f"begin {layer}")
+
+    def predict(self, layer):
+        self._log.append(f"predict {layer}")
+        return [Candidate(layer + 1, 0)] if layer + 1 < LAYERS else []
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_what_computes_on_a_side_stream_is_read_when_experts_compute(later):
+    log = []
+    server = with_budget(STORE, "100%", predictor=Names(later=later, log=log), link_gbps=LINK)
+    compute = server.kernel.compute
+
+    def logged(*arguments):
+        log.append("compute")
+        return compute(*arguments)
+
+    server.kernel.compute = logged
+    begin = time.perf_counter()
+    run(server, [(0, 0, 1)] * 3)
+    assert 0 < server.stats().prediction_seconds < time.perf_counter() - begin
+    server.engine.close()
+    first = log[: 1 + log.index("compute")]
+    assert first == ["observe 0", "begin 0" if later else "predict 0", "compute"]
+    assert log.count("predict 0") == 3, "once in each step, also where its experts are there"
+
+
+def test_its_memory_is_part_of_the_budget():
+    def slots(nbytes, budget):
+        server = with_budget(STORE, budget, predictor=Names(nbytes))
+        stats = server.stats()
+        assert stats.predictor_bytes == nbytes
+        assert server.budget.reserved == server.kernel.workspace_bytes + nbytes + stats.slots["high"] * FORMAT.nbytes
+        assert server.budget.reserved <= stats.budget_bytes
+        return stats.slots["high"]
+
+    of_bytes = with_budget(STORE, "50%").budget.limit
+    assert slots(2 * FORMAT.nbytes, of_bytes) == slots(0, of_bytes) - 2  # bytes are strict
+    assert slots(2 * FORMAT.nbytes, "50%") == slots(0, "50%")  # a share counts experts
+    assert slots(2 * FORMAT.nbytes, "top-k") == STORE.experts.top_k
+    with pytest.raises(ConfigError, match="need"):
+        slots(10**9, of_bytes)
+
+
+def test_what_was_computed_to_warm_up_is_not_counted():
+    x, weights = torch.randn(512, STORE.experts.formats[4].hidden).bfloat16(), torch.full((512, 2), 0.5)
+
+    def favourites(ids, warm):
+        predictor = Popularity(LAYERS, STORE.experts.num_experts, decode_experts=2)
+        server = with_budget(STORE, "100%", ByNumber(staging=3), predictor=predictor, link_gbps=LINK)
+        for layer in range(LAYERS):
+            if warm and layer in (0, 2):  # before a request, and between two
+                before = server.stats()
+                with server.host_planned.unobserved():
+                    for other in range(LAYERS):
+                        forward(server, other, x, weights, torch.tensor([[0, 1]]).expand(512, -1).int())
+                after = server.stats()
+                assert replace(after, resident_experts={}) == replace(before, resident_experts={})
+                assert after.resident_experts["high"] >= 2 * LAYERS, "it was not computed"
+            forward(server, layer, x[:1], weights[:1], torch.tensor([ids]).int())
+        assert server.stats().planned["high"] == 2 * LAYERS
+        server.engine.close()
+        return predictor.predict(0)
+
+    assert favourites([4, 5], warm=True) == favourites([4, 5], warm=False) != []
+
+
+@pytest.mark.parametrize("budget", ["100%", "50%"])
+def test_hits_of_a_layer_are_counted_when_its_predictor_hears_of_it(budget):
+    """FIRM-MoE Eq. 11 counts what the layer found on the device, not what the layer before it did."""
+    heard = []
+
+    class Hears(Names):
+        def observe(self, routing):
+            counts = server.host_planned.counts
+            heard.append(counts.hits + counts.misses)
+
+    server = with_budget(STORE, budget, predictor=Hears())
+    x, weights, ids = random_step(0, 1, STORE.experts)
+    for _ in range(3):  # all of them are there from the second time on
+        forward(server, 0, x, weights, ids)
+    assert heard == [number * ids.numel() for number in (1, 2, 3)]

@@ -1,0 +1,77 @@
+"""The launches of a CPU queue against their plain twins, and a whole step with the native library behind it."""
+
+import pytest
+import torch
+
+from tests.executor.device_planned import check_device_planned, decode, device_planned_server
+from tests.executor.steps import random_step
+from tests.kernels.sections import DEVICE, TOLERANCE, poisoned, relative_error
+from tests.kernels.test_triton_server import triton_kernel
+from tests.small_model import make_experts, make_store
+from tests.support import decode_steps
+from tests.support.decode_steps import COSTS, decide, make_table, rows
+from vllm_dymoe.kernels import native
+from vllm_dymoe.kernels.cpu_queue import QueueMemory, QueueShape, collect_plain, post_plain
+from vllm_dymoe.kernels.triton.cpu_queue import DeviceQueue, collect, post
+from vllm_dymoe.planner.constants import Action
+from vllm_dymoe.planner.rule import HIGH, LOW
+from vllm_dymoe.server import expert_server
+
+pytestmark = [
+    pytest.mark.skipif(DEVICE != "cpu", reason="make gpu rings with memory that both sides map"),
+    pytest.mark.skipif(native.load() is None, reason="the native library was not built here"),
+]
+
+
+def make_queue(hidden):
+    shape = QueueShape(3, 6, 3, 12, hidden, torch.bfloat16)
+    memory = torch.zeros(shape.nbytes + 128, dtype=torch.uint8)
+    return QueueMemory(shape, memory[-memory.data_ptr() % 128 :][: shape.nbytes])
+
+
+@pytest.mark.parametrize(("nested", "hidden"), [(False, 72), (True, 70)])
+def test_post_and_collect_are_their_plain_twins(nested, hidden):
+    """Every byte of the ring; a step that leaves nothing posts nothing and does not wait."""
+    queues = make_queue(hidden), make_queue(hidden)
+    turns = [torch.tensor([0, 0, queue.address]) for queue in queues]
+    table = make_table({LOW: [3, 3], HIGH: [3, 3]}, nested=nested, costs=COSTS["share"])
+    posted = 0
+    for seed in range(8):
+        ids, weights = decode_steps.random_step(seed, 1 + seed % 5)
+        real, x = max(1, len(ids) - 1), torch.randn(len(ids), hidden).bfloat16()
+        plan = decide(table, seed % 2, ids, weights, real)
+        post_plain(queues[0], turns[0], seed % 2, x[:real], ids[:real], plan)
+        device_queue = DeviceQueue(queues[1].shape, turns[1], torch.full((18,), 77, dtype=torch.int32))
+        post(device_queue, seed % 2, x, ids, rows(real), plan.tensors)
+        on_cpu = bool((plan.action == Action.CPU).any())
+        posted += on_cpu
+        assert queues[1].control.posted == posted
+        assert turns[0][:2].tolist() == turns[1][:2].tolist() == [posted, posted * on_cpu]
+        assert torch.equal(queues[0].memory, queues[1].memory)
+        answers = torch.randn(6 * 3, hidden).bfloat16()
+        for queue in queues:
+            queue.entry(posted).out.copy_(answers)
+            queue.control.answered = 2 * posted
+        outs = [torch.zeros(ids.numel(), hidden, dtype=torch.bfloat16) for _ in queues]
+        collect_plain(queues[0], turns[0], outs[0], plan.computed)
+        collect(device_queue, outs[1], plan.computed, weights, poisoned(len(ids), hidden, dtype=torch.bfloat16))
+        assert torch.equal(outs[0], outs[1])
+        assert torch.equal(device_queue.present[: ids.numel()] >= 0, plan.computed.flatten() > 0)
+    assert posted > 3
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_step_with_a_cpu_queue_is_the_step_without_one(nested, monkeypatch):
+    """Up to the last bits of another kernel; what is not left to the host keeps its bits."""
+    monkeypatch.setattr(expert_server, "make_kernel", triton_kernel)
+    store = make_store(make_experts(layers=2, nested=nested))
+    want, outs = [], []
+    with_all, shared = device_planned_server(store, "100%"), device_planned_server(store, "minimum", misses="compute")
+    for seed, layer, tokens in ((0, 0, 1), (1, 1, 2), (2, 0, 3), (3, 1, 1)):
+        step = random_step(seed, tokens, store.experts)
+        want.append(decode(with_all, layer, *step))
+        outs.append(decode(shared, layer, *step))
+        check_device_planned(shared)
+    assert all(relative_error(out, some.double()) < TOLERANCE[out.dtype] for out, some in zip(outs, want, strict=True))
+    assert shared.stats().cpu_executed > 1
+    shared.close(keep_store=True)

@@ -1,0 +1,54 @@
+"""The programs around a large-batch step against their plain twin: every list, bit for bit."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.twins import Twins
+from tests.support.decode_steps import LAYERS, random_step
+from vllm_dymoe.planner.large_batch import LargeBatchShape
+from vllm_dymoe.planner.rule import HIGH, LOW
+from vllm_dymoe.policies.dymoe import Dymoe
+from vllm_dymoe.policies.exact import Exact
+
+
+@settings(
+    max_examples=25, deadline=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck)
+)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 1 << 30)), min_size=2, max_size=5),
+    st.integers(0, 8),
+    st.integers(0, 8),
+    st.sampled_from([0.3, 1.0]),
+    st.booleans(),
+    st.integers(0, 5),
+    st.integers(0, 4),
+    st.sampled_from(["threshold", "depth"]),
+)
+def test_any_steps(steps, low, high, retention, nested, staging, passes, high_by):
+    policy = Dymoe(retention=retention, high_by=high_by) if nested or retention < 1 else Exact()
+    quotas = {LOW: [low] * LAYERS, HIGH: [min(low, high) if nested else high] * LAYERS}
+    twins = Twins(quotas, policy=policy, staging=staging, nested=nested)
+    half = staging // 2
+    for number, (tokens, seed) in enumerate(steps):
+        ids, weights = random_step(seed, tokens)
+        marks = (torch.arange(tokens) * seed % 7 % 3).to(torch.int8) if seed % 3 else None
+        shape = LargeBatchShape(
+            tokens, 3, 12, 1 + nested, half if passes else 0, passes if half else 0, marks is not None
+        )
+        layer, real = number % LAYERS, seed % (tokens + 1)
+        ahead = HIGH if seed % 2 and not nested and shape.half and layer + 1 < LAYERS else 0
+        twins.large_batch_step(layer, ids, weights, shape, (number + 1) % 2, real, marks, ahead)
+
+
+@pytest.mark.parametrize(("experts", "top_k", "tokens", "nested"), [(512, 10, 40, False), (33, 4, 700, True)])
+def test_sizes_of_models(experts, top_k, tokens, nested):
+    """Of which the second one is counted in several chunks."""
+    quotas = {LOW: [experts // 2] * LAYERS, HIGH: [experts // 4] * LAYERS}
+    options = {"experts": experts, "top_k": top_k, "nested": nested}
+    twins = Twins(quotas, policy=Dymoe(retention=0.5), staging=8, **options)
+    shape = LargeBatchShape(tokens, top_k, experts, 1 + nested, 4, 3)
+    assert shape.chunks > 1 or tokens < 100
+    for seed in range(2):
+        twins.large_batch_step(0, *random_step(seed, tokens, top_k, experts), shape, seed, tokens)

@@ -1,0 +1,138 @@
+"""The program that decides a layer's step against its plain twin: every tensor, bit for bit."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.sections import DEVICE, at_the_edge
+from tests.kernels.twins import Twins
+from tests.support import recorded_routing
+from tests.support.decode_steps import COSTS, EXPERTS, LAYERS, TOKENS, make_table, random_step, rows
+from vllm_dymoe.kernels.triton.planner import plan_small_batch_on_gpu
+from vllm_dymoe.planner.plan import LayerPlan
+from vllm_dymoe.planner.rule import HIGH, LOW
+from vllm_dymoe.planner.table import Counter, check_integrity, set_pools
+from vllm_dymoe.planner.threshold import NO_THRESHOLD
+from vllm_dymoe.policies.dymoe import Dymoe
+
+quotas = st.lists(st.integers(0, EXPERTS), min_size=LAYERS, max_size=LAYERS)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.lists(
+        st.tuples(st.booleans(), st.integers(0, LAYERS - 1), st.integers(1, TOKENS), st.integers(0, 1 << 30)),
+        min_size=1,
+        max_size=6,
+    ),
+    quotas,
+    quotas,
+    st.sampled_from([0.0, 0.3, 0.75, 1.0]),
+    st.sampled_from(["threshold", "depth"]),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([0, 1, 2, 7]),
+    st.booleans(),
+    st.sampled_from(sorted(COSTS)),
+)
+def test_any_predictions_and_steps(steps, low, high, retention, high_by, reuse_high, skip_low, staging, nested, costs):
+    """Nothing is fetched ahead where the low version lies inside the high one."""
+    options = {"skip_low": skip_low, "staging": staging, "nested": nested, "costs": COSTS[costs]}
+    policy = Dymoe(retention=retention, high_by=high_by, reuse_high=reuse_high)
+    twins = Twins({LOW: low, HIGH: high}, policy=policy, **options)
+    for foreseen, layer, tokens, seed in steps:
+        ids, weights = random_step(seed, tokens)
+        if foreseen and not nested:
+            twins.stage(layer, seed)
+        twins.step(layer, ids, weights, real=seed % (tokens + 1))
+        check_integrity(twins.plain.on_host(), ranges=True)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(
+    ("share", "costs"), [(0, "share"), (2, "fetch"), (3, "share"), (5, "share"), (EXPERTS, "fetch")]
+)
+def test_a_long_run_of_single_tokens(share, nested, costs):
+    """Shares of none, k - 1, k, more, and all."""
+    quotas = {LOW: [share] * LAYERS, HIGH: [share] * LAYERS}
+    twins = Twins(quotas, policy=Dymoe(retention=0.6), nested=nested, costs=COSTS[costs])
+    for seed in range(20):
+        twins.step(seed % LAYERS, *random_step(seed, 1))
+    check_integrity(twins.plain.on_host(), ranges=True)
+    assert bool(twins.plain.counters[:, Counter.CPU_EXECUTED].any()) == (costs == "share")
+
+
+@pytest.mark.parametrize(("experts", "top_k", "tokens"), [(512, 22, 5), (128, 8, 32), (33, 4, 70), (32, 4, 256)])
+def test_sizes_of_models(experts, top_k, tokens):
+    """The last one is a batch of 32 with drafts of 8 tokens."""
+    quotas = {LOW: [experts // 8] * LAYERS, HIGH: [experts // 4] * LAYERS}
+    options = {"experts": experts, "top_k": top_k, "tokens": tokens, "nested": experts == 128}
+    options["costs"] = COSTS["share"]
+    twins = Twins(quotas, policy=Dymoe(retention=0.5), staging=3, **options)
+    for seed in range(3):
+        ids, weights = random_step(seed, tokens if seed else 1, top_k, experts)
+        twins.step(0, ids.int() if seed == 1 else ids, weights)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_precision_shares_and_records_change_between_steps(nested):
+    """They are values: no launch is made in another way."""
+    twins = Twins({LOW: [3, 3], HIGH: [3, 3]}, nested=nested)
+    for number, (low, high, retention) in enumerate([(3, 3, 0.5), (6, 0, 0.5), (1, 2, 0.9), (3, 3, 0.0)]):
+        precision = Dymoe(retention=retention, high_by="threshold" if number % 2 else "depth").precision
+        critical = torch.from_numpy(precision.critical_counts(LAYERS, EXPERTS))
+        for table in (twins.plain, twins.table):
+            pools = {code: (int(table.pool[code]), int(table.slot_bytes[code]), 12) for code in (LOW, HIGH)}
+            set_pools(table, pools, {LOW: [low] * LAYERS, HIGH: [high] * LAYERS})
+            table.critical.copy_(critical)
+            table.threshold.copy_(torch.tensor((precision.thresholds or [NO_THRESHOLD] * 2)[1]))
+            table.recording.fill_(number % 2)
+        for seed in range(5):
+            twins.step(seed % LAYERS, *random_step(10 * number + seed, 2))
+
+
+def test_routing_that_repeats_an_expert_or_names_none():
+    twins = Twins({LOW: [2, 2], HIGH: [2, 2]})
+    weights = torch.tensor([[0.5, 0.3, 0.2]] * 3)
+    twins.step(0, torch.tensor([[5, 5, 5], [-1, -1, -1], [5, 2, 2]]), weights)
+    twins.step(0, torch.full((3, 3), -1), weights)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_recorded_routing(nested):
+    """What routers of a trained model chose: popular experts, and steps that resemble their neighbours."""
+    sizes = {"experts": recorded_routing.EXPERTS, "top_k": recorded_routing.TOP_K}
+    twins = Twins({LOW: [4, 3], HIGH: [5, 6]}, policy=Dymoe(retention=0.75), nested=nested,
+                  costs=COSTS["share"], **sizes)  # fmt: skip
+    for step, (layer, ids, weights) in enumerate(recorded_routing.recorded_steps(3)):
+        twins.step(layer, ids, weights, real=min(3, step))
+    assert twins.plain.counters[:, 4].sum() > 0
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="compute-sanitizer looks for the same on a GPU")
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("real", [0, 1, TOKENS])
+def test_nothing_beside_the_tensors_is_touched(real, nested):
+    twins = Twins({LOW: [3, 0], HIGH: [0, 5]}, place=at_the_edge, staging=4, nested=nested, costs=COSTS["share"])
+    for layer in range(LAYERS):
+        twins.table.recording.fill_(1), twins.plain.recording.fill_(1)
+        if not nested:
+            twins.stage(layer, layer)
+        twins.step(layer, *random_step(layer), real=real)
+
+
+def test_what_the_program_does_not_hold_is_refused():
+    table = make_table({LOW: [0, 0], HIGH: [0, 0]}, experts=600)
+    plan = LayerPlan.allocate(1, 3, 600, "cpu")
+    ids, weights = random_step(0, 1)
+    with pytest.raises(ValueError, match="600 experts, but a device decides for at most 512"):
+        plan_small_batch_on_gpu(vars(table), 0, ids, weights, rows(1), plan.tensors)
+    table = make_table({LOW: [0, 0], HIGH: [0, 0]})
+    ids, weights = random_step(0, TOKENS + 1)
+    with pytest.raises(ValueError, match="7 tokens, but the table was made for at most 6"):
+        plan_small_batch_on_gpu(
+            vars(table), 0, ids, weights, rows(1), vars(LayerPlan.allocate(TOKENS + 1, 3, EXPERTS, "cpu"))
+        )
+    with pytest.raises(TypeError, match=r"weights is torch.float64, expected torch.float32"):
+        plan_small_batch_on_gpu(vars(table), 0, ids, weights.double(), rows(1), plan.tensors)

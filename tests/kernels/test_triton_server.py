@@ -1,0 +1,116 @@
+"""The server with the kernel that it has on a GPU: it calls it as it calls the CPU's, and nothing else changes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.executor.device_planned import KINDS, decode, device_planned_server, run_device_planned, store_of
+from tests.executor.steps import ByNumber, make_server, random_step, run, with_budget
+from tests.kernels.sections import DEVICE, TOLERANCE, relative_error
+from tests.small_model import make_experts, make_store
+from tests.support.memory_writer import MemoryWriter
+from vllm_dymoe.executor.triton_kernels import TritonKernels
+from vllm_dymoe.experts.format import ModelExperts
+from vllm_dymoe.kernels.triton import TritonKernel
+from vllm_dymoe.policies.dymoe import Dymoe
+from vllm_dymoe.quantize.dummy import random_store
+from vllm_dymoe.server import expert_server
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="the server's own device is the CPU here")
+
+STEPS = [(0, 0, 1), (1, 1, 1), (2, 0, 3), (3, 1, 40)]
+MIXED = ByNumber(low=frozenset({0, 3}), skipped=frozenset({5}))
+
+
+def triton_kernel(device, workspace_bytes, formats, activations):
+    return TritonKernel(device, workspace_bytes, formats)
+
+
+@pytest.fixture
+def on_triton(monkeypatch):
+    monkeypatch.setattr(expert_server, "make_kernel", triton_kernel)
+
+
+def test_it_computes_what_the_cpu_kernel_computes(memory_store, monkeypatch):
+    """Few tokens are decoded and many grouped, four and two bits in one call, and some experts are skipped."""
+    want = run(with_budget(memory_store, "100%", MIXED), STEPS)
+    monkeypatch.setattr(expert_server, "make_kernel", triton_kernel)
+    server = with_budget(memory_store, "100%", MIXED)
+    assert isinstance(server.kernel, TritonKernel)
+    for got, one in zip(run(server, STEPS), want, strict=True):
+        assert relative_error(got, one.double()) < TOLERANCE[torch.bfloat16]
+
+
+def test_no_budget_changes_a_bit(memory_store, on_triton):
+    """With one slot of each precision experts are computed one at a time, projection by projection as they arrive."""
+    want = run(with_budget(memory_store, "100%", MIXED), STEPS)
+    server = with_budget(memory_store, "minimum", MIXED, threads=2)
+    got = run(server, STEPS)
+    assert server.stats().misses > len(want) * 2
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    server.engine.close()
+
+
+def test_the_integers_of_a_checkpoint_beside_a_precision_derived_from_them(monkeypatch):
+    """At 4 bits zeros count steps and columns have an order, at 2 not."""
+    plain = make_experts()
+    formats = {bits: replace(fmt, integer_zeros=bits == 4, act_order=bits == 4) for bits, fmt in plain.formats.items()}
+    experts = ModelExperts(plain.layers, plain.num_experts, plain.top_k, formats)
+    store = random_store(experts, MemoryWriter(experts), seed=3)
+    want = run(with_budget(store, "100%", MIXED), STEPS)
+    monkeypatch.setattr(expert_server, "make_kernel", triton_kernel)
+    server = with_budget(store, "50%", MIXED)
+    assert server.kernel._kinds == {(4, True, True, 0), (2, False, False, 0)}, "what is compiled once, for all calls"
+    for got, one in zip(run(server, STEPS), want, strict=True):
+        assert relative_error(got, one.double()) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_steps_without_the_host_have_the_bits_of_steps_with_it(on_triton, nested):
+    """Decided by the program and fetched by the kernels that compute: at every budget, and by the host's path.
+
+    In float16, because the interpreter does not round to bfloat16 as a GPU does.
+    """
+    store = make_store(make_experts(dtype=torch.float16, nested=nested))
+    steps = [(0, 0, 1), (1, 1, 3), (2, 0, 3), (3, 1, 1), (4, 0, 40), (5, 0, 2)]
+
+    def policy():
+        return Dymoe(retention=0.5, reuse_high=False)  # one for each server: its thresholds move with the steps
+
+    want = run(with_budget(store, "100%", policy()), steps)
+    for budget in ("50%", "minimum"):
+        server = device_planned_server(store, budget, policy())
+        assert isinstance(server.small_batches.kernel, TritonKernels)
+        assert all(torch.equal(a, b) for a, b in zip(run_device_planned(server, steps), want, strict=True)), budget
+
+
+def test_rows_without_an_expert_are_zero(memory_store, on_triton):
+    """Padding, and tokens all of whose experts another rank has: whatever the output held is gone."""
+    x, weights, ids = random_step(1, 4, memory_store.experts)
+    ids[1], ids[2, 0] = -1, -1
+    out = decode(device_planned_server(memory_store, "50%"), 0, x, weights, ids, rows=3)
+    assert out.any(1).tolist() == [True, False, True, False]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_so_have_those_of_every_kind_of_experts(on_triton, kind):
+    store, activation = store_of(kind, dtype=torch.float16, hidden=96)
+    high, steps, policy = max(store.experts.formats), [(0, 0, 1), (2, 0, 3)], Dymoe(retention=0.5, reuse_high=False)
+    steps += [(4, 0, 40)] if kind == "e8" else []
+    want = run(make_server(store, "100%", policy, high=high), steps, activation)
+    for budget in ("50%", "minimum") if kind == "e8" else ("50%",):
+        server = device_planned_server(store, budget, policy, high=high)
+        assert isinstance(server.small_batches.kernel, TritonKernels)
+        got = run_device_planned(server, steps, activation)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        by_host = run(with_budget(store, budget, policy, high=high), steps, activation)
+        assert all(torch.equal(a, b) for a, b in zip(by_host, want, strict=True))
+    assert any(one.any() for one in want)
+
+
+def test_a_step_that_the_scratch_has_no_room_for_is_refused(memory_store):
+    with pytest.raises(ValueError, match=r"a decode step of 9000 rows needs \d+ bytes"):
+        TritonKernels(TritonKernel("cpu"), memory_store.experts, 9000)
+    with pytest.raises(ValueError, match="a layer has 600 experts, but a device decides for at most 512"):
+        TritonKernels(TritonKernel("cpu"), replace(memory_store.experts, num_experts=600), 1)

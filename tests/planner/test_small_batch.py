@@ -1,0 +1,248 @@
+"""The decision of a whole step, with NumPy: against the host's table, expert by expert."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.decode_steps import (
+    COSTS,
+    EXPERTS,
+    FORMATS,
+    LAYERS,
+    NESTED,
+    POOL,
+    SOURCE,
+    TOKENS,
+    decide,
+    host_table,
+    make_table,
+    random_step,
+)
+from vllm_dymoe.planner.constants import Action
+from vllm_dymoe.planner.precision import Precision
+from vllm_dymoe.planner.routing import Phase, Routing, group_by_expert
+from vllm_dymoe.planner.rule import ABSENT, CPU, HIGH, HIT, LOW, STREAM
+from vllm_dymoe.planner.table import CODES, Counter, check_integrity, set_pools
+from vllm_dymoe.policies.dymoe import Dymoe
+
+
+class Host:
+    """The rule as the host applies it: ``Policy.select``, and its own table."""
+
+    def __init__(self, quotas, policy, skip_low, nested, experts=EXPERTS, costs=None):
+        reuse_high = policy.precision.reuses_high
+        self.table = host_table(quotas, experts, reuse_high=reuse_high, nested=nested, costs=costs)
+        self.policy, self.skip_low = policy, skip_low
+        self.counts = np.zeros((LAYERS, len(Counter)), np.int64)
+
+    def step(self, layer, ids, weights):
+        """Experts, the version that is computed of each, and what becomes of that version or of both slices."""
+        plan = self.policy.precision.select(
+            Routing(layer, LAYERS, torch.empty(len(ids), 1), ids, weights, Phase.DECODE)
+        )
+        wanted = {
+            expert: precision
+            for expert, precision in plan.items()
+            if not (self.skip_low and precision is Precision.LOW)
+        }
+        counts, nested = self.counts[layer], self.table.nested
+        counts[Counter.STEPS] += 1
+        counts[Counter.NEEDED_HIGH] += sum(precision is Precision.HIGH for precision in plan.values())
+        counts[Counter.NEEDED_LOW] += sum(precision is Precision.LOW for precision in plan.values())
+        counts[Counter.SKIPPED] += len(plan) - len(wanted)
+        active, precisions = np.array([*wanted], np.int64), np.array([CODES[t] for t in wanted.values()], np.int8)
+        before = self.table.precision[layer].copy()
+        rows = np.array([int((ids == expert).sum()) for expert in wanted], np.int64)
+        places = self.table.begin_step(layer, active, precisions, rows)
+        hit, on_cpu = (places == HIT).all(0), (places == CPU).any(0)
+        counts[Counter.CPU_EXECUTED] += np.count_nonzero(on_cpu)
+        reused = hit & (before[active] != precisions) & bool(self.table.reuse_high[0])
+        counts[Counter.HITS] += np.count_nonzero(hit)
+        counts[Counter.REUSES] += np.count_nonzero(reused)
+        counts[Counter.PROMOTIONS] += np.count_nonzero(
+            ~hit & ~on_cpu & (precisions == HIGH) & (before[active] != ABSENT)
+        )
+        parts = [np.full(len(active), LOW), np.full(len(active), HIGH)] if nested else [precisions]
+        for part, kinds in zip(places, parts, strict=True):
+            for code, counter in ((HIGH, Counter.FETCHED_HIGH), (LOW, Counter.FETCHED_LOW)):
+                counts[counter] += np.count_nonzero((part != HIT) & ~on_cpu & (kinds == code))
+            counts[Counter.STREAMED] += np.count_nonzero(part == STREAM)
+            counts[Counter.EVICTIONS] += np.count_nonzero(part >= 0)
+        self.table.keep(layer, active, precisions, places)
+        check_integrity(self.table)
+        computed = np.where(reused, before[active], precisions)
+        actions = np.array([[_action(place) for place in part] for part in places]).reshape(places.shape)
+        if nested:  # a slice that is not computed counts as a hit
+            actions[1, computed != HIGH] = Action.HIT
+        return active.tolist(), computed.tolist(), actions.tolist()
+
+
+def _action(place):
+    return {HIT: Action.HIT, STREAM: Action.STREAM, CPU: Action.CPU}.get(place, Action.ADMIT)
+
+
+def check_items(plan, ids, active, computed, action):
+    """Items are the host's experts in its order, with the host's groups of positions."""
+    count = int(plan.count)
+    assert plan.experts[:count].tolist() == active
+    assert plan.precisions[:count].tolist() == computed
+    assert plan.action[:, :count].tolist() == action
+    assert (plan.experts[count:] == -1).all()
+    assert not plan.work[count:-1].any()
+    grouped = group_by_expert(ids.numpy())
+    for item, expert in enumerate(active):
+        number, first, last = plan.work[item].tolist()
+        assert number == item
+        at = grouped.experts.index(expert)
+        part = slice(grouped.bounds[at], grouped.bounds[at + 1])
+        on_cpu = action[0][item] == Action.CPU
+        assert (plan.computed.flatten()[grouped.pairs[part]] == 1 + on_cpu).all()
+        if on_cpu:
+            assert last == first
+            last += part.stop - part.start
+        assert plan.pairs[first:last].tolist() == grouped.pairs[part].tolist()
+        assert plan.rows[first:last].tolist() == grouped.rows[part].tolist()
+    named = torch.isin(ids, torch.tensor(active))
+    assert torch.equal(plan.computed.bool(), named)
+
+
+share = st.integers(0, EXPERTS)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, LAYERS - 1), st.integers(1, TOKENS), st.integers(0, 1 << 30)), max_size=30),
+    st.lists(share, min_size=LAYERS, max_size=LAYERS),
+    st.lists(share, min_size=LAYERS, max_size=LAYERS),
+    st.sampled_from([0.0, 0.3, 0.75, 1.0]),
+    st.sampled_from(["threshold", "depth"]),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(sorted(COSTS)),
+)
+def test_any_steps_give_the_rows_that_the_host_keeps(
+    steps, low, high, retention, high_by, reuse_high, skip_low, nested, costs
+):
+    quotas, policy = {LOW: low, HIGH: high}, Dymoe(retention=retention, high_by=high_by, reuse_high=reuse_high)
+    table = make_table(quotas, policy=policy, skip_low=skip_low, nested=nested, costs=COSTS[costs])
+    host = Host(quotas, policy, skip_low, nested, costs=COSTS[costs])
+    for layer, tokens, seed in steps:
+        ids, weights = random_step(seed, tokens)
+        plan = decide(table, layer, ids, weights)
+        check_items(plan, ids, *host.step(layer, ids, weights))
+        check_integrity(table.on_host(), ranges=True)
+        for name in ("precision", "slot", "score", "used_at", "step"):
+            assert np.array_equal(getattr(table, name).numpy(), getattr(host.table, name))
+    assert table.counters.tolist() == host.counts.tolist()
+
+
+def check_addresses(table, layer, plan, held):
+    """What stayed is read where it was, what is kept goes where its row says, nothing is written where it is read.
+    Returns pool and slot of everything that is read where it is, and of everything that is written."""
+    precision, slots = held
+    read, written = [], []
+    formats = NESTED if table.nested else FORMATS
+    for item in range(int(plan.count)):
+        expert, computed = int(plan.experts[item]), int(plan.precisions[item])
+        assert plan.bits[item].tolist() == [formats[computed].bits] * 3
+        assert not table.nested or computed == HIGH or not plan.addresses[1, item].any()
+        of_slices = zip(plan.action, plan.slots, plan.addresses, plan.destinations, strict=True)
+        codes = (LOW, HIGH)[:computed] if table.nested else (computed,)
+        for number, (code, (actions, to, addresses, destinations)) in enumerate(zip(codes, of_slices, strict=False)):
+            offsets, action = [section.start for section in formats[code].sections], int(actions[item])
+            source, destination = SOURCE[code] + (layer * table.experts + expert << 12), None
+            if action == Action.HIT:
+                place = int(slots[code][layer, expert])
+                source = POOL[code] + (place << 12)
+                assert precision[layer, expert] >= code if table.nested else precision[layer, expert] == code
+                read.append((code, place))
+            elif to[item] >= 0:
+                assert action != Action.CPU
+                destination = int(to[item])
+                written.append((code, destination))
+            assert (addresses[item] - source).tolist() == offsets
+            if action == Action.ADMIT:
+                assert (int(table.slot[number, layer, expert]), int(table.precision[layer, expert])) == (
+                    destination,
+                    max(code, table.precision[layer, expert]),
+                )
+            target = [0] * 3 if destination is None else [POOL[code] + (destination << 12) + start for start in offsets]
+            assert destinations[item].tolist() == target
+    return read, written
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 1 << 30), min_size=1, max_size=12), st.integers(0, 4), st.integers(0, 3), st.booleans(),
+       st.sampled_from(sorted(COSTS)))  # fmt: skip
+def test_addresses_are_those_of_the_rows(seeds, share, staging, nested, costs):
+    quotas = {LOW: [share] * LAYERS, HIGH: [share] * LAYERS}
+    table = make_table(quotas, staging=staging, nested=nested, costs=COSTS[costs])
+    for seed in seeds:
+        layer = seed % LAYERS
+        held = table.precision.clone(), {LOW: table.slot[0].clone(), HIGH: table.slot[-1].clone()}
+        read, written = check_addresses(table, layer, decide(table, layer, *random_step(seed)), held)
+        assert len(set(written)) == len(written)
+        assert not set(read) & set(written)
+
+
+def test_an_expert_with_more_positions_than_are_multiplied_at_once_passes_through_a_staging_slot():
+    table = make_table({LOW: [0] * LAYERS, HIGH: [0] * LAYERS}, policy=Dymoe(retention=1), staging=1)
+    ids = torch.tensor([[0, 1, 2], [0, 1, 3], [0, 1, 4]])
+    plan = decide(table, 0, ids, torch.ones(3, 3))
+    assert plan.slots[0, :5].tolist() == [0, -1, -1, -1, -1]
+    assert plan.action[0, :5].tolist() == [Action.STREAM] * 5
+    assert not table.precision.any()
+
+
+def test_shares_that_a_pool_does_not_have_are_refused():
+    table = make_table({LOW: [0, 0], HIGH: [6, 6]})
+    with pytest.raises(ValueError, match="shares sum to 13 slots of precision 2, but the pool has 12"):
+        set_pools(table, {HIGH: (0, 1, 12)}, {HIGH: [6, 7]})
+    with pytest.raises(ValueError, match="would keep 13 of its 12 experts"):
+        set_pools(table, {HIGH: (0, 1, 13)}, {HIGH: [13, 0]})
+
+
+def test_a_step_without_rows_changes_nothing():
+    table = make_table({LOW: [2, 2], HIGH: [2, 2]})
+    decide(table, 0, *random_step(1))
+    before = {name: value.clone() for name, value in vars(table).items()}
+    plan = decide(table, 0, *random_step(2), real=0)
+    assert all(torch.equal(value, before[name]) for name, value in vars(table).items())
+    assert not any(values.any() for values in (plan.count, plan.work[:-1], plan.computed))
+
+
+def test_the_ring_holds_the_last_plans():
+    table = make_table({LOW: [0, 0], HIGH: [1, 1]}, depth=2)
+    decide(table, 1, *random_step(0))
+    assert not table.ring_rows.any()
+    table.recording.fill_(1)
+    for step in (2, 3):
+        ids, weights = random_step(step)
+        decide(table, 1, ids, weights, real=step)
+        at = step % 2
+        assert table.ring_rows[at].tolist() == [0, step]
+        assert torch.equal(table.ring_ids[at, 1, :step].long(), ids[:step])
+        assert torch.equal(table.ring_weights[at, 1, :step], weights[:step])
+
+
+def test_a_snapshot_for_the_host():
+    policy = Dymoe(retention=1)
+    table = make_table({LOW: [0, 0], HIGH: [3, 3]}, policy=policy)
+    for seed in range(6):
+        decide(table, seed % 2, *random_step(seed))
+    host = host_table({LOW: [0, 0], HIGH: [3, 3]})
+    host.copy_rows(table)
+    check_integrity(host, ranges=True)
+    assert (host.precision == HIGH).sum() == 6
+    assert host.step.tolist() == [3, 3]
+    before = host.score.copy()
+    table.clear()
+    assert not table.precision.any()
+    table.copy_rows(host)
+    for name in ("precision", "slot", "score", "used_at", "step"):
+        assert np.array_equal(getattr(host, name), getattr(table, name))
+    table.score.zero_()
+    assert np.array_equal(host.score, before), "a copy is no view"

@@ -1,0 +1,52 @@
+"""Made-up traces in which the next layer can be predicted, for tests of what learns to."""
+
+import torch
+
+from vllm_dymoe.experts.identity import ModelIdentity
+from vllm_dymoe.prefetch.checkpoint import PredictorCard, save_predictor
+from vllm_dymoe.prefetch.expert_mlp import Architecture
+from vllm_dymoe.prefetch.folded import fold
+from vllm_dymoe.prefetch.training import Recipe, train
+from vllm_dymoe.trace.trace import Trace
+
+SIZES = ModelIdentity("a model", "0123456789abcdef", num_layers=4, num_experts=8, top_k=2, hidden=6)
+
+
+def made_up(requests=20, tokens=40, sizes=SIZES, *, noise=0.1, inputs=False, seed=0):
+    """Experts of layer 1 follow those of layer 0 by a permutation, and those of layer 3 those of layer 1.
+
+    Those of layers 0 and 2 are drawn, so that a longer history helps, and so are some of the others: ``noise``. Router
+    inputs name the next layer's experts outright.
+    """
+    random = torch.Generator().manual_seed(seed)
+    total = requests * tokens
+    follows = [torch.randperm(sizes.num_experts, generator=random) for _ in range(sizes.num_layers)]
+    experts = torch.empty(total, sizes.num_layers, sizes.top_k, dtype=torch.uint8)
+    for layer in range(sizes.num_layers):
+        drawn = torch.rand(total, sizes.num_experts, generator=random)
+        if layer in (1, 3):
+            source = experts[:, {1: 0, 3: 1}[layer]].long()
+            certain = (torch.rand(total, sizes.top_k, generator=random) > noise).float()
+            drawn.scatter_add_(1, follows[layer][source], 2 * certain)
+        experts[:, layer] = drawn.topk(sizes.top_k).indices
+    router_inputs = None
+    if inputs:
+        code = torch.randn(sizes.num_layers, sizes.num_experts, sizes.hidden, generator=random)
+        following = experts.roll(-1, dims=1).long()
+        router_inputs = torch.stack([code[i][following[:, i]].sum(1) for i in range(sizes.num_layers)], 1).half()
+    return Trace(
+        sizes,
+        experts=experts,
+        weights=torch.full(experts.shape, 0.5).half(),
+        request=(torch.arange(total) // tokens).int(),
+        position=(torch.arange(total) % tokens).int(),
+        prefill=torch.zeros(total, dtype=torch.bool),
+        router_inputs=router_inputs,
+    )
+
+
+def trained_on_made_up(sizes, folder):
+    """The file of a predictor that has learned one epoch of them."""
+    network = fold(train(made_up(sizes=sizes), Architecture((), history=2), Recipe(epochs=1)).model)
+    save_predictor(folder / "file.safetensors", PredictorCard(sizes), network)
+    return folder / "file.safetensors"

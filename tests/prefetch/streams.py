@@ -1,0 +1,29 @@
+"""A stream of the device for predictions, without a device."""
+
+from vllm_dymoe.prefetch.side_stream import SideStream
+
+
+class RecordedStream(SideStream):
+    """A stream on which nothing happens before it is waited for, and what was asked of it."""
+
+    def __init__(self):
+        self.copies, self.shared, self.waits, self.pending = [], [], 0, {}
+
+    def copy_inputs(self, inputs):
+        copies = [tensor.clone() for tensor in inputs]
+        self.copies.append(copies)
+        return copies
+
+    def share(self, inputs):
+        self.shared.append(inputs)
+        return inputs
+
+    def run(self, compute, inputs):
+        answer = []
+        self.pending[id(answer)] = (answer, compute, inputs)
+        return answer, id(answer)
+
+    def wait(self, event):
+        self.waits += 1
+        answer, compute, inputs = self.pending.pop(event)
+        answer += compute(*inputs)

@@ -1,0 +1,164 @@
+"""The server: residency never changes values, skip is skip, failures leave nothing behind."""
+
+import contextlib
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.executor.steps import BUDGETS, STEPS, ByNumber, forward, make_server, random_step, run, with_budget
+from tests.small_model import make_experts, make_store
+from tests.support.faulty_store import FaultyStore
+from tests.support.memory_writer import staged
+from vllm_dymoe.cache.transfer import TransferError
+from vllm_dymoe.options import ConfigError
+from vllm_dymoe.resolve import resolve_options
+
+
+@pytest.mark.parametrize(("threads", "misses"), [(0, "fetch"), (2, "fetch"), (0, "compute")])
+@pytest.mark.parametrize("policy", [None, ByNumber(low=frozenset({0, 3}), skipped=frozenset({5}))])
+def test_no_budget_changes_a_bit(memory_store, policy, threads, misses):
+    want = run(with_budget(memory_store, "100%", policy, threads=threads), STEPS)
+    for budget in BUDGETS[1:]:
+        server = with_budget(memory_store, budget, policy, threads=threads, misses=misses)
+        got = run(server, STEPS)
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True)), budget
+        assert server.budget.reserved <= server.budget.limit
+        server.engine.close()
+
+
+@pytest.mark.parametrize("budget", ["25%", "minimum"])
+@pytest.mark.parametrize("nested", [True, False])
+def test_what_is_computed_in_memory_moves_nothing_once_slots_are_full(nested, budget):
+    store = make_store(make_experts(layers=2, nested=nested))
+    policy = ByNumber(low=frozenset({0, 3}))
+    server = with_budget(store, budget, policy, misses="compute")
+    run(server, STEPS)
+    server.reset_stats()
+    before = server.cache.table.precision.copy()
+    got, stats = run(server, STEPS), server.stats()
+    assert stats.cpu_executed == stats.misses > 0
+    assert sum(stats.transfers.values()) == stats.evictions == 0
+    assert (server.cache.table.precision == before).all()
+    want = run(with_budget(store, budget, policy), STEPS * 2)[len(STEPS) :]
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    server.check_integrity()
+
+
+def test_misses_are_not_computed_from_files(memory_store):
+    with pytest.raises(ConfigError, match="experts in memory"):
+        resolve_options({"misses": "compute", "host_store": "file"}, environment={})
+    assert resolve_options({"misses": "compute"}, environment={}).host_store == "pinned"
+    with pytest.raises(ConfigError, match='misses = "compute" is impossible'):
+        make_server(staged(memory_store), misses="compute")
+
+
+def test_full_residency_fetches_every_expert_once(memory_store):
+    server = make_server(memory_store, low=0)
+    run(server, STEPS * 3)
+    stats = server.stats()
+    assert stats.misses == stats.transfers["demand"] <= 12
+    assert stats.bytes_moved["demand"] == stats.misses * memory_store.experts.formats[4].nbytes
+
+
+def test_the_smallest_budget_serves_and_one_byte_less_is_refused(memory_store):
+    server = with_budget(memory_store, "minimum")
+    assert {precision.value: n for precision, n in server.slot_plan.slots.items()} == {"high": 1}
+    least = server.minimum_budget
+    with pytest.raises(ConfigError, match=f"set expert_budget to at least {least} bytes"):
+        make_server(memory_store, least - 1)
+    with pytest.raises(ConfigError, match="at least"):
+        server.resize(least - 1)
+    run(server, STEPS[:5])
+
+
+def test_another_ranks_experts_add_nothing(memory_store):
+    x, weights, ids = random_step(3, 8, memory_store.experts)
+    server = make_server(memory_store)
+    mine = torch.where(ids < 3, ids, -1)
+    theirs = torch.where(ids >= 3, ids, -1)
+    both = forward(server, 0, x, weights, mine).float() + forward(server, 0, x, weights, theirs).float()
+    whole = forward(server, 0, x, weights, ids).float()
+    # Three roundings to bf16 (8 bits) instead of one.
+    torch.testing.assert_close(both, whole, rtol=2e-2, atol=2e-2 * whole.abs().max().item())
+    none = forward(server, 0, x, weights, torch.full_like(ids, -1))
+    assert bool((none == 0).all())
+
+
+def test_no_tokens_are_no_work(memory_store):
+    server = make_server(memory_store)
+    x, weights, ids = random_step(0, 0, memory_store.experts)
+    assert forward(server, 0, x, weights, ids).shape == (0, 64)
+
+
+@pytest.mark.parametrize("blocks", [0, 1 << 20])
+def test_a_transfer_by_the_cores_that_compute_takes_turns_with_computation(memory_store, blocks, monkeypatch):
+    """Copies by a core: all arrivals and the hits in one call. Waits for a disk: the first one when it arrives."""
+    from_disk = itertools.count(step=blocks)
+    usage = lambda who: SimpleNamespace(ru_inblock=next(from_disk))  # noqa: E731
+    monkeypatch.setattr("vllm_dymoe.cache.transfer.delivery.resource.getrusage", usage)
+    server = make_server(memory_store, low=0)
+    x, weights, ids = random_step(0, 40, memory_store.experts)
+    for layer in (0, 1):  # what its reads were says which of the two this store is
+        forward(server, layer, x, weights, ids)
+    assert server.engine.occupies_cores == (blocks == 0)
+    calls, compute = [], server.kernel.compute
+    server.kernel.compute = lambda items, *rest: (calls.append(len(items)), compute(items, *rest))
+    server.cache.clear()
+    forward(server, 0, x, weights, ids % 3)
+    forward(server, 0, x, weights, ids)
+    assert sum(calls) == 9
+    assert calls == [3, 6] if blocks == 0 else calls[0] == 1
+    server.engine.close()
+
+
+def test_memory_that_another_process_has_taken_is_refused_at_start(memory_store, monkeypatch):
+    monkeypatch.setattr("vllm_dymoe.cache.device_memory.available_host_memory", lambda: 5000)
+    sentence = "expert_budget needs .* bytes for 12 slots, but 5000 bytes of host memory .*lower expert_budget"
+    with pytest.raises(ConfigError, match=sentence):
+        make_server(memory_store, "100%")
+
+
+def test_a_device_without_room_is_refused_with_the_options_that_matter(memory_store, monkeypatch):
+    def pool(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore lines")
+
+    monkeypatch.setattr("vllm_dymoe.cache.expert_cache.SlotPool", pool)
+    sentence = "CUDA out of memory. Tried to allocate 2 GiB.; lower expert_budget or gpu_memory_utilization"
+    with pytest.raises(ConfigError, match=sentence):
+        make_server(memory_store, "100%")
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sets(st.integers(0, 60), max_size=12),
+    st.sampled_from(BUDGETS),
+    st.integers(0, 2),
+    st.sampled_from([None, ByNumber(low=frozenset({0, 3}))]),
+)
+def test_a_failed_read_fails_its_step_and_no_other(failing, budget, threads, policy):
+    want = run(make_server(STORE, policy=policy), STEPS)
+    store = FaultyStore(STORE, lambda number, key: "fail" if number in failing else None)
+    server = with_budget(store, budget, policy, threads=threads)
+    failures = 0
+    for step, wanted in zip(STEPS, want, strict=True):
+        due = {number for number in failing if number >= len(store.reads)}
+        got = None
+        with contextlib.suppress(TransferError):
+            got = run(server, [step])
+        server.check_integrity()
+        if got is None:
+            failures += 1
+            assert min(due, default=1000) < len(store.reads), "a step failed although no read of it did"
+        else:
+            assert torch.equal(got[0], wanted)
+    assert (failures > 0) == (min(failing, default=1000) < len(store.reads))
+    server.engine.close()
+    server.cache.clear()
+    server.check_integrity()
+
+
+STORE = make_store(make_experts())

@@ -1,0 +1,80 @@
+"""Slots go and come back, with host memory at level 2: the same bits behind it, and the memory is really gone."""
+
+import psutil
+import pytest
+import torch
+
+from tests.executor.device_planned import run_device_planned
+from tests.executor.steps import make_server, run
+from tests.small_model import make_experts
+from vllm_dymoe.cache.pages import map_bytes
+from vllm_dymoe.cache.store import FileStore, Manifest, StoreError, whole_host_cache
+from vllm_dymoe.cache.store.writer import StoreWriter
+from vllm_dymoe.cache.transfer import HostCache
+from vllm_dymoe.options import ConfigError
+from vllm_dymoe.quantize.dummy import random_store
+from vllm_dymoe.server.expert_server import resize_host_memory, sleep, wake
+
+EXPERTS = make_experts(layers=2, num_experts=32, hidden=1024, intermediate=512, bits=(4, 2))
+STEPS = [(seed, seed % 2, (1, 7, 40)[seed % 3]) for seed in range(8)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sleep") / "store"
+    random_store(EXPERTS, StoreWriter(folder, Manifest(EXPERTS, "dummy", "a model")), seed=1).close()
+    return folder
+
+
+def make_host_cache(folder, part):
+    host_cache = HostCache(FileStore(folder), int(whole_host_cache(EXPERTS) * part))
+    if part == 1:
+        host_cache.fill()
+    return host_cache
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("part", "planning"), [(1, "host"), (1, "device"), (0.4, "host")])
+def test_memory_goes_at_its_level_and_the_bits_are_the_same_behind_it(folder, part, planning, depth):
+    host_cache = make_host_cache(folder, part)
+    server = make_server(host_cache, "50%", planning=planning, link_gbps=50.0)
+    ask = run_device_planned if planning == "device" else run
+    want, process = ask(server, STEPS), psutil.Process()
+    slots, there, before = server.cache.pools.values(), host_cache.slots.nbytes, process.memory_info().rss
+    gone = sum(pool.nbytes for pool in slots) + there * (depth == 2)
+    sleep(server, depth)
+    assert before - process.memory_info().rss > 0.9 * gone > 10 << 20
+    assert host_cache.slots.nbytes == there * (depth == 1)
+    elsewhere = [map_bytes(arena) for arena in (there, there // 2, there // 2)]  # other memory takes its addresses
+    server.check_integrity()
+    server.stats()
+    for change in (
+        lambda: server.resize("25%"),
+        lambda: resize_host_memory(server, 1 << 30),
+        lambda: sleep(server, 1),
+    ):
+        with pytest.raises(ConfigError, match=r"is impossible while the engine sleeps|experts are in"):
+            change()
+    wake(server)
+    wake(server)  # of another part of vLLM's memory
+    assert host_cache.slots.nbytes == there
+    assert all(map(torch.equal, ask(server, STEPS), want))
+    assert not any(map(torch.any, elsewhere))
+    server.close()
+
+
+def test_what_cannot_be_had_again_is_a_sentence_and_may_be_tried_again(folder, monkeypatch):
+    server = make_server(make_host_cache(folder, 1), "50%", link_gbps=50.0)
+    want = run(server, STEPS)
+    sleep(server, 2)
+    monkeypatch.setattr("vllm_dymoe.cache.transfer.host_slots.available_host_memory", lambda: 5)
+    with pytest.raises(StoreError, match="5 are free"):
+        wake(server)
+    monkeypatch.undo()
+    monkeypatch.setattr(server.cache.pools, "_device_memory", type("Full", (), {"available": lambda self: 5})())
+    with pytest.raises(ConfigError, match="5 bytes of host memory are available"):
+        wake(server)
+    monkeypatch.undo()
+    wake(server)
+    assert all(map(torch.equal, run(server, STEPS), want))
+    server.close()

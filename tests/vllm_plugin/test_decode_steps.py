@@ -1,0 +1,177 @@
+"""What stands around a step that needs no host, and that nothing of it stands inside."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.executor.device_planned import device_planned_server
+from tests.executor.steps import make_server, random_step
+from tests.operations import Operations
+from tests.support.no_host import NoHost
+from tests.vllm_plugin.steps import rank_of, scheduled
+from vllm_dymoe.executor.copy_branch import Branch
+from vllm_dymoe.executor.small_batch import SmallBatches
+from vllm_dymoe.kernels import Activation
+from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
+from vllm_dymoe.planner.table import Counter, Table
+from vllm_dymoe.vllm_plugin import rank_server as module
+from vllm_dymoe.vllm_plugin import step as step_module
+from vllm_dymoe.vllm_plugin.observers import Observer
+from vllm_dymoe.vllm_plugin.step import RankLayer
+
+LAYERS = [RankLayer(f"layers.{number}", number, Activation.SILU, None) for number in range(2)]
+
+
+class Listener(Observer):
+    def __init__(self, *, needs_inputs=False):
+        self.needs_inputs = needs_inputs
+        self.heard = []
+
+    def see(self, routing):
+        self.heard.append((routing.layer, routing.ids.clone(), routing.weights.clone(), len(routing.x)))
+
+
+@pytest.fixture
+def server(memory_store):
+    return device_planned_server(memory_store, "50%")
+
+
+def run(rank, seed, rows, tokens=None):
+    """One step of requests of one token each; returns what its layers were given, and gave."""
+    output = scheduled(*[1] * (rows if tokens is None else tokens))
+    assert rank.begin_step(output)
+    given = random_step(seed, rows, rank.server.experts)
+    outputs = [rank.forward(layer, *given) for layer in LAYERS]
+    rank.end_model(None, output, None)
+    return given, outputs
+
+
+def steps_of(server):
+    return server.cache.device_table.table.counters[:, Counter.STEPS].tolist()
+
+
+@pytest.mark.parametrize("policy", ["exact", "dymoe"])
+def test_which_steps_are_wide(memory_store, policy, monkeypatch):
+    """More rows than decode kernels are for, and prompts that count otherwise; drafted tokens are none."""
+    server = device_planned_server(memory_store, "50%", policy)
+    speculating = rank_of(server, drafted=2)
+    assert speculating._decode._asks == (policy == "dymoe")
+    context = SimpleNamespace(attn_metadata=None, additional_kwargs={})
+    monkeypatch.setattr(step_module, "get_forward_context", lambda: context)
+    for counts, drafted, small in (
+        ((1, 1, 1), {}, True),
+        ((3, 1, 3), {"a": 2, "c": 2}, True),
+        ((4, 1), {}, policy == "exact"),
+        ((1,) * (SMALL_BATCH_ROWS + 1), {}, False),
+        ((1,) * SMALL_BATCH_ROWS, {}, True),
+    ):
+        before = steps_of(server)
+        output = scheduled(*counts, drafted=drafted)
+        speculating.begin_step(output)
+        for layer in LAYERS:
+            speculating.forward(layer, *random_step(1, sum(counts), server.experts))
+        speculating.end_model(None, output, None)
+        assert steps_of(server) == [number + 1 for number in before]
+        assert speculating._decode._large is not small
+        server.check_integrity()
+
+
+def test_a_warm_up_changes_nothing(server):
+    warming_up = rank_of(server)
+    for served in (False, True):
+        if served:
+            run(warming_up, 2, 3)
+            warming_up.step.end()
+        stats, table = server.stats(), vars(server.cache.device_table.table)
+        before = {name: tensor.clone() for name, tensor in table.items()}
+        for rows in (1, SMALL_BATCH_ROWS, SMALL_BATCH_ROWS + 4):
+            assert not warming_up.forward(LAYERS[0], *random_step(1, rows, server.experts)).any()
+        assert all(torch.equal(before[name], table[name]) for name in before)
+        assert server.stats() == stats
+
+
+def test_observers_hear_of_a_step_when_it_has_run_unless_they_need_inputs(server):
+    observed, hears, looks = rank_of(server), Listener(), Listener(needs_inputs=True)
+    observed.observation.join(hears)
+    observed.observation.join(looks)
+    (_, weights, ids), _ = run(observed, 1, 4)
+    assert [layer for layer, *_ in hears.heard] == [0, 1]
+    for _, heard_ids, heard_weights, rows in hears.heard:
+        assert torch.equal(heard_ids, ids)
+        assert torch.equal(heard_weights, weights)
+        assert rows == 4
+    assert looks.heard == []
+    observed.step.end()
+    output = scheduled(20)
+    observed.begin_step(output)
+    observed.forward(LAYERS[0], *random_step(2, 20, server.experts))
+    assert len(hears.heard) == 3
+    assert len(looks.heard) == 1
+    observed.end_model(None, output, None)
+    assert len(hears.heard) == 3, "a large-batch step is heard of once"
+    observed.observation.leave(hears)
+    observed.step.end()
+    run(observed, 3, 4)
+    assert not server.cache.device_table.table.recording.any()
+
+
+def test_behind_a_draft_with_experts_the_host_decides(server, memory_store):
+    extended = rank_of(server)
+    run(extended, 1, 3)
+    extended.extend(make_server(memory_store))
+    before = steps_of(server)
+    run(extended, 2, 3)
+    assert steps_of(server) == before
+    assert sum(extended.server.stats().planned.values())
+
+
+class Launches:
+    name = "launches"
+
+    def forward(self, table, layer, rows, plan, x, weights, ids, activation):
+        assert plan.computed.shape == ids.shape
+        return torch.empty_like(x)
+
+    def large_batch_step(self, table, shape, activation):
+        assert not shape.passes, "a graph has one group"
+        return Wide(shape)
+
+
+class Wide:
+    def __init__(self, shape):
+        self.shape = shape
+
+    def plan(self, layer, x, weights, ids, rows, half, activation, marks):
+        self._x = x
+
+    def copy(self, group): ...
+
+    compute = copy
+
+    def finish(self):
+        return torch.empty_like(self._x)
+
+
+def captured(server, kernel, monkeypatch, expert_map=None, rows=8):
+    """The operations of a layer's capture, traced with tensors that have no values."""
+    monkeypatch.setattr(module, "is_captured", lambda x: True)
+    experts = server.experts
+    capturing = rank_of(server)
+    with torch.device("meta"):
+        table = Table.allocate(2, 6, rows=SMALL_BATCH_ROWS, top_k=2, depth=1, device="meta")
+        capturing._decode.path = SmallBatches(experts, table, kernel, torch.device("meta"), Branch())
+        x = torch.empty(rows, 64, dtype=torch.bfloat16)
+        weights, ids = torch.empty(rows, 2), torch.empty(rows, 2, dtype=torch.int32)
+        local = None if expert_map is None else torch.empty(len(expert_map), dtype=torch.int64)
+    with NoHost(), Operations() as operations:
+        out = capturing.forward(RankLayer("layers.1", 1, Activation.SILU, local), x, weights, ids)
+    assert (out.shape, out.device.type) == (x.shape, "meta")
+    return operations.names
+
+
+def test_nothing_of_ours_stands_beside_the_launches_of_a_captured_layer(server, monkeypatch):
+    for rows in (8, 40):
+        assert captured(server, Launches(), monkeypatch, rows=rows) == ["empty_like"]
+    shared = captured(server, Launches(), monkeypatch, expert_map=range(13))
+    assert shared == ["_to_copy", "index", "empty_like"]

@@ -1,0 +1,91 @@
+"""Dense layers that are packed while they load: what they compute, which they are, and what is refused."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+from vllm_dymoe.experts.encoding import encoding_of
+from vllm_dymoe.experts.matrix import MatrixFormat
+from vllm_dymoe.kernels import dequantize, native
+from vllm_dymoe.options import ConfigError, Options
+from vllm_dymoe.vllm_plugin import dense
+
+needs_the_library = pytest.mark.skipif(native.load() is None, reason="the native library was not built")
+
+
+def layer_of(kind, rows=200, columns=96, dtype=torch.bfloat16):
+    layer = kind.__new__(kind)
+    torch.nn.Module.__init__(layer)
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return layer
+
+
+def config(*, tied=False, head_dtype=None):
+    text = SimpleNamespace(tie_word_embeddings=tied)
+    return SimpleNamespace(
+        model_config=SimpleNamespace(dtype=torch.bfloat16, head_dtype=head_dtype, hf_text_config=text)
+    )
+
+
+@needs_the_library
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_packed_layer_computes_what_its_codes_stand_for_and_gives_its_weights_back(bits, dtype):
+    layer, options = layer_of(LinearBase, dtype=dtype), Options(dense=bits, group_size=32)
+    method = dense.packed_method(layer, "model.layers.0.self_attn.qkv_proj", options, config())
+    exact = layer.weight.double()
+    method.process_weights_after_loading(layer)
+    assert layer.weight.numel() == 0
+    fmt = MatrixFormat(200, 96, encoding_of(bits), 32, dtype)
+    weights = dequantize(fmt.view(layer.packed), torch.float64)
+    assert (weights - exact).abs().max() <= 8 / 2**bits
+    x, bias = torch.randn(2, 300, 96).to(dtype), torch.randn(200).to(dtype)
+    out = method.apply(layer, x, bias)
+    want = (x.double() @ weights.T).to(dtype) + bias
+    torch.testing.assert_close(out, want, rtol=2**-6, atol=2**-4)
+    alone = torch.cat([method.apply(layer, row[None], bias) for row in x.flatten(0, 1)])
+    assert torch.equal(alone, out.flatten(0, 1)), "a token's bits depend on no other token"
+
+
+def test_which_layers_are_packed():
+    options, linear = Options(dense=8), layer_of(LinearBase)
+    for name, packed in (
+        ("model.layers.0.self_attn.o_proj", True),
+        ("model.layers.0.mlp.shared_expert.down_proj", True),
+        ("model.layers.0.mlp.gate", False),
+        ("model.layers.0.mlp.shared_expert_gate", False),
+        ("model.layers.0.self_attn.kv_b_proj", False),
+        ("model.layers.0.linear_attn.conv1d", False),
+    ):
+        assert (dense.packed_method(linear, name, options, config()) is not None) == packed, name
+    head = layer_of(ParallelLMHead)
+    assert dense.packed_method(head, "lm_head", options, config()) is not None
+    assert dense.packed_method(head, "lm_head", options, config(head_dtype=torch.float32)) is None
+    assert dense.packed_method(linear, "o_proj", Options(), config()) is None
+
+
+@needs_the_library
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_that_is_the_embedding_too_keeps_its_weights(tied):
+    head = layer_of(ParallelLMHead)
+    method = dense.packed_method(head, "lm_head", Options(dense=8), config(tied=tied))
+    method.process_weights_after_loading(head)
+    assert bool(head.weight.numel()) == tied
+    assert method.apply(head, torch.randn(3, 96).bfloat16()).shape == (3, 200)
+
+
+def test_what_dense_cannot_do_is_refused(monkeypatch):
+    options = Options(dense=8)
+    dense.check_dense(Options(), quantized=True)
+    with pytest.raises(ConfigError, match="quantized already"):
+        dense.check_dense(options, quantized=True)
+    monkeypatch.setattr(native, "load", lambda: None)
+    with pytest.raises(ConfigError, match="native library"):
+        dense.check_dense(options, quantized=False)
+    monkeypatch.setattr(dense.current_platform, "is_cpu", lambda: False)
+    with pytest.raises(ConfigError, match="only a CPU"):
+        dense.check_dense(options, quantized=False)

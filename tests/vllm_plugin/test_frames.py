@@ -1,0 +1,57 @@
+"""How many Python frames lie between vLLM's operator and the launch of a kernel."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from tests.executor.device_planned import device_planned_server
+from tests.executor.steps import make_server, random_step
+from tests.vllm_plugin.steps import rank_of, scheduled
+from tests.vllm_plugin.test_decode_steps import LAYERS
+from vllm_dymoe.executor.plain_kernels import PlainKernels
+from vllm_dymoe.kernels.cpu import CpuKernel
+from vllm_dymoe.kernels.native import Library
+from vllm_dymoe.vllm_plugin import moe_method
+
+
+def frames_of(monkeypatch, server, owner, launch):
+    """The functions between the operator and a launch, the deepest ones of a step."""
+    served, found, real = rank_of(server), [], getattr(owner, launch)
+
+    def recorded(*arguments, **options):
+        frame, names = sys._getframe(1), []
+        while frame.f_code is not moe_method._moe.__code__:
+            names.append(frame.f_code.co_qualname)
+            frame = frame.f_back
+        found.append(["_moe", *reversed(names)])
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(owner, launch, recorded)
+    method = SimpleNamespace(loading=SimpleNamespace(rank_server=served), layer=LAYERS[0])
+    context = SimpleNamespace(no_compile_layers={moe_method._context_key("layer"): method})
+    monkeypatch.setattr(moe_method, "get_forward_context", lambda: context)
+    output = scheduled(1)
+    served.begin_step(output)
+    moe_method._moe(*random_step(0, 1, server.experts), "layer")
+    served.end_model(None, output, None)
+    return max(found, key=len)
+
+
+@pytest.mark.parametrize(("budget", "most"), [("100%", 5), ("minimum", 7)])
+def test_the_hosts_way_is_short_and_shortest_where_no_expert_is_missing(monkeypatch, memory_store, budget, most):
+    server = make_server(memory_store)
+    if budget == "100%":
+        random = random_step(0, 1, server.experts)
+        for _ in range(2):  # which fetches
+            rank_of(server).forward(LAYERS[0], *random)
+    else:
+        server.resize(server.minimum_budget)
+    native = server.kernel._library is not None
+    found = frames_of(monkeypatch, server, *((Library, "experts") if native else (CpuKernel, "compute")))
+    assert len(found) + (not native) <= most, found
+
+
+def test_the_devices_way_has_three_frames_before_its_kernel(monkeypatch, memory_store):
+    found = frames_of(monkeypatch, device_planned_server(memory_store, "50%"), PlainKernels, "forward")
+    assert len(found) <= 3, found  # and TritonKernels.forward and SmallBatchStep.run before the launch

@@ -1,0 +1,238 @@
+"""The running step of a rank: where it begins and ends, its phase and rows, and the forward of its layers."""
+
+import contextlib
+import dataclasses
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.v1.core.sched.output import CachedRequestData
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+from tests.vllm_plugin.steps import rank_of, scheduled
+from vllm_dymoe.cache.transfer import TransferError
+from vllm_dymoe.kernels import Activation
+from vllm_dymoe.planner.routing import Phase
+from vllm_dymoe.policies.base import PrecisionPolicy
+from vllm_dymoe.vllm_plugin.failures import StepFailures
+from vllm_dymoe.vllm_plugin.moe_method import DymoeMoEMethod
+from vllm_dymoe.vllm_plugin.observers import Observer
+from vllm_dymoe.vllm_plugin.patches import apply_patches
+from vllm_dymoe.vllm_plugin.quant_config import DymoeConfig
+from vllm_dymoe.vllm_plugin.step import RankLayer, RunningStep
+
+LAYER = RankLayer("layers.0", 0, Activation.SILU, None)
+
+
+@pytest.mark.parametrize(
+    ("what", "phase"),
+    [
+        (scheduled(1, 1), Phase.DECODE),
+        (scheduled(1, 7), Phase.PREFILL),
+        (scheduled(4, 1, drafted={"a": 3}), Phase.DECODE),
+        (scheduled(4, 2, drafted={"a": 3}), Phase.PREFILL),
+        (scheduled(1, 1, reading=["b"]), Phase.PREFILL),  # the last chunk
+        (scheduled(1, 1, new=[SimpleNamespace(req_id="a")]), Phase.PREFILL),  # all but one token is cached
+    ],
+)
+def test_the_phase_of_a_step(what, phase):
+    step = RunningStep()
+    step.begin(what)
+    assert step.phase is phase
+    assert step.real(99) == what.total_num_scheduled_tokens, "drafted tokens are computed like others"
+
+
+def test_the_scheduler_says_which_requests_read_a_prompt():
+    """In its own words, which a made-up step has to follow."""
+    fields = dict.fromkeys((field.name for field in dataclasses.fields(CachedRequestData)), ())
+    step, what = RunningStep(), scheduled(1, 1)
+    for answered, phase in (([0, 1], Phase.PREFILL), ([2, 1], Phase.DECODE)):
+        what.scheduled_cached_reqs = CachedRequestData(
+            **fields | {"req_ids": ["a", "b"], "num_output_tokens": answered}
+        )
+        step.begin(what)
+        assert step.phase is phase
+
+
+def test_drafts_that_are_taken_off_while_the_step_begins_are_no_tokens():
+    """vLLM's first model runner does so with the n-grams of a GPU, in the scheduler's own words."""
+    step, what = RunningStep(), scheduled(4, 2, drafted={"a": 3, "b": 1})
+    step.begin(what)
+    what.total_num_scheduled_tokens -= 2
+    assert step.tokens == step.real(8) == 4
+    assert step.phase is Phase.DECODE
+
+
+def test_rows_behind_a_steps_tokens_are_padding():
+    step = RunningStep()
+    step.begin(scheduled(3, 2))
+    assert [step.real(rows) for rows in (8, 5, 4)] == [5, 5, 4]
+    step.end()
+    assert step.real(8) == 8, "a warm-up is computed as it comes"
+
+
+class Server:
+    """As much of a server, and of what serves its steps, as a rank looks at; its layers return their input."""
+
+    experts, cpu_execution = SimpleNamespace(layers=(0,)), SimpleNamespace(cpu_queue=None)
+    policy = SimpleNamespace(precision=PrecisionPolicy(), prefetch=None)
+    decode = None
+
+    def __init__(self, error=None):
+        self.log, self.error = [], error
+
+    @property
+    def serving(self):
+        return self
+
+    def begin_step(self, phase):
+        pass
+
+    @contextlib.contextmanager
+    def unobserved(self):
+        self.log.append("unobserved")
+        yield
+
+    def forward(self, routing, activation):
+        self.log.append(routing)
+        if self.error:
+            raise self.error
+        return routing.x
+
+
+class Listener(Observer):
+    def __init__(self):
+        self.heard = []
+
+    def see(self, routing):
+        self.heard.append(routing)
+
+    def end_step(self, *_, failed):
+        self.heard.append(failed)
+
+    def forget(self, step):
+        self.heard.append(f"forget {step}")
+
+
+class Runner:
+    """A model runner that notes what the step is while the model runs; its tokens are sampled afterwards."""
+
+    def __init__(self, rank, samples=True):
+        self._step, self._samples = rank.step, samples
+        self.seen = []
+
+    def execute_model(self, *arguments):
+        self.seen.append((self._step.number, self._step.tokens))
+        return None if self._samples else object()
+
+    def sample_tokens(self, grammar):
+        self.seen.append("sampled")
+        return object()
+
+
+def served_by(runner, rank):
+    """vLLM's worker in its wrapper, with our patches and nothing else."""
+    apply_patches()
+    config = DymoeConfig()
+    config.loading = SimpleNamespace(rank_server=rank)
+    worker = SimpleNamespace(vllm_config=SimpleNamespace(quant_config=config), model_runner=runner)
+    worker.execute_model = runner.execute_model
+    worker.sample_tokens = lambda grammar: Worker.sample_tokens(worker, grammar)
+    wrapper = SimpleNamespace(worker=worker, _apply_mm_cache=lambda scheduler_output: None)
+    wrapper.execute_model = lambda scheduler_output: WorkerWrapperBase.execute_model(wrapper, scheduler_output)
+    return wrapper
+
+
+@pytest.mark.parametrize("samples", [True, False])
+def test_a_step_begins_at_the_wrapper_and_ends_with_its_output(samples):
+    rank = rank_of(Server())
+    runner = Runner(rank, samples)
+    wrapper = served_by(runner, rank)
+    for _ in range(2):
+        wrapper.execute_model(scheduled(4, 1))
+        if samples:
+            assert rank.step.tokens == 5, "what is computed to sample belongs to the step"
+            wrapper.worker.sample_tokens(None)
+        assert rank.step.warming_up
+    wrapper.execute_model(scheduled(finished=["a"]))
+    wrapper.worker.execute_model(scheduled(2, 2))  # vLLM's second model runner warms up so
+    assert [seen for seen in runner.seen if seen != "sampled"] == [(1, 5), (2, 5), (2, 0), (2, 0)]
+
+
+def forward(rank, rows=3):
+    x = torch.full((rows, 8), torch.nan)
+    return rank.forward(LAYER, x, x, torch.zeros_like(x).int())
+
+
+def test_a_layer_that_fails_gives_zeros_and_the_layers_behind_it_do_no_work_and_are_not_heard_of():
+    server, listener = Server(TransferError("the disk is on fire")), Listener()
+    rank = rank_of(server)
+    rank.observation.join(listener)
+    for number in range(1, 3):
+        assert rank.begin_step(scheduled(3))
+        for _ in range(3):
+            assert torch.equal(forward(rank), torch.zeros(3, 8))
+        assert len(server.log) == number
+        assert rank.failures.sentence == "vllm-dymoe: the disk is on fire"
+        output = rank.end_model(None, scheduled(3), ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0}))
+        assert output.failure == "vllm-dymoe: the disk is on fire"
+        assert rank.step.warming_up
+        _, *ended = listener.heard
+        assert ended == [True, f"forget {number}"]
+        listener.heard.clear()
+
+
+def test_a_fault_while_vllm_warms_up_ends_the_start_unless_other_ranks_wait(said):
+    rank = rank_of(Server(TransferError("the disk is on fire")))
+    with pytest.raises(TransferError, match="on fire"):
+        forward(rank)
+    rank.failures = StepFailures(rank.step, object())
+    assert torch.equal(forward(rank), torch.zeros(3, 8))
+    assert said == [(logging.ERROR, "vllm-dymoe: the disk is on fire")]
+    rank.begin_step(scheduled(3))
+    assert rank.failures.sentence is None, "no request has failed"
+
+
+def test_observers_hear_of_steps_what_the_server_is_given_and_nothing_of_warm_ups():
+    """The inputs of a warm-up are whatever was in the memory before."""
+    server, first, second = Server(), Listener(), Listener()
+    rank = rank_of(server)
+    rank.observation.join(first)
+    rank.observation.join(second)
+    forward(rank)
+    rank.begin_step(scheduled(3))
+    forward(rank, rows=8)
+    rank.observation.leave(first)
+    forward(rank)
+    rank.step.end()
+    forward(rank)
+    assert [entry == "unobserved" for entry in server.log] == [True, False, False, False, True, False]
+    _, _, routing, later, _, _ = server.log
+    assert (first.heard, second.heard) == ([routing], [routing, later])
+    assert (len(routing.x), routing.phase, routing.global_ids) == (3, Phase.PREFILL, None)
+
+
+@pytest.mark.parametrize("padding", [-1, 3], ids=["to no expert", "as tokens"])
+def test_rows_of_padding_are_not_seen_and_told_from_experts_of_other_ranks(padding):
+    """vLLM 0.32 routes them to expert -1, and before that they may have any expert."""
+    method = DymoeMoEMethod.__new__(DymoeMoEMethod)
+    method.layer, method._loader = LAYER, SimpleNamespace(check_complete=lambda: None)
+    config = SimpleNamespace(model_config=None, device_config=None)
+    method.loading = SimpleNamespace(layer_loaded=lambda position, layer: None, config=config)
+    method.process_weights_after_loading(SimpleNamespace(expert_map=torch.tensor([-1, 0, -1, 1], dtype=torch.int32)))
+    server = Server()
+    rank = rank_of(server)
+    x, ids = torch.ones(8, 4), torch.full((8, 2), padding, dtype=torch.int32)
+    rank.forward(method.layer, x, torch.ones(8, 2), torch.full_like(ids, -1))
+    assert (server.log[1].ids == -1).all(), "a warm-up's padding is the last expert's"
+    rank.begin_step(scheduled(2, 1))
+    ids[:3] = torch.tensor([[0, 1], [1, 2], [3, 0]])
+    out = rank.forward(method.layer, x, torch.ones(8, 2), ids)
+    assert out.sum(1).tolist() == [4.0] * 3 + [0.0] * 5, "padding is computed"
+    routing = server.log[2]
+    assert routing.ids.tolist() == [[-1, 0], [0, -1], [1, -1]]
+    assert torch.equal(routing.global_ids, ids[:3])
+    assert len(routing.x) == len(routing.weights) == 3

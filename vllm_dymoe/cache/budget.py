@@ -1,0 +1,241 @@
+"""From a byte budget to slots: how many of each precision, and what the smallest feasible budget is."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_dymoe.experts.format import ModelExperts
+from vllm_dymoe.kernels.cpu import MINIMUM_WORKSPACE_BYTES
+from vllm_dymoe.options import ConfigError, ExpertBudget, Options
+from vllm_dymoe.planner.precision import Precision
+from vllm_dymoe.planner.table import layer_quotas
+from vllm_dymoe.policies import Policy
+from vllm_dymoe.policies.base import FEWEST_STAGING, Migrating
+
+# On a CPU more buys nothing, since a tile should stay in the second-level cache; on a GPU tiles are launches.
+_LARGEST_WORKSPACE_BYTES = {"cpu": 1 << 20, "cuda": 32 << 20}
+
+
+@dataclass(frozen=True)
+class SlotPlan:
+    """How a budget is spent."""
+
+    limit: int  # the hard budget in bytes, on this rank
+    workspace_bytes: int  # the part that the kernel's scratch and the predictor take
+    slots: Mapping[Precision, int]  # number of slots of each precision in use
+    quotas: Mapping[
+        Precision, Sequence[int]
+    ]  # experts of each precision that each layer may keep; the table's ``shares``
+
+    @property
+    def staging(self) -> Mapping[Precision, int]:
+        """Slots of each precision that no layer keeps."""
+        return {precision: count - sum(self.quotas[precision]) for precision, count in self.slots.items()}
+
+
+def workspace_bytes(experts: ModelExperts, device_type: str = "cpu") -> int:
+    """Scratch that the kernel gets: one projection in float32 with its codes, within what suits the device."""
+    largest = max(m.padded_rows * m.padded_columns * 5 for fmt in experts.formats.values() for m in fmt.matrices)
+    return min(max(largest, MINIMUM_WORKSPACE_BYTES), _LARGEST_WORKSPACE_BYTES[device_type])
+
+
+def precision_bits(options: Options, precision: Precision) -> int:
+    return (
+        options.high if precision is Precision.HIGH else options.low if precision is Precision.LOW else 0
+    )  # asked for each expert of each step
+
+
+def slot_bits(experts: ModelExperts, options: Options, precisions: frozenset[Precision]) -> dict[Precision, int]:
+    """What the slots of each precision hold, the high one first: versions, or residual slices and their bases."""
+    if Precision.HIGH in precisions and experts.formats[options.high].nested:
+        return {Precision.HIGH: options.high, Precision.LOW: options.high // 2}
+    return {precision: precision_bits(options, precision) for precision in used_precisions(options, precisions)}
+
+
+def used_precisions(options: Options, precisions: frozenset[Precision]) -> tuple[Precision, ...]:
+    """Precisions that need slots, the high one first: that the policy asks for, and that are stored."""
+    return tuple(
+        precision
+        for precision in (Precision.HIGH, Precision.LOW)
+        if precision in precisions and precision_bits(options, precision) > 0
+    )
+
+
+def minimum_budget(experts: ModelExperts, options: Options, policy: Policy, workspace_bytes: int) -> int:
+    """The smallest budget that can serve at all: one slot of each precision, or of each expert, and the workspace."""
+    if policy.residency.migrating is not None:
+        return workspace_bytes + _resident_bytes(experts, options, policy.residency.migrating, 1)
+    bits = slot_bits(experts, options, policy.precision.precisions).values()
+    return workspace_bytes + sum(experts.formats[width].nbytes for width in bits)
+
+
+def limit_in_bytes(
+    budget: ExpertBudget, experts: ModelExperts, options: Options, workspace_bytes: int, automatic: int
+) -> int:
+    """The hard limit that a budget means; ``automatic`` bytes where it is automatic. A share counts experts, so that
+    100 % holds every one of them; the kernel's workspace and the predictor come on top of it and are part of the limit,
+    and so they are where a token's or a layer's experts are counted."""
+    everything = experts.nbytes(options.high)
+    if budget.is_auto:
+        return min(automatic, everything + workspace_bytes)
+    if budget.bytes is not None:
+        return budget.bytes
+    if budget.share is not None:
+        return int(budget.share * everything) + workspace_bytes
+    slots = experts.top_k if budget.slots == "top-k" else experts.num_experts
+    return slots * experts.formats[options.high].whole_nbytes + workspace_bytes
+
+
+def plan_slots(
+    experts: ModelExperts,
+    options: Options,
+    policy: Policy,
+    limit: int,
+    workspace_bytes: int,
+    *,
+    filled: bool = False,
+) -> SlotPlan:
+    """Spend ``limit`` bytes on slots; ConfigError if it cannot hold one expert of each precision, or every one where
+    none is fetched.
+
+    Where two precisions are in use their numbers of slots are to each other as the experts that are wanted in them, and
+    so are each layer's. Where that would be more slots than experts, every expert has one, as many as possible a high
+    one.
+
+    Args:
+        workspace_bytes: what the kernel and the predictor take of it.
+        filled: slots for every expert are filled at start, and others not before a device decides: the host streams.
+    """
+    migrating = policy.residency.migrating
+    _check_budget(experts, options, policy, limit, workspace_bytes)
+    if migrating is not None:
+        return _plan_residents(experts, options, migrating, limit, workspace_bytes)
+    bits = slot_bits(experts, options, policy.precision.precisions)
+    layers = len(experts.layers)
+    every_expert = layers * experts.num_experts
+    shares = policy.precision.all_shares(experts)
+    weights = {precision: shares.get(precision, [1.0] * layers) for precision in bits}
+    sizes = {precision: experts.formats[bits[precision]].nbytes for precision in bits}
+    if Precision.HIGH in bits and experts.formats[bits[Precision.HIGH]].nested:
+        high = (
+            sum(weights[Precision.HIGH]) / layers
+            if Precision.LOW in policy.precision.precisions and options.low
+            else 1.0
+        )
+        slots = _slice_slots(sizes, high, every_expert, limit - workspace_bytes)
+        weights[Precision.LOW] = [1.0] * layers  # every expert needs a base
+    else:
+        slots = _version_slots(sizes, weights, every_expert, limit - workspace_bytes)
+    # Where every expert has a slot, staging would only push the last ones out of their layers' shares.
+    complete = policy.residency.keeps
+    if filled:
+        complete &= next(iter(slots.values()), 0) == every_expert and (len(bits) == 1 or policy.precision.reuses_high)
+    quotas = {}
+    for precision, count in slots.items():
+        staging = 0 if count == every_expert and complete else _staging(experts, policy, count)
+        quotas[precision] = layer_quotas(count, weights[precision], staging, experts.num_experts)
+    return SlotPlan(limit, workspace_bytes, slots, quotas)
+
+
+def _version_slots(
+    sizes: Mapping[Precision, int], weights: Mapping[Precision, Sequence[float]], every_expert: int, spare: int
+) -> dict[Precision, int]:
+    if len(sizes) < 2:
+        return {precision: min(every_expert, spare // size) for precision, size in sizes.items()}
+    low = _low_slots(sizes, weights, every_expert, spare)
+    spare -= low * sizes[Precision.LOW]
+    high = min(every_expert, spare // sizes[Precision.HIGH])
+    spare -= high * sizes[Precision.HIGH]  # what the high precision has no use for goes back to the low one
+    return {Precision.HIGH: high, Precision.LOW: min(every_expert, low + spare // sizes[Precision.LOW])}
+
+
+def _check_budget(experts: ModelExperts, options: Options, policy: Policy, limit: int, workspace_bytes: int) -> None:
+    """ConfigError for a budget that cannot work, with the smallest that can."""
+    least, migrating = minimum_budget(experts, options, policy, workspace_bytes), policy.residency.migrating
+    if limit < least:
+        needed = "every expert at its low version, a high one" if migrating else "one expert of each precision"
+        instead = ', or serve with policy "dymoe", which fetches what is not there' if migrating else ""
+        raise ConfigError(
+            f"vllm-dymoe: expert_budget is {limit} bytes on each rank, but {needed} and the kernel's workspace need "
+            f"{least}; set expert_budget to at least {least} bytes{instead}."
+        )
+
+
+def _staging(experts: ModelExperts, policy: Policy, count: int) -> int:
+    # C of Eq. 10 bounds what is fetched ahead: a quarter of the slots at most, or layers would keep too little.
+    wide = policy.prefetch.wide(experts.top_k) if policy.prefetch else 0
+    ahead = min(FEWEST_STAGING + wide, count // 4)
+    return max(policy.staging_slots(count), ahead if wide else 0)
+
+
+def _resident_bytes(experts: ModelExperts, options: Options, migrating: Migrating, high: int) -> int:
+    """Bytes with every expert there, so many of them high, and what moves need beside them: a residual slice comes into
+    the slot that another one leaves, and of versions that exclude each other both of a pair come before either goes."""
+    high_format, low_format = experts.formats[options.high], experts.formats[options.low]
+    every = len(experts.layers) * experts.num_experts
+    if high_format.nested:
+        return every * low_format.nbytes + high * high_format.nbytes
+    staging = migrating.in_flight if high < every else 0
+    return (every - high + staging) * low_format.nbytes + (high + staging) * high_format.nbytes
+
+
+def _plan_residents(
+    experts: ModelExperts,
+    options: Options,
+    migrating: Migrating,
+    limit: int,
+    workspace_bytes: int,
+) -> SlotPlan:
+    """A place for every expert, as many of them high as there is room for (DynaExq 3.5)."""
+    layers, each = len(experts.layers), experts.num_experts
+    every, nested = layers * each, experts.formats[options.high].nested
+    least, step = (_resident_bytes(experts, options, migrating, high) for high in (1, 2))
+    high = min(every - 1, 1 + (limit - workspace_bytes - least) // (step - least))
+    if limit - workspace_bytes >= _resident_bytes(experts, options, migrating, every):
+        high = every
+    places = layer_quotas(high, [1.0] * layers, 0, each)
+    low = [each if nested else each - count for count in places]
+    staging = 0 if nested or high == every else migrating.in_flight
+    slots, quotas = {Precision.HIGH: high + staging}, {Precision.HIGH: places}
+    if any(low):
+        slots, quotas = slots | {Precision.LOW: sum(low) + staging}, quotas | {Precision.LOW: low}
+    return SlotPlan(limit, workspace_bytes, slots, quotas)
+
+
+def expert_worth(experts: ModelExperts, migrating: Migrating, layers: Sequence[float]) -> NDArray[np.float64]:
+    """What a high version is worth for each use of an expert: float64 [layers, experts].
+
+    That is what it is in the layer, times the root of what the expert's low version loses, as a part of its layer's
+    mean. The error itself pays more for points of a lattice, and nothing for GPTQ (benchmarks/LOG.md).
+    """
+    found = np.ones((len(experts.layers), experts.num_experts))
+    for row, layer in zip(found, experts.layers, strict=True):
+        lost = np.array(experts.lost.get(layer, ()))
+        if migrating.by_gates and len(lost) == len(row) and lost.any():
+            row[:] = np.sqrt(lost / lost.mean())
+    return found * np.array(layers)[:, None]
+
+
+def _slice_slots(sizes: Mapping[Precision, int], high: float, every_expert: int, spare: int) -> dict[Precision, int]:
+    """Slots of residual slices and of bases, at least one of each: as many of the former as `high` of the latter
+    need."""
+    residual, base = sizes[Precision.HIGH], sizes[Precision.LOW]
+    bases = min(every_expert, max(1, min(int(spare / (base + high * residual)), (spare - residual) // base)))
+    residuals = max(1, min(every_expert, (spare - bases * base) // residual))
+    bases = min(every_expert, (spare - residuals * residual) // base)  # what residual slices have no use for
+    return {Precision.HIGH: residuals, Precision.LOW: bases}
+
+
+def _low_slots(
+    sizes: Mapping[Precision, int], weights: Mapping[Precision, Sequence[float]], every_expert: int, spare: int
+) -> int:
+    """Slots of the low precision, where both are in use; at least one slot is left for the high one."""
+    high, low = sizes[Precision.HIGH], sizes[Precision.LOW]
+    wanted_high, wanted_low = sum(weights[Precision.HIGH]), sum(weights[Precision.LOW])
+    share = wanted_low / (wanted_high + wanted_low)
+    slots = spare / ((1 - share) * high + share * low)
+    count = int(share * slots) if slots <= every_expert else every_expert - (spare - every_expert * low) // (high - low)
+    # Tokens of a prompt may want the low precision where a single token never does: they stream through it.
+    return max(1, min(max(count, FEWEST_STAGING), (spare - high) // low))

@@ -1,0 +1,176 @@
+"""What a device goes by in steps without the host: its table, and what the host tells it between two steps.
+
+Tables stay where they are, the stable handle that captured graphs read (DynaExq 3.2); what changes are their values.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vllm_dymoe.cache.counters import PrefetchStats, ResidencyCounts
+from vllm_dymoe.cache.slots import SlotPool
+from vllm_dymoe.cache.store import HostStore
+from vllm_dymoe.cache.transfer import Reason, TransferStats
+from vllm_dymoe.experts.format import SliceKey
+from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
+from vllm_dymoe.planner.hotness import squared_gates
+from vllm_dymoe.planner.precision import Precision
+from vllm_dymoe.planner.rule import HIGH, LOW
+from vllm_dymoe.planner.table import CODES, Counter, Table, set_pools, set_precision
+from vllm_dymoe.policies import Policy
+
+_RING = 1  # steps whose routing is kept: it is read between two steps
+
+
+class DeviceTable:
+    """Beside an ExpertCache whose store the device can read."""
+
+    quotas: Mapping[int, Sequence[int]]  # experts that each layer keeps, by LOW and HIGH of the precisions in use
+    staging: Mapping[int, int]  # slots of each that no layer keeps
+
+    def __init__(self, store: HostStore, device: torch.device) -> None:
+        experts = store.experts
+        self._store = store
+        self.table = Table.allocate(
+            len(experts.layers),
+            experts.num_experts,
+            nested=any(fmt.nested for fmt in experts.formats.values()),
+            rows=SMALL_BATCH_ROWS,
+            top_k=experts.top_k,
+            depth=_RING,
+            device=device,
+        )
+        self._sources: tuple[tuple[int, int], ...] = ()
+
+    def set_slots(self, pools: Mapping[Precision, SlotPool], quotas: Mapping[Precision, Sequence[int]]) -> None:
+        """Where slots are; no expert is there from now on."""
+        self.quotas = {CODES[precision]: quotas[precision] for precision in pools}
+        codes = {CODES[precision]: pool for precision, pool in pools.items()}
+        at = {code: (pool.slots[0].packed.data_ptr(), pool.format.nbytes, pool.count) for code, pool in codes.items()}
+        self.staging = set_pools(self.table, at, self.quotas)
+
+    def fill(self, pools: Mapping[Precision, SlotPool], quotas: Mapping[Precision, Sequence[int]]) -> None:
+        """Where every expert has a slot, bring them all: then no step ever misses one."""
+        table, experts = self.table, self._store.experts
+        everything = table.layers * table.experts
+        whole = [precision for precision in pools if sum(quotas[precision]) == everything]
+        if table.nested:
+            whole = [
+                precision
+                for precision in (Precision.LOW, Precision.HIGH)
+                if precision in whole and Precision.LOW in whole
+            ]
+        for precision in whole if table.nested else whole[:1]:
+            slots, bits = pools[precision].slots, pools[precision].format.bits
+            for number, (layer, expert) in enumerate(np.ndindex(table.layers, table.experts)):
+                slots[number].packed.copy_(self._store.packed(SliceKey(layer, expert, bits)), non_blocking=True)
+            # Behind the bytes, on the same stream.
+            named = torch.arange(everything, dtype=torch.int32).view(len(experts.layers), -1)
+            table.slot[int(table.nested and precision is Precision.HIGH)].copy_(named)
+            table.precision.fill_(CODES[precision])
+
+    def store_moved(self) -> None:
+        self._sources = ()
+
+    def serve(self, policy: Policy, bits: Mapping[Precision, int], of_slices: Mapping[Precision, int]) -> None:
+        """What the device goes by in the steps from now on, with the bits of each precision, 0 for one that is skipped,
+        and of what the slots of each hold."""
+        table, experts = self.table, self._store.experts
+        formats = {
+            CODES[precision]: experts.formats.get(bits[precision]) for precision in (Precision.HIGH, Precision.LOW)
+        }
+        critical = policy.precision.critical_counts(table.layers, table.experts)
+        set_precision(table, formats, critical, policy.precision.thresholds)
+        table.reuse_high.fill_(policy.precision.reuses_high)
+        sources = tuple((code, fmt.bits) for code, fmt in formats.items() if fmt is not None)
+        if table.nested:
+            sources = tuple((CODES[precision], width) for precision, width in of_slices.items())
+        if sources != self._sources:
+            addresses = torch.zeros(table.source.shape, dtype=torch.int64)
+            for layer, expert in np.ndindex(table.layers, table.experts):
+                for code, width in sources:
+                    addresses[layer, expert, code] = self._store.packed(SliceKey(layer, expert, width)).data_ptr()
+            table.source.copy_(addresses)
+            self._sources = sources
+
+    def take_counts(self, counts: ResidencyCounts, transfers: TransferStats, predictions: PrefetchStats) -> None:
+        """Add what the device has counted since the last time; waits for it. An expert that is read through again for
+        each two tokens is one transfer here, and so is one that came in part ahead."""
+        values = self.table.counters.sum(0).tolist()
+        self.table.counters.zero_()
+        low = values[Counter.NEEDED_LOW] - values[Counter.SKIPPED]
+        counts.planned.update(
+            {
+                Precision.HIGH: values[Counter.NEEDED_HIGH],
+                Precision.LOW: low,
+                Precision.SKIPPED: values[Counter.SKIPPED],
+            }
+        )
+        counts.hits += values[Counter.HITS]
+        counts.misses += values[Counter.NEEDED_HIGH] + low - values[Counter.HITS]
+        counts.cpu_executed += values[Counter.CPU_EXECUTED]
+        counts.reuses += values[Counter.REUSES]
+        counts.promotions += values[Counter.PROMOTIONS]
+        counts.evictions += values[Counter.EVICTIONS]
+        fetched = {HIGH: values[Counter.FETCHED_HIGH], LOW: values[Counter.FETCHED_LOW]}
+        transfers.transfers[Reason.DEMAND] += sum(fetched.values())
+        for code, bits in self._sources:
+            transfers.bytes_moved[Reason.DEMAND] += fetched[code] * self._store.experts.formats[bits].nbytes
+        transfers.bytes_moved[Reason.DEMAND] -= values[Counter.AHEAD_USED_BYTES]
+        transfers.bytes_moved[Reason.PREFETCH] += values[Counter.AHEAD_BYTES]
+        transfers.transfers[Reason.PREFETCH] += values[Counter.AHEAD]
+        predictions.useful += values[Counter.AHEAD_USED]
+        predictions.wasted += values[Counter.AHEAD] - values[Counter.AHEAD_USED]
+
+
+class DeviceCounts:
+    """What routers chose in steps without the host: counted on the device, read by the host without waiting."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self._bins = table.layers * table.experts + 1  # the last one for experts of other ranks
+        device = table.precision.device
+        # Choices of low versions, of high ones, and squared gates of both.
+        self._uses = torch.zeros(3 * self._bins, dtype=torch.int64, device=device)
+        self._first = (torch.arange(table.layers, device=device) * table.experts).view(-1, 1, 1)
+        pinned = device.type == "cuda"
+        self._on_host = torch.zeros(3 * self._bins, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        self._event = torch.cuda.Event() if pinned else None
+
+    def add(self, tokens: int) -> None:
+        """Count a small-batch step that has run, or is going to on the computing stream."""
+        self._add(self._table.ring_ids[0, :, :tokens], self._table.ring_weights[0, :, :tokens], self._first)
+
+    def add_layer(self, layer: int, ids: Tensor, weights: Tensor) -> None:
+        """Count a layer of a large-batch step: int32 and float32 [tokens, top_k]."""
+        self._add(ids, weights, self._first[layer, 0])
+
+    def _add(self, ids: Tensor, weights: Tensor, first: Tensor) -> None:
+        ids = ids.long()
+        place = torch.where(ids >= 0, ids + first, self._bins - 1)
+        high = self._table.precision.flatten()[place.clamp(max=self._bins - 2)] == HIGH
+        index = (place + self._bins * high).flatten()
+        self._uses.scatter_add_(0, index, torch.ones_like(index))
+        gates = squared_gates(weights)
+        self._uses.scatter_add_(0, (place + 2 * self._bins).flatten(), gates.flatten())
+
+    def clear(self) -> None:
+        self._uses.zero_()
+
+    def ask(self) -> None:
+        """Count anew from the next step on, and send what there is to the host."""
+        self._on_host.copy_(self._uses, non_blocking=True)
+        self._uses.zero_()
+        if self._event is not None:
+            self._event.record()
+
+    def ready(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def take(self) -> NDArray[np.int64]:
+        """Until ``ask``: int64 [3, layers, experts], choices of low and of high versions, and squared gates."""
+        counts = self._on_host.numpy().copy().reshape(3, self._bins)[:, :-1]
+        return counts.reshape(3, self._table.layers, self._table.experts)

@@ -1,0 +1,305 @@
+"""Moving experts between versions while steps run, so that none of these waits (DynaExq 3.2 to 3.5).
+
+Every expert is there before the first request, in some version. Between two steps :meth:`Migration.turn` publishes what
+has arrived, and at the end of a window plans anew. Copies have the lowest priority; how many move at once and how long
+the link works for them is bounded; each has its slot before it begins. One that fails, is slow or hangs costs its move.
+
+A residual slice comes into the slot of the one that goes, which is low from then on. Versions that exclude each other
+come beside those that serve, and both rows of a pair change in one turn.
+"""
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_dymoe.cache.budget import expert_worth
+from vllm_dymoe.cache.device_table import DeviceCounts
+from vllm_dymoe.cache.fetcher import Fetch, Fetcher
+from vllm_dymoe.cache.layer_changes import LayerChanges
+from vllm_dymoe.cache.transfer import Reason, TransferError, TransferStats
+from vllm_dymoe.cache.transfer.ticket import State
+from vllm_dymoe.options import ConfigError
+from vllm_dymoe.planner.hotness import Swap, averaged, hottest, swaps
+from vllm_dymoe.planner.precision import Precision
+from vllm_dymoe.planner.routing import Routing
+from vllm_dymoe.planner.rule import HIGH
+from vllm_dymoe.policies.base import Migrating
+
+Agree = Callable[[Sequence[int]], Sequence[int]]
+"""The least of what all ranks say that compute the same experts together, number by number."""
+
+FAILED, UNDER_WAY, ARRIVED = 0, 1, 2  # what a rank says of a move: the least of all holds for each
+OUTCOMES = ("published", "failed", "late", "refused", "outdated")
+_LOADING = 8  # transfers that are on their way at once before the first request
+_LOOK = 16  # turns from one look at the clocks of several ranks to the next: each costs a message of all
+
+
+@dataclass
+class MigrationStats:
+    """What became of moves, and what they are for."""
+
+    moves: Counter[str] = field(default_factory=Counter)
+    """By outcome: published; failed; late, not there after a whole window; refused, no slot for it; outdated, not begun
+    before the next plan."""
+    choices: Counter[Precision] = field(default_factory=Counter)  # of routers, by the precision that served them
+    windows: int = 0  # that have ended
+    link_seconds: float = 0.0  # that the link worked for moves
+
+
+@dataclass(eq=False, slots=True)
+class _Move:
+    """A swap whose copies are on their way; without copies if it found no slot."""
+
+    swap: Swap  # which experts change
+    fetches: list[Fetch]  # the version, or slice, that makes one high, and where need be the other's low one
+    window: int  # in which it began
+
+
+class Migration:
+    """The only writer of one rank's rows; ConfigError if an expert cannot be read.
+
+    Args:
+        fetcher: of a memory whose slots are all free.
+        hotness: float64 [layers, experts] to begin with; nothing is known if None.
+        agree: with other ranks.
+        decoded: counts what routers choose in steps without the host; None where there are no such steps.
+    """
+
+    def __init__(
+        self,
+        fetcher: Fetcher,
+        migrating: Migrating,
+        hotness: NDArray[np.float64] | None = None,
+        agree: Agree = list,
+        decoded: DeviceCounts | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        cache = fetcher.cache
+        self._memory, self._fetcher, self._engine, self._migrating = cache, fetcher, fetcher.engine, migrating
+        self._agree, self._clock, self._decoded = agree, clock, decoded
+        self._stats = MigrationStats()
+        self._chosen: list[tuple[int, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]] = []
+        shape = cache.table.precision.shape
+        places = cache.table.quotas[:, HIGH]
+        self._places = int(places.sum())
+        self._worth = expert_worth(cache.experts, migrating, [1.0] * shape[0])
+        self._changes: LayerChanges | None = LayerChanges(shape[0] - cache.experts.draft_layers)
+        self._counts = np.zeros((2, *shape), np.int64)  # uses, and squared gates
+        self._seen, self._least = 0, migrating.window_uses * self._counts[0].size
+        self.hotness = np.zeros(shape) if hotness is None else hotness  # in even shares, of the last window
+        self._planned: deque[Swap] = deque()
+        self._flying: list[_Move] = []
+        self._began, self._busy = clock(), 0.0
+        self._moved = 0, 0.0  # since the start, and the link's seconds for them
+        self._turns, self._look = 0, 1 if agree is list else _LOOK
+        self._closing = False
+        # Where nothing is known of traffic, those that lose most.
+        _bring_all(fetcher, hottest(self._worth * (1.0 if hotness is None else hotness), places))
+        for layer in range(shape[0]):
+            cache.rows_changed(layer)
+
+    # -- in a step --------------------------------------------------------------------------------
+
+    def count(self, routing: Routing, experts: NDArray[np.int64], uses: NDArray[np.int64]) -> None:
+        """What a layer's router chose in a step of requests: experts int64 [n], each once, and by how many tokens."""
+        self._chosen.append((routing.layer, experts, uses, routing.squared_gates[experts]))
+        if self._changes is not None:
+            self._changes.see(routing.layer, routing.x)
+
+    def _count(self) -> None:
+        """Enter what was chosen since rows last changed, of all layers at once: one by one would cost a step 1 %."""
+        if not self._chosen:
+            return
+        layers, experts, *numbers = zip(*self._chosen, strict=True)
+        self._chosen.clear()
+        each = self._counts.shape[2]
+        places = np.concatenate([layer * each + row for layer, row in zip(layers, experts, strict=True)])
+        size = self._counts[0].size
+        found = [np.bincount(places, np.concatenate(of), size).astype(np.int64).reshape(-1, each) for of in numbers]
+        self._counts += found
+        counts = found[0]
+        total = int(counts.sum())
+        high = int(counts[self._memory.table.precision == HIGH].sum())
+        self._seen += total
+        self._stats.choices[Precision.HIGH] += high
+        self._stats.choices[Precision.LOW] += total - high
+
+    def count_decoded(self, tokens: int, *, large: bool = False) -> None:
+        """The same of all layers, behind a step without the host; layers of a large one have been counted."""
+        assert self._decoded is not None
+        if not large:
+            self._decoded.add(tokens)
+        self._seen += tokens * self._memory.experts.top_k * len(self._memory.experts.layers)
+
+    # -- between steps ----------------------------------------------------------------------------
+
+    @property
+    def stats(self) -> MigrationStats:
+        self._count()
+        return self._stats
+
+    def reset_stats(self) -> None:
+        self._count()
+        self._stats = MigrationStats()
+
+    @property
+    def flying(self) -> Iterator[Fetch]:
+        return (fetch for move in self._flying for fetch in move.fetches)
+
+    @property
+    def window_age(self) -> float:
+        return self._clock() - self._began
+
+    def turn(self) -> None:
+        """Publish what has arrived on all ranks, and begin what there is room for; waits for nothing.
+
+        Ranks that compute the same experts together take their turns between the same two steps, and whether there is
+        anything to say follows from what all of them know. So they speak together, or not at all. Their clocks differ:
+        they agree that a window is over before any of them closes its counts, or these would not be the same.
+        """
+        self._count()
+        self._turns += 1
+        looks = self._seen >= self._least and self._turns % self._look == 0
+        if not (self._flying or self._planned or self._closing or looks):
+            return
+        now = self._clock()
+        if self._closing:
+            assert self._decoded is not None
+            over = self._decoded.ready()
+        else:
+            over = looks and now - self._began >= self._migrating.window_s
+        share = self._migrating.link_share * (now - self._began)
+        working = self._busy + sum(fetch.ticket.link_seconds(now) for fetch in self.flying)
+        each = self._moved[1] / self._moved[0] if self._memory.nested and self._moved[0] else 0.0
+        most = 0 if working > share else self._migrating.at_once(share - self._busy, each)
+        over_, limit, *states = self._agree([over, most, *map(self._state, self._flying)])
+        for move, state in zip(list(self._flying), states, strict=True):
+            if state == ARRIVED:
+                self._publish(move)
+            elif state == FAILED:
+                self._give_up(move, "failed" if move.fetches else "refused")
+        if over_ and self._decoded is not None and not self._closing:
+            self._decoded.ask()
+            self._closing = True
+        elif over_:
+            self._end_window(now)
+        while self._planned and len(self._flying) < limit:
+            swap, precision = self._planned.popleft(), self._memory.table.precision
+            if precision[swap.up] == HIGH or (
+                swap.down and precision[swap.down] != HIGH
+            ):  # an earlier plan's move has failed
+                self.stats.moves["outdated"] += 1
+                continue
+            self._flying.append(_Move(swap, self._begin(swap), self.stats.windows))
+
+    def stop(self) -> None:
+        self._planned.clear()
+        for move in list(self._flying):
+            self._give_up(move, "outdated")
+
+    def _state(self, move: _Move) -> int:
+        if not move.fetches or any(f.ticket.state in (State.FAILED, State.CANCELLED) for f in move.fetches):
+            return FAILED
+        return ARRIVED if all(self._engine.arrived(fetch.ticket) for fetch in move.fetches) else UNDER_WAY
+
+    def _begin(self, swap: Swap) -> list[Fetch]:
+        start, cache, (_, up, down) = self._fetcher.start, self._memory, swap
+        if cache.nested:
+            if down is not None:
+                cache.evict(*down, Precision.HIGH)
+                cache.rows_changed(down[0])
+            residual = start(*up, Precision.HIGH, Reason.MIGRATION, kept=True)
+            return [] if residual is None else [residual]
+        assert down is not None, "high versions are never fewer than their places"
+        pair = start(*up, Precision.HIGH, Reason.MIGRATION), start(*down, Precision.LOW, Reason.MIGRATION)
+        found = [fetch for fetch in pair if fetch is not None]
+        if len(found) < len(pair):
+            self._fetcher.give_up(found)
+            return []
+        return found
+
+    def _publish(self, move: _Move) -> None:
+        _, up, down = move.swap
+        for fetch in move.fetches:
+            self._fetcher.complete(fetch)  # a residual slice is named from here on
+        if not self._memory.nested:
+            assert down is not None
+            self._memory.evict(*up)
+            self._memory.evict(*down)
+            for fetch in move.fetches:
+                self._fetcher.keep(fetch)
+        for layer in {fetch.layer for fetch in move.fetches}:
+            self._memory.rows_changed(layer)
+        self._end(move, "published")
+
+    def _give_up(self, move: _Move, outcome: str) -> None:
+        """Leave rows as they are. A slot that is still written stays out of use until that ends."""
+        for fetch in move.fetches:
+            self._engine.abandon(fetch.ticket)
+        self._fetcher.give_up(move.fetches)
+        self._end(move, outcome)
+
+    def _end(self, move: _Move, outcome: str) -> None:
+        self._flying.remove(move)
+        self.stats.moves[outcome] += 1
+        spent = sum(fetch.ticket.link_seconds(time.perf_counter()) for fetch in move.fetches)
+        self._busy += spent
+        if outcome == "published":
+            self._moved = self._moved[0] + 1, self._moved[1] + spent
+        self.stats.link_seconds += spent
+
+    def _end_window(self, now: float) -> None:
+        """Plan anew; what has been on its way for a whole window is given up."""
+        for move in [move for move in self._flying if move.window < self.stats.windows]:
+            self._give_up(move, "late")
+        self.stats.windows += 1
+        self.stats.moves["outdated"] += len(self._planned)
+        if self._decoded is not None:
+            low, high, gates = self._decoded.take()
+            self._counts += (low + high, gates)
+            self.stats.choices[Precision.LOW] += int(low.sum())
+            self.stats.choices[Precision.HIGH] += int(high.sum())
+        migrating = self._migrating
+        self.hotness = averaged(self.hotness, self._counts[int(migrating.by_gates)], migrating.alpha)
+        self._counts.fill(0)
+        self._seen, self._began, self._busy, self._closing = 0, now, 0.0, False
+        held = self._memory.table.precision == HIGH
+        for _, up, down in (move.swap for move in self._flying):
+            held[up] = True
+            if down is not None:
+                held[down] = False
+        if self._changes is not None and self._changes.enough:
+            parts = self._agree(self._changes.parts())
+            rest = [min(parts)] * (len(self._worth) - len(parts) - 1)  # a draft decides no token
+            layers = np.maximum([*parts, parts[-1], *rest], 1) / max(1.0, np.mean(parts))
+            self._worth, self._changes = expert_worth(self._memory.experts, migrating, layers), None
+        self._planned = deque(swaps(self.hotness * self._worth, held, self._places, migrating.margin))
+
+
+def _bring_all(fetcher: Fetcher, high: NDArray[np.bool_]) -> None:
+    """Bring every expert before the first request, ``high`` [layers, experts] of them in their high version;
+    ConfigError if one cannot be read."""
+    engine, parts = fetcher.engine, fetcher.cache.parts
+    counted, engine.stats = engine.stats, TransferStats()
+    pending: deque[Fetch] = deque()
+    try:
+        for layer, expert in np.ndindex(high.shape):
+            for part in parts[Precision.HIGH if high[layer, expert] else Precision.LOW]:
+                fetch = fetcher.start(layer, expert, part, Reason.DEMAND, kept=True)
+                assert fetch is not None, "the plan has a slot for every expert"
+                pending.append(fetch)
+                if len(pending) == _LOADING:
+                    fetcher.complete(pending[0])
+                    pending.popleft()
+        while pending:
+            fetcher.complete(pending[0])
+            pending.popleft()
+    except TransferError as error:
+        fetcher.give_up(pending, wait=True)
+        raise ConfigError(f"vllm-dymoe: not every expert can be brought to the device: {error}") from error
+    finally:
+        engine.stats = counted

@@ -1,0 +1,110 @@
+"""Host memory: how much can be had, and how to map an exact size of it near a device.
+
+torch's allocator of pinned memory rounds up to a power of two, 512 MiB where a layer's experts have 324.
+"""
+
+import contextlib
+import ctypes
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import torch
+
+_CGROUP = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+# Limit and use of a container's memory: version 2 of control groups, then version 1.
+_LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+
+_NODES = Path("/sys/devices/policy/node/online")
+_MBIND = {"x86_64": 237, "aarch64": 235}  # libc has no function for it
+_PREFERRED = 1  # MPOL_PREFERRED: another node's memory serves where this one's is full
+
+
+def available_host_memory() -> int:
+    """Bytes that can be allocated without swapping: the machine's, or what a container's limit leaves of them."""
+    available = int(psutil.virtual_memory().available)
+    for group in _groups():
+        for limit, used in _LIMITS:
+            try:
+                left = int((group / limit).read_text()) - int((group / used).read_text())
+            except (OSError, ValueError):  # no such file, or "max"
+                continue
+            available = min(available, max(0, left + _reclaimable(group / "memory.stat")))
+    return available
+
+
+def _groups() -> Iterator[Path]:
+    """Control groups that may limit this process: its own and those around it, as far as they are mounted."""
+    yield from (_CGROUP, _CGROUP / "memory")
+    try:
+        lines = _OWN_CGROUPS.read_text().splitlines()
+    except OSError:
+        return
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        root = {"": _CGROUP, "memory": _CGROUP / "memory"}.get(controllers)
+        if root is not None:
+            own = root / path.lstrip("/")
+            yield from (group for group in (own, *own.parents) if group.is_relative_to(root) and group != root)
+
+
+def _reclaimable(statistics: Path) -> int:
+    """Bytes of the page cache that the container's use counts, and that go when memory is short."""
+    try:
+        fields = dict(line.split() for line in statistics.read_text().splitlines())
+        return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
+    except (OSError, ValueError):
+        return 0
+
+
+def whole_pages(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def map_bytes(nbytes: int) -> torch.Tensor:
+    """Map uint8 [nbytes] from a page's begin on, in huge pages where they fit; OSError if there is no room."""
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    mapping = mmap.mmap(-1, whole_pages(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes)
+
+
+def drop_pages(memory: torch.Tensor) -> None:
+    """Give the pages of ``map_bytes`` back at once; tensors that are still over them read zeros."""
+    if memory.numel() > 0:
+        libc = ctypes.CDLL(None, use_errno=True)
+        nbytes = ctypes.c_size_t(whole_pages(memory.numel()))
+        libc.madvise(ctypes.c_void_p(memory.data_ptr()), nbytes, ctypes.c_int(mmap.MADV_DONTNEED))
+
+
+def several_nodes() -> bool:
+    try:
+        return _NODES.read_text().strip() not in ("", "0")
+    except OSError:
+        return False
+
+
+def prefer_node(memory: torch.Tensor, node: int) -> str | None:
+    """Take pages of ``map_bytes`` that are not there yet from one NUMA node; returns why not, if it is forbidden."""
+    number = _MBIND.get(os.uname().machine)
+    if number is None:
+        return f"unknown on {os.uname().machine}"
+    bits = 8 * ctypes.sizeof(ctypes.c_ulong)
+    mask = (ctypes.c_ulong * (node // bits + 1))()
+    mask[node // bits] = 1 << node % bits
+    libc = ctypes.CDLL(None, use_errno=True)
+    # The kernel counts one bit less than it is told.
+    failed = libc.syscall(
+        ctypes.c_long(number),
+        ctypes.c_void_p(memory.data_ptr()),
+        ctypes.c_ulong(whole_pages(memory.numel())),
+        ctypes.c_long(_PREFERRED),
+        mask,
+        ctypes.c_ulong(len(mask) * bits + 1),
+        ctypes.c_ulong(0),
+    )
+    return os.strerror(ctypes.get_errno()) if failed else None

@@ -1,0 +1,202 @@
+"""How the files of a store are read: past the page cache or through it, how many reads at once, and how fast that was.
+
+The first starts measure, and ``disk.json`` beside the store keeps the best: a disk that others use looks slow. Which
+way is better depends on memory as well: what the page cache holds is copied as fast as memory, but what comes from the
+disk through it takes a core, and may be read in small pieces.
+"""
+
+import contextlib
+import ctypes
+import mmap
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from vllm_dymoe.cache.store.durable import kept_beside
+from vllm_dymoe.cache.store.manifest import BLOCK
+
+RATES = "disk.json"
+MEASURED_STARTS = 3
+_DEPTHS = (1, 2, 4, 8, 16)
+_MEASURED_BYTES = 32 << 20  # for each depth: 0.2 s and less, on a disk worth serving from
+_ENOUGH = 0.9  # of the best rate; deeper queues only lengthen each read
+_buffers = threading.local()
+_PR_SET_TIMERSLACK = 29  # linux/prctl.h
+_prctl = ctypes.CDLL(None).prctl
+
+
+@dataclass(frozen=True)
+class DiskRates:
+    """What a disk has reached, in bytes per second."""
+
+    direct: dict[int, float]  # past the page cache, by reads at once; empty on a file system that cannot
+    cached: float  # through the page cache, by one reader, of what was not in it
+    warm: float  # of what was
+    measured: int = 1  # how often; this is the best of them
+
+    def best(self, other: "DiskRates") -> "DiskRates":
+        direct = {depth: max(rate, self.direct.get(depth, 0.0)) for depth, rate in other.direct.items()}
+        cached, warm = max(self.cached, other.cached), max(self.warm, other.warm)
+        return DiskRates(direct, cached, warm, self.measured + other.measured)
+
+    @property
+    def depth(self) -> int:
+        """The fewest reads at once that are about as fast as any."""
+        best = max(self.direct.values(), default=0.0)
+        return min((depth for depth, rate in self.direct.items() if rate >= _ENOUGH * best), default=_DEPTHS[2])
+
+    def read_past_cache(self, held: float) -> bool:
+        """Whether that is faster, if the page cache holds a share of what is asked for."""
+        through = held / self.warm + (1 - held) / self.cached
+        return bool(self.direct) and 1 / self.direct[self.depth] < through
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a store's files are read."""
+
+    direct: bool = False  # past the page cache
+    depth: int = 1  # reads at once
+    drops: bool = False  # what was read through the page cache is not left in it
+    check: Literal["first", "always"] = "first"  # when sections are compared with their checksums
+    bytes_per_second: float | None = None  # of an emulated disk
+
+    @property
+    def description(self) -> str:
+        way = "past the page cache" if self.direct else "leaving nothing in the page cache" if self.drops else ""
+        return f", read {way}, {self.depth} at once" if way else ""
+
+
+@dataclass
+class DiskCounts:
+    """What was read from files; several threads count."""
+
+    reads: int = 0  # that have ended
+    nbytes: int = 0  # that they brought
+    under_way: int = 0  # reads that run now
+    seconds: float = 0.0  # in which at least one ran
+    _since: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @contextlib.contextmanager
+    def reading(self, nbytes: int) -> Iterator[None]:
+        with self._lock:
+            if not self.under_way:
+                self._since = time.perf_counter()
+            self.under_way += 1
+        try:
+            yield
+        except BaseException:
+            nbytes = 0
+            raise
+        finally:
+            with self._lock:
+                self.under_way -= 1
+                if not self.under_way:
+                    self.seconds += time.perf_counter() - self._since
+                self.reads += nbytes > 0
+                self.nbytes += nbytes
+
+    def reset(self, counted: tuple[int, int, float] = (0, 0, 0.0)) -> None:
+        """Go on from zero, or from reads, bytes and seconds as they were."""
+        with self._lock:
+            self.reads, self.nbytes, self.seconds = counted
+            self._since = time.perf_counter()
+
+
+def read_direct(file: int, destination: torch.Tensor, offset: int) -> int:
+    """``preadv`` with O_DIRECT: straight where both sides are aligned, else through a buffer of the thread.
+
+    Returns how many bytes the file had, fewer than asked for at its end.
+    """
+    nbytes = destination.numel()
+    begin = offset // BLOCK * BLOCK
+    ahead = offset - begin
+    straight = not (ahead or nbytes % BLOCK or destination.data_ptr() % BLOCK)
+    view = destination.numpy().data if straight else _buffer(-(-(ahead + nbytes) // BLOCK) * BLOCK)
+    done = 0
+    while done < ahead + nbytes:
+        count = os.preadv(file, [view[done:]], begin + done)
+        done += count
+        if count == 0 or done % BLOCK:  # the end of the file
+            break
+    found = max(0, min(nbytes, done - ahead))
+    if not straight:
+        destination[:found].copy_(torch.frombuffer(view, dtype=torch.uint8)[ahead : ahead + found])
+    return found
+
+
+def _buffer(nbytes: int) -> memoryview:
+    """Of this thread; at least so many bytes, from a page's begin on."""
+    held: memoryview | None = getattr(_buffers, "view", None)
+    if held is None or len(held) < nbytes:
+        _buffers.view = held = memoryview(mmap.mmap(-1, nbytes))
+    return held[:nbytes]
+
+
+def open_direct(path: Path) -> int | None:
+    """A descriptor for reads past the page cache; None where the file system has none."""
+    with contextlib.suppress(OSError, AttributeError):  # no such flag on other policies
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        try:
+            read_direct(file, torch.empty(BLOCK, dtype=torch.uint8), 0)  # some refuse only now
+        except OSError:
+            os.close(file)
+            raise
+        return file
+    return None
+
+
+def known_rates(folder: Path) -> DiskRates | None:
+    """What an earlier start has measured, if it can be read."""
+    rates = kept_beside(folder / RATES, DiskRates)
+    return rates if rates and min(rates.cached, rates.warm, *rates.direct.values()) > 0 else None
+
+
+def measure_rates(
+    read: Callable[[int, Reading], int], forget: Callable[[int], None], slices: Sequence[int], nbytes: int, direct: bool
+) -> DiskRates:
+    """Read random slices of a store, of up to so many bytes, in every way; past the page cache only where that is
+    possible. ``read`` returns the bytes of a slice, ``forget`` removes what the page cache has of one. StoreError if
+    the store cannot be read."""
+    chosen = random.Random(0).sample(slices, min(len(slices), max(_DEPTHS[-1], _MEASURED_BYTES // nbytes)))
+    for number in chosen:
+        forget(number)
+
+    def rate(reading: Reading) -> float:
+        with ThreadPoolExecutor(reading.depth) as pool:
+            begin = time.perf_counter()
+            total = sum(pool.map(lambda number: read(number, reading), chosen))
+            return total / max(time.perf_counter() - begin, 1e-9)
+
+    past = {depth: rate(Reading(direct=True, depth=depth)) for depth in _DEPTHS} if direct else {}
+    return DiskRates(past, rate(Reading()), rate(Reading()))
+
+
+class Pacer:
+    """Bytes arrive no sooner than by way of one queue of a given rate, in wall-clock time."""
+
+    def __init__(self) -> None:
+        self._lock, self._free = threading.Lock(), 0.0  # when the last byte that was promised so far arrives
+
+    def wait(self, nbytes: int, ready: float, bytes_per_second: float) -> None:
+        """Sleep until the last of these would be there."""
+        with self._lock:
+            # The queue begins when it is free and not when this thread was woken: a late thread loses no time.
+            self._free = due = max(self._free, ready) + nbytes / bytes_per_second
+        sleep_until(due)
+
+
+def sleep_until(due: float) -> None:
+    """Sleep until a moment of ``time.perf_counter``, exact to some microseconds."""
+    if (left := due - time.perf_counter()) > 0:
+        _prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # of this thread; the kernel may oversleep by 50 us otherwise
+        time.sleep(left)

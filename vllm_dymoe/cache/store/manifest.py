@@ -1,0 +1,150 @@
+"""``dymoe_experts.json``: what a store holds, for which model, and how far it is from that model's weights."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import PlainSerializer, TypeAdapter
+
+from vllm_dymoe.cache.store.base import StoreError
+from vllm_dymoe.experts.encoding import CODEBOOKS, LATTICES, encoding_of
+from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, nested
+
+MANIFEST = "dymoe_experts.json"
+STORE_VERSION = 6
+READABLE_VERSIONS = (5, STORE_VERSION)
+"""Stores of version 5 have slices one behind the other, and are the same otherwise."""
+
+BLOCK = 4096  # where slices of new stores begin, in bytes: what O_DIRECT reads straight into a slot
+
+_FLAGS = {"integer_zeros": "zeros_in_steps", "act_order": "ordered"}
+_CODEBOOKS = "codebooks"
+_NAMED = CODEBOOKS | LATTICES
+
+
+def describe_encodings(formats: Mapping[int, ExpertFormat]) -> dict[str, Any]:
+    """What codes mean, as it stands in a manifest and in a checkpoint's quantization_config."""
+    flags = {key: [bits for bits, fmt in formats.items() if getattr(fmt, field)] for field, key in _FLAGS.items()}
+    named = {str(bits): fmt.encoding.name for bits, fmt in formats.items() if fmt.encoding.name in _NAMED}
+    return flags | {_CODEBOOKS: named}
+
+
+def read_encodings(described: Mapping[str, Any], bits: int) -> dict[str, Any]:
+    """The same of one bit-width as arguments of :class:`ExpertFormat`."""
+    flags = {field: bits in described.get(key, ()) for field, key in _FLAGS.items()}
+    named = described.get(_CODEBOOKS, {}).get(str(bits))
+    return flags | {"encoding": encoding_of(bits, None if named is None else _NAMED[named])}
+
+
+def encodings_of(quantizer: str) -> dict[str, Any]:
+    """What a quantizer's codes are, as ``describe_encodings`` says it."""
+    return (
+        {_CODEBOOKS: {str(encoding.bits): encoding.name for encoding in LATTICES.values()}} if quantizer == "e8" else {}
+    )
+
+
+Short = Annotated[float, PlainSerializer(lambda error: float(f"{error:.4g}"), return_type=float)]
+
+
+@dataclass(frozen=True)
+class ErrorRecord:
+    """Relative errors, one number for each MoE layer; root of the sum of squares over all of its experts.
+
+    All but ``weight`` are empty where there was no calibration.
+    """
+
+    weight: Mapping[int, tuple[Short, ...]]  # by bit-width below 16, |W - dequantized W| / |W|
+    output: Mapping[int, tuple[Short, ...]] = field(default_factory=dict)  # of X W^T, X being a calibration's inputs
+    fallbacks: tuple[tuple[int, ...], ...] = ()  # experts of each layer that it saw too rarely to be used
+    experts: Mapping[int, tuple[tuple[Short, ...], ...]] = field(default_factory=dict)
+    """By bit-width, the expected square of each expert's output error, where its routing weight is 1."""
+
+
+_ERRORS = TypeAdapter(ErrorRecord)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a store holds, and for which model; errors and alignment are no part of its identity."""
+
+    experts: ModelExperts
+    quantizer: str
+    model: str  # fingerprint of the checkpoint that it was made from
+    tensor_parallel: tuple[int, int] = (0, 1)  # rank and size of the slice that it holds
+    errors: ErrorRecord | None = field(default=None, compare=False)  # None where they were not recorded
+    alignment: int = field(default=BLOCK, compare=False)  # multiple of bytes that slices begin at in the files
+
+    def to_json(self) -> dict[str, Any]:
+        fmt = next(iter(self.experts.formats.values()))
+        rank, size = self.tensor_parallel
+        return {
+            "format": "vllm-dymoe experts",
+            "version": STORE_VERSION,
+            "alignment": self.alignment,
+            "layers": list(self.experts.layers),
+            "num_experts": self.experts.num_experts,
+            "top_k": self.experts.top_k,
+            "hidden_size": fmt.hidden,
+            "intermediate_size": fmt.intermediate,
+            "bits": sorted(self.experts.formats, reverse=True),
+            "group_size": fmt.group_size,
+            "dtype": str(fmt.dtype).removeprefix("torch."),
+            "bias": fmt.bias,
+            "has_gate": fmt.has_gate,
+            "nested": [bits for bits, version in self.experts.formats.items() if version.nested],
+            **describe_encodings(self.experts.formats),
+            "quantizer": self.quantizer,
+            "model": self.model,
+            "tensor_parallel": {"rank": rank, "size": size},
+            "blob_bytes": {str(bits): f.whole_nbytes for bits, f in self.experts.formats.items()},
+            "errors": _ERRORS.dump_python(self.errors, mode="json") if self.errors else None,
+            "curves": [list(curve) for curve in self.experts.curves],
+        }
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Read the manifest of a store; StoreError if there is none that this version can read."""
+        path = folder / MANIFEST
+        try:
+            data = json.loads(path.read_text())
+            if data["version"] not in READABLE_VERSIONS:
+                raise StoreError(
+                    f"{path} has store version {data['version']}, but this vllm-dymoe reads versions "
+                    f"{' and '.join(map(str, READABLE_VERSIONS))}; write the store again with `vllm-dymoe quantize`."
+                )
+            dtype = getattr(torch, data["dtype"])
+            formats = {
+                bits: ExpertFormat(
+                    data["hidden_size"],
+                    data["intermediate_size"],
+                    group_size=data["group_size"],
+                    dtype=dtype,
+                    bias=data["bias"],
+                    has_gate=data.get("has_gate", True),
+                    **read_encodings(data, bits),
+                )
+                for bits in data["bits"]
+            }
+            for bits in data["nested"]:
+                formats[bits] = nested(formats[bits])
+                formats[bits // 2] = formats[bits].base
+            curves = tuple(tuple(map(float, curve)) for curve in data.get("curves", ()))
+            shape = tuple(data["layers"]), data["num_experts"], data["top_k"]
+            errors = _ERRORS.validate_python(data["errors"]) if data.get("errors") else None
+            lost = dict(zip(data["layers"], errors.experts.get(min(formats), ()), strict=False)) if errors else {}
+            experts = ModelExperts(*shape, formats, curves=curves, lost=lost)
+            for bits, fmt in formats.items():
+                if (held := data["blob_bytes"][str(bits)]) != fmt.whole_nbytes:
+                    raise ValueError(f"packed experts of {held} bytes where {fmt.whole_nbytes} are expected")
+            parallel = data["tensor_parallel"]
+            rank, alignment = (parallel["rank"], parallel["size"]), data.get("alignment", 1)
+            return cls(experts, data["quantizer"], data["model"], rank, errors, alignment)
+        except OSError as error:
+            raise StoreError(f"{folder} holds no expert store: {MANIFEST} cannot be read ({error}).") from error
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise StoreError(
+                f"{path} is not a manifest of an expert store ({error!r}); write the store again."
+            ) from error

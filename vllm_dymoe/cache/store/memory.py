@@ -1,0 +1,104 @@
+"""How much host memory packed experts get: all that they take, a part of it, or none."""
+
+from dataclasses import dataclass, replace
+
+from vllm_dymoe.cache.pages import whole_pages
+from vllm_dymoe.cache.store.base import HostMemoryError
+from vllm_dymoe.experts.encoding import encoding_of
+from vllm_dymoe.experts.format import ModelExperts
+from vllm_dymoe.options import AUTO, ExpertBudget
+from vllm_dymoe.units import size
+
+# What stays free under host_store = "auto": pinned memory cannot be swapped, and other processes need some.
+_SHARE_LEFT = 10
+_LEAST_LEFT = 2 << 30
+
+
+def smallest_host_cache(experts: ModelExperts) -> int:
+    """The smallest budget of a host cache: two slices of each version, one read from while another fills."""
+    return 2 * sum(whole_pages(fmt.nbytes) for fmt in experts.formats.values())
+
+
+def whole_host_cache(experts: ModelExperts) -> int:
+    """The budget of a level that holds everything: a slice takes whole pages, so that a disk writes straight to it."""
+    return len(experts.layers) * experts.num_experts * smallest_host_cache(experts) // 2
+
+
+@dataclass(frozen=True)
+class HostPlace:
+    """Where packed experts live, and why."""
+
+    pinned: bool  # all in host memory, pinned where there is a CUDA device
+    reason: str = ""  # a remark for people
+    host_cache: int = 0  # bytes of host memory for them; 0 if they stay in files
+
+
+@dataclass(frozen=True)
+class HostRoom:
+    """What one rank may use."""
+
+    available: int  # bytes of host memory that all ranks on this machine can get
+    ranks: int = 1  # on this machine
+    wanted: ExpertBudget = AUTO  # the option ``host_memory``
+    taken: int = 0  # bytes of it that another model's experts have on this rank
+    separate: bool = True  # the device has memory of its own, real or emulated, beside which host memory is a cache
+    replicas: int = 1  # of the ranks, those that share one copy where it holds everything
+
+    def limit(self, experts: ModelExperts) -> int | None:
+        """Bytes that the user allows, None if that is left to us; HostMemoryError if they are more than there are: the
+        machine would swap, or end the process."""
+        limit = host_memory_bytes(self.wanted, experts)
+        each = self.available // self.ranks
+        if limit is not None and limit >= whole_host_cache(experts):
+            each = self.available * self.replicas // self.ranks
+        if limit is not None and limit - self.taken > each:
+            raise HostMemoryError(
+                f"host_memory is {limit} bytes on each of {self.ranks} ranks, but {each} are "
+                'available to each; lower host_memory, or leave it "auto"'
+            )
+        return None if limit is None else max(0, limit - self.taken)
+
+
+def host_memory_bytes(wanted: ExpertBudget, experts: ModelExperts) -> int | None:
+    """Bytes that the option ``host_memory`` means; None for "auto"."""
+    return int(wanted.share * whole_host_cache(experts)) if wanted.share is not None else wanted.bytes
+
+
+def choose_host_place(asked: str, device_type: str, experts: ModelExperts, room: HostRoom) -> HostPlace:
+    """Choose for one rank, as asked by ``host_store``; HostMemoryError if memory was asked for, and has no room."""
+    if asked == "file":
+        return HostPlace(False)
+    needed, available, limit = whole_host_cache(experts), room.available, room.limit(experts)
+    each = f" on each of {room.ranks} ranks" if room.ranks > 1 else ""
+    if asked == "pinned":
+        mine = available * room.replicas // room.ranks if limit is None else limit
+        if needed > mine:
+            raise HostMemoryError(
+                f'host_store = "pinned" needs {needed} bytes of host memory{each}, but {mine} are available'
+                f'{" to each" if each else ""}; free {needed - mine} more, or use host_store = "file"'
+                f"{_fewer_bits(experts, mine)}."
+            )
+        return HostPlace(True, host_cache=needed)
+    if device_type != "cuda" and (limit is None or not room.separate):
+        return HostPlace(False, "auto: there is no CUDA device" if limit is None else "host_memory is the budget, too")
+    left = max(_LEAST_LEFT, available // _SHARE_LEFT)
+    told = f"host_memory is {size(limit or 0)}"
+    whole = limit or 0
+    if limit is None:
+        whole, limit = (max(0, available - left) * count // room.ranks for count in (room.replicas, 1))
+        told = f"auto: {size(available)} of host memory are available, of which {size(left)} are left to others"
+    if needed <= whole:
+        return HostPlace(True, f"{told}; all take {size(needed)}{each}", needed)
+    if limit < smallest_host_cache(experts):
+        return HostPlace(False, f"{told}; not enough for a level between device and files")
+    return HostPlace(False, f"{told}; all would take {size(needed)}{each}", limit)
+
+
+def _fewer_bits(experts: ModelExperts, room: int) -> str:
+    """The largest single version that fits, as a remark; nothing if none does."""
+    stored = max(experts.formats)
+    for bits in (8, 4, 2):
+        formats = {bits: replace(experts.formats[stored], encoding=encoding_of(bits))}
+        if bits < stored and (taken := whole_host_cache(replace(experts, formats=formats))) <= room:
+            return f", or high = {bits} and low = 0, which take {taken}"
+    return ""

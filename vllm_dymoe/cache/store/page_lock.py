@@ -1,0 +1,92 @@
+"""Memory that is locked for a device, so that its copy engine reads it by itself."""
+
+import contextlib
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_dymoe.cache.pages import map_bytes, prefer_node, several_nodes, whole_pages
+from vllm_dymoe.cache.store.shared import SharedMemory
+
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
+# cudaHostRegisterPortable: for every context. cudaHostRegisterMapped: kernels can read it, too.
+_PORTABLE_AND_MAPPED = 1 | 2
+
+
+class CudaPageLock:
+    """Locks host memory for one device, by ``cudaHostRegister``.
+
+    Attributes:
+        node: the NUMA node that is nearest to the device; None where there is one node, or the policy names none.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._runtime = torch.cuda.cudart()
+        properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack some of its attributes
+        place = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+        self.node = node_of(place)
+
+    def lock(self, address: int, nbytes: int) -> str | None:
+        """Lock whole pages. Returns what is in the way, or None."""
+        with torch.cuda.device(self._device):
+            code = self._runtime.cudaHostRegister(address, nbytes, _PORTABLE_AND_MAPPED)
+        if int(code) == 0:
+            return None
+        self._clear_error()
+        return f"CUDA error {int(code)}: {self._runtime.cudaGetErrorString(code)}"
+
+    def unlock(self, address: int) -> None:
+        """Undo ``lock``, once the device no longer reads."""
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()
+            if int(self._runtime.cudaHostUnregister(address)) != 0:
+                self._clear_error()
+
+    def _clear_error(self) -> None:
+        """CUDA reports the error again at the next launch; a launch of our own takes it."""
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=self._device)
+
+
+def node_of(pci_address: str) -> int | None:
+    """NUMA node of a PCI device; None where there is only one node, or the policy names none."""
+    if not several_nodes():
+        return None
+    try:
+        node = int((_PCI_DEVICES / pci_address / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+class Arena:
+    """A mapping, ``memory`` uint8 [nbytes], a part of ``shared`` if other processes map the same, that can be locked
+    for a device, and lies near it, unless ``unbound`` says why not; OSError if impossible."""
+
+    def __init__(self, nbytes: int, page_lock: CudaPageLock | None, shared: SharedMemory | None = None) -> None:
+        self.memory = map_bytes(nbytes) if shared is None else shared.map(nbytes, pinned=page_lock is not None)
+        self.unbound: str | None = None
+        self._page_lock = page_lock
+        self._unlock: weakref.finalize[[int], Arena] | None = None
+        if page_lock is not None and page_lock.node is not None:
+            self.unbound = prefer_node(self.memory, page_lock.node)
+
+    def lock(self) -> str | None:
+        """Lock it, once its pages are there. Returns what is in the way, or None."""
+        if self._page_lock is None or self.memory.numel() == 0:
+            return None
+        address = self.memory.data_ptr()
+        reason = self._page_lock.lock(address, whole_pages(self.memory.numel()))
+        if reason is None:
+            self._unlock = weakref.finalize(self, self._page_lock.unlock, address)
+            self._unlock.atexit = False  # a process that ends leaves it to the operating system
+        return reason
+
+    def close(self) -> None:
+        """Unlock it; the memory itself goes with the last tensor over it."""
+        if self._unlock is not None:
+            self._unlock()
+        self.memory = torch.empty(0, dtype=torch.uint8)

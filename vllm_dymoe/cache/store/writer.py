@@ -1,0 +1,156 @@
+"""The one writer of stores: what it leaves is either complete or not there.
+
+Sections are written at their final offsets into shards in a temporary folder beside the final one, each with its
+checksum. Finishing syncs, writes the manifest and renames. A crash leaves a temporary folder that the next writer
+removes or goes on with. Of two processes that write the same store the second finds the first one's and uses it.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from vllm_dymoe.cache.store.base import StoreError
+from vllm_dymoe.cache.store.durable import make_partial, replace_folder, sync_folder, write_at, write_synced
+from vllm_dymoe.cache.store.files import FileStore, checksum, file_name
+from vllm_dymoe.cache.store.header import make_header
+from vllm_dymoe.cache.store.manifest import MANIFEST, ErrorRecord, Manifest
+from vllm_dymoe.experts.format import Projection, SliceKey
+from vllm_dymoe.units import too_small
+
+# Data begins on a page.
+_DATA_ALIGNMENT = 4096
+
+
+class StoreWriter:
+    """Writes one store, from several threads, and ends with ``finish`` or ``discard``; StoreError if the folder cannot
+    be written, or the disk is too small.
+
+    Args:
+        others: bytes of whatever else goes into the folder.
+        resume: says of a temporary folder that a dead writer left whether to go on with it.
+        advice: what the user can do about a disk that refuses.
+
+    Attributes:
+        partial: the temporary folder; what else lies in it becomes part of the final one.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        *,
+        others: int = 0,
+        resume: Callable[[Path], bool] = lambda leftover: False,
+        advice: str = "free some space or set store_dir to a folder on another disk",
+    ) -> None:
+        self._folder, self._manifest, self._advice = folder, manifest, advice
+        self._files: list[int] = []
+        experts = manifest.experts
+        self._places = experts.places_at(manifest.alignment)
+        count = experts.num_experts  # packed experts come first, so that each of them is aligned
+        slices = [place for place in self._places.values() if place.start == 0]
+        tensors: list[tuple[str, str, tuple[int, ...], int]] = [
+            (f"{packed.bits}bit.packed experts", "U8", (count, packed.stride), count * packed.stride)
+            for packed in slices
+        ]
+        tensors += [
+            (f"{packed.bits}bit.xxh3", "I64", (count, packed.slices, 3), count * packed.slices * 3 * 8)
+            for packed in slices
+        ]
+        header, self._begin, size = make_header(tensors, "vllm-dymoe experts", _DATA_ALIGNMENT)
+        needed = len(experts.layers) * size + others
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(folder.parent).free
+            if free < needed:
+                raise StoreError(f"{folder} {too_small(needed, free)}; {advice}.")
+            self.partial = make_partial(folder, resume)
+        except OSError as error:
+            raise self._refused(error) from error
+        try:
+            for layer_index in experts.layers:
+                path = self.partial / file_name(layer_index)
+                self._files.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
+                write_at(self._files[-1], header, 0)
+                os.ftruncate(self._files[-1], size)
+        except OSError as error:
+            self.discard()
+            raise self._refused(error) from error
+
+    def write(self, key: SliceKey, projection: Projection, packed: torch.Tensor) -> None:
+        """Write a packed section (uint8, contiguous) and its checksum."""
+        experts, file = self._manifest.experts, self._files[key.layer]
+        slice_place = self._places[key.bits]
+        data = packed.numpy().data
+        begin = self._begin[f"{slice_place.bits}bit.packed experts"] + key.expert * slice_place.stride
+        begin += slice_place.start + experts.formats[key.bits].sections[projection].start
+        with self._refusals():
+            write_at(file, data, begin)
+            number = (key.expert * slice_place.slices + slice_place.number) * len(Projection) + projection
+            place = self._begin[f"{slice_place.bits}bit.xxh3"] + number * 8
+            write_at(file, checksum(data).to_bytes(8, "little", signed=True), place)
+
+    def sync(self, layer: int) -> None:
+        """Make what is written of one layer durable."""
+        with self._refusals():
+            os.fsync(self._files[layer])
+
+    def finish(self, errors: ErrorRecord | None = None, *, overwrite: bool = False) -> FileStore:
+        """Sync everything, give the folder its name, and open it; StoreError if the disk refuses. With ``overwrite``
+        even the same store is replaced; otherwise the one that another process published first stays."""
+        with self._refusals():
+            for file in self._files:
+                os.fsync(file)
+            self.close()
+            described = replace(self._manifest, errors=errors).to_json()
+            write_synced(self.partial / MANIFEST, (json.dumps(described, indent=2) + "\n").encode())
+            sync_folder(self.partial)
+            self._publish(overwrite)
+        return FileStore(self._folder)
+
+    def close(self) -> None:
+        """Close the files; what is written stays in the temporary folder."""
+        while self._files:
+            os.close(self._files.pop())
+
+    def discard(self) -> None:
+        """Remove everything written so far; nothing to do after ``finish``."""
+        self.close()
+        shutil.rmtree(self.partial, ignore_errors=True)
+
+    def _publish(self, overwrite: bool) -> None:
+        try:
+            os.rename(self.partial, self._folder)
+        except OSError:
+            if not (self._folder / MANIFEST).is_file():
+                raise
+            if overwrite or not self._is_published():
+                replace_folder(self.partial, self._folder)
+            else:
+                shutil.rmtree(self.partial)
+        sync_folder(self._folder.parent)
+
+    def _is_published(self) -> bool:
+        """Whether the same store has the folder's name already."""
+        try:
+            store = FileStore(self._folder)
+        except StoreError:
+            return False
+        store.close()
+        return store.manifest == self._manifest
+
+    @contextlib.contextmanager
+    def _refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def _refused(self, error: OSError) -> StoreError:
+        return StoreError(f"{self._folder} cannot be written: {error.strerror}; {self._advice}.")

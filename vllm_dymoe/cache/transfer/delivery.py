@@ -1,0 +1,88 @@
+"""What a kind of device offers the transfer engine; here where the "device" is host memory, as it is or behind an
+emulated link."""
+
+import resource
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_dymoe.cache.store import HostStore
+from vllm_dymoe.cache.store.disk import Pacer
+from vllm_dymoe.cache.transfer.ticket import ALL, Ticket
+
+if TYPE_CHECKING:
+    from vllm_dymoe.cache.transfer.cuda import CudaStreams
+
+_WEIGHT = 0.1  # of a new read in the running share; about the last ten matter
+_BLOCK_BYTES = 512  # the unit of getrusage
+
+
+class Delivery(ABC):
+    """Moves bytes from a store into slots."""
+
+    demanded_at_once = ALL
+    """Projections of a packed expert that one piece of a demand transfer holds; computation begins with the first
+    piece. All other transfers move one at a time."""
+    streams: "CudaStreams | None" = None
+    """Of a device that copies asynchronously; None where the bytes are there when ``deliver`` returns."""
+
+    def __init__(self, store: HostStore) -> None:
+        self.store = store
+
+    @property
+    def occupies_cores(self) -> bool:
+        """Whether moving bytes takes the cores that compute."""
+        return False
+
+    @abstractmethod
+    def deliver(self, ticket: Ticket, projections: range, destination: torch.Tensor, *, wait: bool = True) -> Any:
+        """Move some projections of a ticket's packed expert into their part of the slot, uint8 [bytes of the
+        projections].
+
+        Returns the event behind the copy, None without streams. BlockingIOError if, without ``wait``, a disk would have
+        to be waited for.
+        """
+
+
+class CpuDelivery(Delivery):
+    """Reads straight into the slot, whole packed experts in demand: each read has a fixed cost, and computation waits
+    for it."""
+
+    def __init__(self, store: HostStore) -> None:
+        super().__init__(store)
+        self._disk_share = 0.0
+
+    @property
+    def occupies_cores(self) -> bool:
+        """Whether reads are copies by a core (memory, page cache) rather than waits for a disk."""
+        return self.store.occupies_cores and self._disk_share < 0.5
+
+    def deliver(self, ticket: Ticket, projections: range, destination: torch.Tensor, *, wait: bool = True) -> None:
+        """Read; file reads release the interpreter lock."""
+        # What the kernel fetched for this thread from a disk. Times would tell less: a core that others use looks
+        # like a disk.
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_inblock
+        self.store.read_into(ticket.key, destination, projections, wait=wait)
+        blocks = resource.getrusage(resource.RUSAGE_THREAD).ru_inblock - before
+        share = min(1.0, blocks * _BLOCK_BYTES / destination.numel())
+        self._disk_share += _WEIGHT * (share - self._disk_share)
+
+
+class EmulatedLink(Delivery):
+    """What ``delivery`` moves, no sooner than over a link of a given rate, in wall-clock time.
+
+    On a CPU the way from the host store into a slot is a memory copy, far faster relative to computation than PCIe is
+    to a GPU's. This shows what a slower link does: as a copy engine it is one queue for all transfers, which runs
+    beside computation and takes no core but for the copy itself. So it sleeps until the last byte would arrive.
+    """
+
+    demanded_at_once = 1  # an emulated transfer has no fixed cost
+
+    def __init__(self, delivery: Delivery, bytes_per_second: float) -> None:
+        super().__init__(delivery.store)
+        self._delivery, self._bytes_per_second, self._pacer = delivery, bytes_per_second, Pacer()
+
+    def deliver(self, ticket: Ticket, projections: range, destination: torch.Tensor, *, wait: bool = True) -> None:
+        self._delivery.deliver(ticket, projections, destination, wait=wait)
+        self._pacer.wait(destination.numel(), ticket.ready, self._bytes_per_second)

@@ -1,0 +1,318 @@
+"""The slots of a host cache: which slice is in which, on its way or not, and which may go.
+
+Mechanism of :class:`~vllm_dymoe.cache.transfer.host_cache.HostCache`, which holds its lock for every call.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_dymoe.cache.pages import available_host_memory, whole_pages
+from vllm_dymoe.cache.store import HostMemoryError, smallest_host_cache
+from vllm_dymoe.cache.store.page_lock import Arena, CudaPageLock
+from vllm_dymoe.cache.store.shared import SharedMemory
+from vllm_dymoe.cache.transfer.engine import TransferEngine
+from vllm_dymoe.cache.transfer.ticket import Reason, Ticket
+from vllm_dymoe.experts.format import ModelExperts, SliceKey, all_keys
+from vllm_dymoe.planner.precision import Precision
+from vllm_dymoe.planner.rule import HIGH, HIT, STREAM
+from vllm_dymoe.planner.table import Table, check_integrity, layer_quotas, set_pools
+
+_CHUNK = 256 << 20  # bytes that are locked at once: where the operating system allows less than all, most of it is used
+_FEWEST = 2  # slots that no layer keeps
+
+
+@dataclass(eq=False, slots=True)
+class Held:
+    """A slot of the level, and what is in it, as ``cache.store.base.Lent``."""
+
+    packed: torch.Tensor  # uint8 [bytes of the slice]
+    index: int  # of the slot in its pool
+    pinned: bool
+    key: SliceKey | None = None  # what is in it, or comes
+    ticket: Ticket | None = None  # of the read that fills it, until that has ended
+    kept: bool = False  # a layer keeps it; otherwise it goes when its slot is wanted
+    prediction: bool = False  # it was read ahead for a layer that has not come yet
+    users: int = 0  # copies out of it that have not been enqueued so far
+    last_read: Any = None
+    dropped: bool = False  # it is free when the last user has gone
+
+
+@dataclass
+class HostPredictions:
+    """Slices that were to be read ahead: all, those that were asked for, and those that gave way to demand."""
+
+    made: int = 0
+    useful: int = 0
+    dropped: int = 0
+
+
+@dataclass
+class HostCacheCounts:
+    """What became of the device's misses."""
+
+    hits: int = 0  # slices that were in host memory, or on their way there as predictions in time
+    misses: int = 0  # slices that had to be read
+    predictions: HostPredictions = field(default_factory=HostPredictions)
+
+
+@dataclass
+class _Pool:
+    """Slots for slices of one bit-width, and the table of what layers keep in them."""
+
+    table: Table
+    slots: list[Held]
+    free: list[Held] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.free = self.slots[::-1]
+
+
+class HostSlots:
+    """An arena of slots with a hard budget, and a table for each version of what layers keep in them. HostMemoryError
+    if the budget has no room for two slices of each version, or the memory cannot be had.
+
+    Attributes:
+        limit: bytes that slots may take, ``nbytes`` those that they take, ``pinned`` those locked for the device.
+        refused: why not all of them are, where there is one.
+        counts: since the start or the last reset.
+        held: what is in slots, or comes.
+        passing: that of it which no layer keeps, what was used last at the end.
+        coming: that of it which is still read.
+        orphans: slots that are in use, or written, by what was given up.
+    """
+
+    def __init__(
+        self,
+        experts: ModelExperts,
+        nbytes: int,
+        page_lock: CudaPageLock | None,
+        engine: TransferEngine,
+        shared: SharedMemory | None = None,  # memory for everything, which other processes have, too
+    ) -> None:
+        self.experts, self.counts, self._page_lock, self._engine = experts, HostCacheCounts(), page_lock, engine
+        self._arenas: list[Arena] = []
+        self.pools: dict[int, _Pool] = {}
+        self.held: dict[SliceKey, Held] = {}
+        self.passing: OrderedDict[SliceKey, Held] = OrderedDict()
+        self.coming: set[SliceKey] = set()
+        self.orphans: list[Held] = []
+        self.limit = self.nbytes = self.pinned = 0
+        self.refused: str | None = None
+        self.make(nbytes, shared)
+
+    def make(self, nbytes: int, shared: SharedMemory | None = None) -> None:
+        sizes = {bits: whole_pages(fmt.nbytes) for bits, fmt in self.experts.formats.items()}
+        least = smallest_host_cache(self.experts)
+        if nbytes < least:
+            raise HostMemoryError(
+                f"host_memory is {nbytes} bytes, but two slices of each version need {least}; set host_memory to at "
+                f"least {least} bytes"
+            )
+        count = min(len(self.experts.layers) * self.experts.num_experts, nbytes // sum(sizes.values()))
+        needed, found = count * sum(sizes.values()), False
+        if shared is not None:
+            shared.begin(needed)
+            found = shared.found
+        if not found and (free := available_host_memory()) < needed:
+            raise HostMemoryError(f"host_memory would be {nbytes} bytes, but {free} are free")
+        self.limit, self.nbytes, self.pinned = nbytes, 0, 0
+        self.refused = None
+        try:
+            for bits, each in sizes.items():
+                slots: list[Held] = []
+                while len(slots) < count:
+                    part = min(count - len(slots), max(1, _CHUNK // each))
+                    arena = Arena(part * each, self._page_lock, shared)
+                    self._arenas.append(arena)
+                    if not found:
+                        arena.memory.fill_(0)  # so that it is there: a machine short of it would end the process later
+                    self.refused = self.refused or arena.lock()
+                    locks = self._page_lock is not None and self.refused is None
+                    self.pinned += part * each * locks
+                    slices = arena.memory.view(part, each)[:, : self.experts.formats[bits].nbytes]
+                    slots += [Held(packed, len(slots) + i, locks) for i, packed in enumerate(slices)]
+                self.nbytes += count * each
+                self.pools[bits] = _Pool(_table(self.experts, count), slots)
+        except OSError as error:
+            self.forget()
+            raise HostMemoryError(f"{nbytes} bytes of host memory could not be had ({error.strerror})") from error
+
+    def assign_all(self) -> list[Held]:
+        """Give every slice a slot for good, and return them; there are as many slots as slices, all free."""
+        free = {bits: iter(pool.slots) for bits, pool in self.pools.items()}
+        for key in all_keys(self.experts):
+            held = self.held[key] = next(free[key.bits])
+            held.key, held.kept = key, True
+        for pool in self.pools.values():
+            pool.free.clear()
+        return list(self.held.values())
+
+    def take(self, other: "HostSlots") -> None:
+        """Hold what another one has, where both hold everything; its layers come behind one's own."""
+        behind = len(self.experts.layers) - len(other.experts.layers)
+        for bits, pool in other.pools.items():
+            for held in pool.slots:
+                assert held.key is not None
+                held.key = replace(held.key, layer=held.key.layer + behind)
+                held.index += len(self.pools[bits].slots)
+                self.held[held.key] = held
+            self.pools[bits].slots += pool.slots
+        self._arenas += other._arenas
+        self.limit, self.nbytes = self.limit + other.limit, self.nbytes + other.nbytes
+        self.pinned += other.pinned
+
+    @property
+    def unbound(self) -> str | None:
+        """Why some of it does not lie near the device; None if it does, or need not."""
+        return next((arena.unbound for arena in self._arenas if arena.unbound), None)
+
+    def expect(self, layer: int, keys: list[SliceKey]) -> None:
+        if any(key not in self.held for key in keys):
+            self._drop_predictions(keys)
+        for bits, pool in self.pools.items():
+            asked = sorted(key.expert for key in keys if key.bits == bits)
+            if not asked:
+                continue
+            active = np.array(asked, np.int64)
+            places = pool.table.begin_step(layer, active, np.full(len(active), HIGH, np.int8))[0].tolist()
+            for expert, place in zip(asked, places, strict=True):
+                key = SliceKey(layer, expert, bits)
+                held = self.held.get(key)
+                self.counts.hits += held is not None
+                self.counts.misses += held is None
+                if held is not None and held.ticket is not None and held.ticket.reason is Reason.PREFETCH:
+                    self._engine.demand(held.ticket)
+                if held is not None:
+                    self.counts.predictions.useful += held.prediction
+                    held.prediction = False
+                if place == HIT:
+                    continue
+                if place >= 0:
+                    pool.table.remove(layer, place)
+                    self._release(self.held.pop(SliceKey(layer, place, bits)))
+                if held is None and not self.begin(key, Reason.DEMAND):
+                    continue
+                held = self.held[key]
+                if place != STREAM and not held.kept:
+                    held.kept = True
+                    del self.passing[key]
+                    if held.ticket is None:
+                        self._publish(held)
+
+    def begin(self, key: SliceKey, reason: Reason) -> bool:
+        """Start to read a slice, if there is a slot for it."""
+        pool = self.pools[key.bits]
+        held = pool.free.pop() if pool.free else self._reclaim(key.bits, predictions=reason is Reason.DEMAND)
+        if held is None:
+            return False
+        self.counts.predictions.made += reason is Reason.PREFETCH
+        held.key, held.kept, held.prediction = key, False, reason is Reason.PREFETCH
+        held.ticket = self._engine.submit(key, held.packed, reason, held.last_read)
+        held.last_read = None
+        self.held[key] = self.passing[key] = held
+        self.coming.add(key)
+        return True
+
+    def _reclaim(self, bits: int, *, predictions: bool) -> Held | None:
+        """The slot of what passed, longest ago; one prediction does not push out another."""
+        for key, held in self.passing.items():
+            if key.bits == bits and not held.users and held.ticket is None and (predictions or not held.prediction):
+                del self.passing[key], self.held[key]
+                return held
+        return None
+
+    def _drop_predictions(self, wanted: list[SliceKey]) -> None:
+        for key in [key for key in self.coming if key not in wanted]:
+            ticket = self.ticket(key)
+            if ticket.reason is Reason.PREFETCH and not self.held[key].users:
+                self.counts.predictions.dropped += self._engine.cancel(ticket)
+        self.collect()
+
+    def collect(self) -> None:
+        """Take note of reads that have ended, and of slots that come back."""
+        for key in list(self.coming):
+            held, ticket = self.held[key], self.ticket(key)
+            if not ticket.ended and not ticket.orphaned:
+                continue
+            self.coming.discard(key)
+            if self._engine.arrived(ticket):
+                held.ticket = None
+                if held.kept:
+                    self._publish(held)
+                continue
+            del self.held[key]
+            self.passing.pop(key, None)
+            self.orphans.append(held)
+        for held in [held for held in self.orphans if held.ticket is not None and held.ticket.ended]:
+            self.orphans.remove(held)
+            held.ticket = None
+            self._release(held)
+
+    def _publish(self, held: Held) -> None:
+        """Complete bytes get their row, unless the layer has filled its share meanwhile, because a step failed."""
+        key = held.key
+        assert key is not None
+        table = self.pools[key.bits].table
+        if np.count_nonzero(table.precision[key.layer]) < table.quotas[key.layer, HIGH]:
+            table.publish(key.layer, key.expert, Precision.HIGH, held.index)
+        else:
+            held.kept, self.passing[key] = False, held
+
+    def _release(self, held: Held) -> None:
+        if held.users:
+            held.dropped = True
+            self.orphans.append(held)
+        else:
+            self.free(held)
+
+    def free(self, held: Held) -> None:
+        assert held.key is not None
+        if held in self.orphans:
+            self.orphans.remove(held)
+        self.pools[held.key.bits].free.append(held)
+        held.key, held.dropped = None, False
+
+    def ticket(self, key: SliceKey) -> Ticket:
+        ticket = self.held[key].ticket
+        assert ticket is not None
+        return ticket
+
+    def forget(self) -> None:
+        """Give the memory back; nothing may be read into it."""
+        self.held.clear()
+        self.passing.clear()
+        self.coming.clear()
+        self.pools.clear()
+        self.nbytes = self.pinned = 0
+        while self._arenas:
+            self._arenas.pop().close()
+
+    def check_integrity(self) -> None:
+        """Between steps, assert: every slot is free or holds one slice, layers keep no more than their shares."""
+        self.collect()
+        assert self.nbytes <= self.limit
+        assert self.passing.keys() == {key for key, held in self.held.items() if not held.kept}
+        for bits, pool in self.pools.items():
+            check_integrity(pool.table)
+            used = [held.index for key, held in self.held.items() if key.bits == bits]
+            lost = [held.index for held in self.orphans if held.key is not None and held.key.bits == bits]
+            found = sorted(used + lost + [held.index for held in pool.free])
+            assert found == list(range(len(pool.slots))), f"slots lost or doubled: {found} of {len(pool.slots)}"
+            for layer, expert in pool.table.residents(Precision.HIGH):
+                held = self.held[SliceKey(layer, expert, bits)]
+                assert held.index == pool.table.slot[0, layer, expert], "a row names another slot"
+                assert held.kept, "a row names what passes"
+
+
+def _table(experts: ModelExperts, count: int) -> Table:
+    """Of what layers keep in so many slots."""
+    layers, each = len(experts.layers), experts.num_experts
+    table = Table.allocate(layers, each)
+    passing = 0 if count == layers * each else max(_FEWEST, min(count // 8, experts.top_k * 4))
+    quotas = layer_quotas(count, [1.0] * layers, min(passing, count), each)
+    set_pools(table, {HIGH: (0, 0, count)}, {HIGH: quotas})
+    return table

@@ -1,0 +1,95 @@
+"""One transfer: what is moved where, why, and how far it has come."""
+
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from typing import Any, NamedTuple
+
+import torch
+
+from vllm_dymoe.experts.format import EVERY_PROJECTION, SliceKey
+
+ALL = len(EVERY_PROJECTION)  # projections of a packed expert
+
+
+class TransferError(RuntimeError):
+    """A transfer that failed; the message is a sentence for the sender of the request."""
+
+
+class Reason(IntEnum):
+    """Why bytes move; the smaller goes first."""
+
+    DEMAND = 0
+    PREFETCH = 1
+    MIGRATION = 2
+
+
+class State(Enum):
+    """Where a ticket is. One that rests has all that was asked for and not the whole packed expert; the last three are
+    ends."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    RESTING = "resting"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    __hash__ = object.__hash__  # Enum's own is Python code, and runs for every look at a ticket
+
+
+_ENDS = frozenset((State.DONE, State.FAILED, State.CANCELLED))
+
+
+class Piece(NamedTuple):
+    """The projections that a running ticket moves before it is pending again; its reason may change meanwhile."""
+
+    reason: Reason
+    projections: range
+
+
+@dataclass(eq=False, slots=True)
+class Ticket:
+    """A transfer of one packed expert into one slot, in up to three pieces.
+
+    Between two pieces a ticket is pending again, so that whatever is more urgent goes first.
+    """
+
+    key: SliceKey  # which packed expert
+    destination: torch.Tensor  # uint8 [nbytes], the slot
+    reason: Reason  # its priority
+    after: Any = None  # event behind the slot's last reader; the copy waits for it
+    wanted: int = ALL  # projections that are asked for, from the first; 0 once it is cancelled
+    demanded_at_once: int = ALL  # projections that a piece holds when the ticket is in demand; 1 otherwise
+    order: int = 0  # its place among tickets of the same reason
+    ready: float = 0.0  # when it last began to wait for the link, in seconds of ``time.perf_counter``
+    state: State = State.PENDING  # changes under the queue's lock, like the attributes below
+    arrived: int = 0  # projections that are there, as far as the host knows
+    fences: list[tuple[int, Any]] = field(default_factory=list)
+    """Events behind the copies, where the device copies asynchronously, each with its first projection."""
+    followed: int = 0  # how many of the fences computation is ordered behind
+    error: BaseException | None = None  # what went wrong, if it failed
+    handed_over: bool = False
+    """The piece that runs was left to a thread by a waiter, because a disk has to be waited for."""
+    orphaned: bool = False  # it was running when its waiters gave up
+    began: float = 0.0  # when the piece that runs began to move, in seconds of ``time.perf_counter``
+    moved_seconds: float = 0.0  # time that the pieces before it took
+
+    def link_seconds(self, now: float) -> float:
+        """How long the link has worked for this transfer until ``now``."""
+        return self.moved_seconds + (now - self.began if self.state is State.RUNNING else 0.0)
+
+    @property
+    def ended(self) -> bool:
+        return self.state in _ENDS
+
+
+@dataclass
+class TransferStats:
+    """What was moved, and how long the host waited for it."""
+
+    bytes_moved: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
+    """Bytes that arrived, by reason."""
+    transfers: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
+    """Whole packed experts that arrived, by the reason they had in the end."""
+    failed: int = 0  # reads that failed, and transfers that were given up
+    exposed_wait_seconds: float = 0.0  # host time spent in ``wait``

@@ -1,0 +1,1 @@
+"""Runs the plans of layers: on a GPU, on a CPU, and between both."""

@@ -1,0 +1,98 @@
+"""What of a rank's misses the host computes, with what, and at which costs: the counterpart of ``device_table``."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vllm_dymoe.executor.cpu_worker import CpuQueue, CpuWorker, cpu_worker_threads
+from vllm_dymoe.executor.host_planned import HostPlannedLayers
+from vllm_dymoe.executor.rates import Rates, costs, measure, measure_or_load
+from vllm_dymoe.executor.small_batch import SmallBatchKernel
+from vllm_dymoe.experts.format import ModelExperts
+from vllm_dymoe.options import ConfigError, Options
+from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS, Cost
+from vllm_dymoe.planner.precision import Precision
+from vllm_dymoe.planner.rule import HIGH, LOW
+
+_ANY_ROWS = 1 << 30
+
+
+class CpuExecution:
+    """Of one rank; ConfigError if memory for a CPU queue cannot be had.
+
+    Attributes:
+        worker: the CPU queue where the device leaves misses, or the cores for what the host's steps leave; None where
+            nothing is computed beside a device.
+        rates: of link and host, where misses are shared between them.
+    """
+
+    def __init__(
+        self, options: Options, experts: ModelExperts, device: torch.device, decoding: SmallBatchKernel | None,
+        lock: Callable[[Tensor], str | None],
+    ) -> None:  # fmt: skip
+        self._options, self._experts, self._device = options, experts, device
+        self.worker: CpuQueue | CpuWorker | None = None
+        self.rates: Rates | None = None
+        if not options.computes_misses:
+            return
+        how = cpu_worker_threads(device.type), options.transfer_timeout_s, options.activations
+        if decoding is not None:
+            try:
+                self.worker = decoding.cpu_queue = CpuQueue(experts, SMALL_BATCH_ROWS, *how, device, lock)
+            except (OSError, ValueError) as error:
+                raise ConfigError(
+                    f'vllm-dymoe: misses = "{options.misses}" is impossible, because {error}; leave the option out.'
+                ) from error
+        elif device.type != "cpu" or options.link_gbps is not None:
+            self.worker = CpuWorker(*how)
+
+    @property
+    def cpu_queue(self) -> CpuQueue | None:
+        return self.worker if isinstance(self.worker, CpuQueue) else None
+
+    def join(self, serving: HostPlannedLayers, kept: Path | None) -> None:
+        """Compute beside a rank's steps, at rates that are measured if misses are shared, unless a file of them is
+        ``kept`` that holds for this."""
+        worker, options = self.worker, self._options
+        serving.cpu_worker = worker if isinstance(worker, CpuWorker) else None
+        if options.misses != "share" or worker is None:
+            return
+        place = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "this CPU"
+        nbytes = [fmt.whole_nbytes for fmt in self._experts.formats.values()]
+        measured_for = (
+            f"{place}, {worker.threads} threads, link {options.link_gbps or 'its own'}, experts of {nbytes} bytes, "
+            f"activations of {options.activations} bits"
+        )
+        fmt = max(self._experts.formats.values(), key=lambda fmt: fmt.nbytes)
+        parts = serving.cache.store, serving.engine, self._device, worker, measured_for
+        self.rates = measure_or_load(kept, measured_for, fmt, lambda: measure(*parts))
+
+    def costs(self, serving: HostPlannedLayers) -> NDArray[np.int64]:
+        """What the rule goes by, for the precisions that are served now."""
+        if not self._options.computes_misses:
+            return np.zeros((3, len(Cost)), np.int64)
+        by_precision = {HIGH: serving.bits[Precision.HIGH], LOW: serving.bits[Precision.LOW]}
+        formats = {code: self._experts.formats.get(bits) for code, bits in by_precision.items()}
+        most = _ANY_ROWS if self.worker is None else self._options.misses_rows
+        return costs(formats, self.rates, most)
+
+    def describe(self) -> str:
+        """What becomes of misses, in words; empty if all are fetched."""
+        if not self._options.computes_misses:
+            return ""
+        if self.worker is None:
+            return "misses are computed by the CPU"
+        how = f"misses are computed by {self.worker.threads} threads of the host beside the device"
+        if (rates := self.rates) is not None:
+            how = f"misses are shared, as measured, between {rates.describe(self._experts)}"
+        exact = "" if self._device.type == "cpu" else "; their last bits are the host's, so answers depend on residency"
+        return how + exact
+
+    def close(self) -> None:
+        """End the threads; no step may be running."""
+        if self.worker is not None:
+            self.worker.close()

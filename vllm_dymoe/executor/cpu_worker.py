@@ -1,0 +1,227 @@
+"""Misses that are computed by the CPU: the host's cores beside a device.
+
+Steps that the device plans leave them at a CPU queue (``kernels.cpu_queue``), where a thread without the interpreter
+lock answers; steps that the host plans hand them to a thread as they come, while the link brings the others.
+"""
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as LateError
+from statistics import median
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from vllm_dymoe.cache.pages import map_bytes
+from vllm_dymoe.cache.transfer import TransferError
+from vllm_dymoe.experts.format import ModelExperts, PackedExpert
+from vllm_dymoe.kernels import Activation, CpuKernel
+from vllm_dymoe.kernels.cpu import Forms
+from vllm_dymoe.kernels.cpu_queue import QueueMemory, QueueShape, native_library
+from vllm_dymoe.kernels.native import Layer, set_activation
+from vllm_dymoe.planner.large_batch import MOST_PARTS
+from vllm_dymoe.planner.plan import LayerPlan
+from vllm_dymoe.planner.routing import Routing
+
+_LOOKS = 16  # of the watchdog within the time that it allows
+_TRIPS = 256  # of which the median is taken
+
+
+def cpu_worker_threads(device_type: str) -> int:
+    """Cores that may compute beside a device: all but the one that launches, or half of those of an emulated one.
+
+    Ranks of one machine have equal parts.
+    """
+    cores, ranks = len(os.sched_getaffinity(0)), 1
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        ranks = torch.distributed.get_world_size()
+    return max(1, cores // ranks // 2 if device_type == "cpu" else cores // ranks - 1)
+
+
+def _late(what: str, timeout: float) -> str:
+    return (
+        f"the host has not computed {what} within transfer_timeout_s, which is {timeout:g} seconds; see what else its "
+        "cores do, or raise transfer_timeout_s. From now on all misses are fetched."
+    )
+
+
+def _round_trip(ask: Callable[[], object]) -> float:
+    """Seconds until an answer to nothing is there, as the median."""
+    times = []
+    for _ in range(_TRIPS):
+        begun = time.perf_counter()
+        ask()
+        times.append(time.perf_counter() - begun)
+    return median(times)
+
+
+class CpuQueue:
+    """What one rank's device leaves to the host in steps of its own, of up to so many tokens, and the threads that
+    answer and watch. ValueError if there is no native library, OSError if the memory cannot be had.
+
+    Args:
+        timeout: seconds that an answer may take; 0 for ever.
+        activations: bits of those that codes are multiplied with.
+        lock: locks memory for the device; returns what is in the way.
+
+    Attributes:
+        turn: int64 [3] on the device: the last number that was posted, that of the running layer, or 0, and the
+            ring's address.
+        present: int32 on the device, scratch for pairs: what is to be summed.
+        failed: an answer was given up: from the next step on everything is fetched.
+    """
+
+    on_failure: Callable[[str], None]  # called with a sentence when an answer is given up, before the device goes on
+
+    def __init__(
+        self, experts: ModelExperts, tokens: int, threads: int, timeout: float, activations: int, device: torch.device,
+        lock: Callable[[Tensor], str | None] = lambda memory: None,
+    ) -> None:  # fmt: skip
+        fmt = next(iter(experts.formats.values()))
+        sizes = (tokens, experts.top_k, experts.num_experts, fmt.hidden, fmt.dtype)
+        shape = QueueShape(2 * MOST_PARTS * len(experts.layers) + 2, *sizes)
+        memory = map_bytes(shape.nbytes)
+        memory.zero_()
+        if (reason := lock(memory)) is not None:
+            raise OSError(f"a CPU queue of {shape.nbytes} bytes cannot be locked for the device ({reason})")
+        self.queue, self.threads, self.activations, self._timeout = (
+            QueueMemory(shape, memory),
+            threads,
+            activations,
+            timeout,
+        )
+        self.turn = torch.tensor([0, 0, self.queue.address], device=device)
+        self.present = torch.empty(tokens * experts.top_k, dtype=torch.int32, device=device)
+        self.on_failure, self.failed = lambda sentence: None, False
+        self._experts, self._library, self._activation = experts, native_library(), cast("Activation | None", None)
+        self._closing, self._threads = threading.Event(), list[threading.Thread]()
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory."""
+        return self.turn.nbytes + self.present.nbytes
+
+    def serve(self, activation: Activation) -> None:
+        """Begin to answer, before anything is posted; later calls only compare: ValueError for another activation."""
+        if self._activation is not None and activation != self._activation:
+            raise ValueError("layers with different activations are not computed beside a device")
+        if self._activation is None:
+            self._activation = activation
+            self._start(self._answer, "answers")
+            self._start(self._watch, "watches")
+
+    def _start(self, target: Callable[[], None], name: str) -> None:
+        self._threads.append(threading.Thread(target=target, name=f"dymoe {name}", daemon=True))
+        self._threads[-1].start()
+
+    def round_trip(self) -> float:
+        """Seconds until an answer to nothing is there; before ``serve``. A device's way to memory comes on top."""
+        queue, library, numbers = self.queue, self._library, itertools.count(1)
+        arguments = queue.address, Layer(), (), queue.shape.tokens
+        poller = threading.Thread(target=library.answer, args=arguments, daemon=True)
+        poller.start()
+
+        def ask() -> None:
+            number = next(numbers)
+            queue.entry(number).header[:4] = torch.tensor([number, 0, 0, 0])
+            library.post(queue.address, number)
+            library.wait(queue.address, number)
+
+        took = _round_trip(ask)
+        queue.control.stop = 1
+        poller.join()
+        queue.memory.zero_()
+        self.queue = QueueMemory(queue.shape, queue.memory)
+        return took
+
+    def close(self) -> None:
+        """End both threads; no step may be running."""
+        self._closing.set()
+        self.queue.control.stop = 1
+        for thread in self._threads:
+            thread.join()
+
+    def _answer(self) -> None:
+        assert self._activation is not None
+        queue, shape, forms, layer = self.queue, self.queue.shape, Forms(), Layer()
+        x, known = torch.empty(0, shape.hidden, dtype=shape.dtype), list[tuple[int, int]]()
+        for fmt in self._experts.formats.values():
+            known.append((fmt.encoding.tag, forms.learn(*fmt.matrices, x, self._activation)[0]))
+        set_activation(layer, self._activation)
+        floats = self._library.row_floats(forms.width)
+        inputs = torch.empty(shape.tokens * floats), torch.empty(shape.tokens * shape.top_k * floats)
+        layer.inter, layer.width, layer.matrices = fmt.matrices[1].rows, forms.width, forms.address
+        layer.inputs, layer.activations = (scratch.data_ptr() for scratch in inputs)
+        layer.floats, (layer.outer, layer.inner) = forms.floats, (fmt.matrices[n].rotation for n in (1, 2))
+        layer.dtype, layer.digits, layer.threads = shape.dtype is torch.float16, self.activations // 8, self.threads
+        self._library.answer(queue.address, layer, known, shape.tokens)
+
+    def _watch(self) -> None:
+        """Give up an answer that does not come, and all that follow it."""
+        control, seen, since = self.queue.control, -1, 0.0
+        pause = min(1.0, self._timeout / _LOOKS) if self._timeout else 1.0
+        while not self._closing.wait(0.001 if self.failed else pause):
+            answered, now = int(control.answered), time.monotonic()
+            if control.posted <= answered // 2 or not self._timeout:
+                seen = -1
+            elif answered != seen and not self.failed:
+                seen, since = answered, now
+            elif self.failed or now - since >= self._timeout:
+                header, self.failed = self.queue.entry(answered // 2 + 1).header, True
+                self.on_failure(_late(f"{int(header[3])} experts of layer {int(header[1])}", self._timeout))
+                self._library.give_up(self.queue.address)
+
+
+class CpuWorker:
+    """The host's cores while steps that the host plans run on a device. If a layer takes longer than so many seconds,
+    0 for ever, they have ``failed``, and everything is fetched from then on."""
+
+    def __init__(self, threads: int, timeout: float, activations: int) -> None:
+        self.threads, self.activations, self._timeout = threads, activations, timeout or None
+        self._kernel = CpuKernel(threads=threads, activations=activations)
+        self._thread, self.failed = ThreadPoolExecutor(1, "dymoe computes"), False
+
+    def begin(
+        self, routing: Routing, x: Tensor, out: Tensor, activation: Activation, experts: Mapping[int, PackedExpert]
+    ) -> Callable[[], None]:
+        """Begin to compute the rows of some experts, by number, whose bytes are in host memory: x is a step's input on
+        the device, out [tokens * top_k, hidden] there, too. The function that is returned waits until all are in
+        ``out``; TransferError if that took longer than the host waits."""
+        plan = LayerPlan.of_routing(routing.grouped, list(experts), row_for_each_pair=routing.weights_on_input)
+        for item, expert in enumerate(experts.values()):
+            plan.place(item, expert)
+        pairs, rows, inputs = plan.pairs, out, x
+        if not x.is_cpu:  # only what is computed crosses, in either direction
+            used, plan.rows = plan.rows.unique(return_inverse=True)
+            inputs = x[used.to(x.device)].cpu()
+            rows = torch.empty(len(pairs), x.shape[1], dtype=x.dtype, device="cpu")
+            plan.pairs = torch.arange(len(pairs))
+        future = self._thread.submit(self._compute, inputs, plan, rows, activation)
+
+        def wait() -> None:
+            try:
+                future.result(self._timeout)
+            except LateError:
+                self.failed = True
+                raise TransferError(_late("a layer's experts", self._timeout or 0.0)) from None
+            if rows is not out:
+                out[pairs.to(out.device)] = rows.to(out.device)
+
+        return wait
+
+    def round_trip(self) -> float:
+        """Seconds until an answer to nothing is there."""
+        return _round_trip(lambda: self._thread.submit(time.perf_counter).result())
+
+    def _compute(self, x: Tensor, plan: LayerPlan, rows: Tensor, activation: Activation) -> None:
+        self._kernel.begin(x, plan, rows, activation)
+        self._kernel.compute(range(len(plan.views)))
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown()

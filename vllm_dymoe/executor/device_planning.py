@@ -1,0 +1,49 @@
+"""What decides about experts in decode: the host for every layer, or the device in a step without a host."""
+
+from vllm_dymoe.kernels import native
+from vllm_dymoe.options import ConfigError, Options
+from vllm_dymoe.policies import Policy
+
+DRAFTED = "a draft with experts proposes the model's tokens"
+"""What is in the way then: its layers run several times in a step, and lie behind those that a policy knows."""
+MET = "the tokens of data-parallel engines meet at the experts"
+"""What is in the way then: which rows are tokens only each engine knows, and a graph would have to be told."""
+
+
+def plans_on_device(
+    options: Options, policy: Policy, device_type: str, *, readable: bool, obstacle: str = ""
+) -> tuple[bool, str]:
+    """Whether the device plans, and why not, if it was to; ConfigError if it was asked for, and cannot be.
+
+    Args:
+        device_type: "cuda", or "cpu", where the device is only played.
+        readable: the device can read the host store by itself.
+        obstacle: why the model needs the host, if it does.
+    """
+    if options.planning == "host" or (options.planning == "auto" and device_type != "cuda"):
+        return False, ""
+    reason = obstacle or _obstacle(options, policy, readable)
+    if reason and options.planning == "device":
+        raise ConfigError(f'vllm-dymoe: planning = "device" is impossible, because {reason}; use "auto" or "host".')
+    return not reason, reason
+
+
+def _obstacle(options: Options, policy: Policy, readable: bool) -> str:
+    if not policy.residency.on_device:
+        return f'what the policy "{policy.name}" chooses with its options needs the host'
+    if options.computes_misses and native.load() is None:
+        return "the host answers a device with the native library only, which was not built here"
+    if not readable:
+        return 'not all experts are in host memory, as with host_store "pinned", and a device cannot wait for a disk'
+    return "the inputs of routers are recorded" if options.trace is not None and options.trace.inputs else ""
+
+
+def without_device(options: Options) -> Options:
+    """For a trace where ranks share the experts of a layer: the device knows its own, and the host what routers chose.
+    ConfigError if the device was to decide."""
+    if options.planning == "device":
+        raise ConfigError(
+            'vllm-dymoe: planning = "device" is impossible, because a trace records the experts of all ranks; use '
+            '"auto" or "host", or leave trace out.'
+        )
+    return options.model_copy(update={"planning": "host"})

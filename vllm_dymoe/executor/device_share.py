@@ -1,0 +1,67 @@
+"""What an automatic expert budget takes of a device. vLLM sizes its KV cache from what is left, and refuses to start if
+the longest request does not fit: that comes first, then what a step computes with, which is estimated here."""
+
+from dataclasses import dataclass
+
+from vllm_dymoe.options import ConfigError
+from vllm_dymoe.units import size
+
+# Of what is left beside activations. More KV cache than one longest request serves more requests at once.
+_MOST_FOR_EXPERTS = 0.8
+# Workspaces of attention and matrix libraries, which are made at their first call.
+_LIBRARIES = 512 << 20
+# Sampling with top-k and top-p, for each logit: two float32 copies, sorted values and their places, two sums, a mask.
+_SAMPLING = 32
+# What a driver keeps for one captured graph, as measured by others: a graph is about ten kernels.
+_GRAPH = 128 << 10
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What the size of activations follows from, on one rank."""
+
+    tokens: int  # of the largest step
+    sequences: int  # requests whose next token is sampled at once
+    hidden: int  # model width
+    attention: int  # width of queries, keys and values together
+    intermediate: int  # expert width
+    top_k: int  # experts per token
+    vocabulary: int  # logits per request
+    itemsize: int = 2  # bytes of an activation
+    graph_tokens: int = 0  # of the largest captured step; 0 without graphs
+    graphs: int = 0  # how many are captured
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a step needs beside weights and KV cache: an estimate from above."""
+        # A dense layer's input, residual, norm, output and what follows; an expert's input, output, and between.
+        token = 10 * self.hidden + 2 * self.attention + self.top_k * (2 * self.hidden + 3 * self.intermediate)
+        sampling = self.sequences * self.vocabulary * _SAMPLING
+        step = max(self.tokens * token * self.itemsize, sampling)  # one is over when the other begins
+        return step + self.graph_tokens * token * self.itemsize + self.graphs * _GRAPH + _LIBRARIES
+
+
+def automatic_share(
+    free: int, kv_cache: int, activations: int, least: int, max_model_len: int, *, fixed: bool = True
+) -> int:
+    """Bytes for experts; ConfigError if they and one request of ``max_model_len`` tokens do not fit beside each other.
+
+    Args:
+        free: that vLLM may use of the device, once the dense weights are loaded.
+        kv_cache: of one such request, or what the user has set aside.
+        least: the smallest budget that can serve.
+        fixed: whether that length is to be served; otherwise vLLM shortens it to what fits.
+    """
+    spare = free - activations
+    if not fixed:
+        kv_cache = max(0, min(kv_cache, spare // 2))
+    if spare - kv_cache >= least:
+        return max(least, min(int(spare * _MOST_FOR_EXPERTS), spare - kv_cache))
+    fits = max(0, spare - least) * max_model_len // max(1, kv_cache)
+    shorter = f"set --max-model-len to at most {fits}, or " if 0 < fits < max_model_len else ""
+    raise ConfigError(
+        f"vllm-dymoe: of {size(max(0, free))} of device memory that are left after the dense weights, one request of "
+        f"{max_model_len} tokens takes {size(kv_cache)} in the KV cache, activations about {size(activations)} and the "
+        f"fewest experts {size(least)}; {shorter}raise --gpu-memory-utilization, lower --max-num-batched-tokens or "
+        "--max-num-seqs, or set expert_budget yourself."
+    )

@@ -1,0 +1,263 @@
+"""The forward of one MoE layer in a step that the host plans: precisions, rule, compute, combine. Results are added in
+the router's order at the end, so that neither what is on the device nor any timing changes a bit (invariant 1)."""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+
+from vllm_dymoe.cache.counters import PrefetchStats, ResidencyCounts
+from vllm_dymoe.cache.expert_cache import ExpertCache
+from vllm_dymoe.cache.fetcher import Fetch, Fetcher
+from vllm_dymoe.cache.migration import Migration
+from vllm_dymoe.cache.slots import Slot
+from vllm_dymoe.cache.store.disk import DiskCounts
+from vllm_dymoe.cache.transfer import HostCache, TransferEngine, TransferError, TransferStats
+from vllm_dymoe.executor.cpu_worker import CpuWorker
+from vllm_dymoe.executor.prefetcher import Prefetcher
+from vllm_dymoe.executor.read_ahead import ReadAhead, expect
+from vllm_dymoe.executor.streamed_layer import LayerStep
+from vllm_dymoe.experts.format import PackedExpert
+from vllm_dymoe.kernels import Activation, ExpertKernel, combine
+from vllm_dymoe.planner.plan import LayerPlan
+from vllm_dymoe.planner.precision import Precision
+from vllm_dymoe.planner.routing import Phase, Routing
+from vllm_dymoe.planner.rule import CPU, HIT, Ints, actions_of
+from vllm_dymoe.planner.table import CODES
+from vllm_dymoe.policies import Policy
+from vllm_dymoe.prefetch import Measured, PredictionStats
+
+_FAR = 1 << 40  # rows of an expert that is never computed by the CPU
+
+
+class HostPlannedLayers:
+    """The steps that the host plans, and what they are served with; nothing is predicted beside a device that does."""
+
+    policy: Policy  # chooses precisions
+    bits: Mapping[Precision, int]  # of each precision, 0 for one that is skipped
+    executes_on_cpu: bool  # some experts without a slot are computed in host memory, as the table's costs say
+    cpu_worker: CpuWorker | None = None  # cores that do it while a device computes; None where the device is the host
+    records_actions = False  # routings are told what becomes of their experts
+    fetcher: Fetcher  # gives slots to what is fetched
+    prefetcher: Prefetcher | None = None  # fetches ahead; None without a predictor
+    migration: Migration | None = None  # moves versions between steps; None where steps fetch what they need
+
+    def __init__(
+        self,
+        cache: ExpertCache,
+        kernel: ExpertKernel,
+        engine: TransferEngine,
+        predictor: Measured | None,
+        host_cache: HostCache | None = None,
+    ) -> None:
+        self.host_cache, self.disk = (
+            host_cache,
+            DiskCounts(),
+        )  # host memory over a disk, if it is; what was read from files
+        self.cache, self.kernel, self.engine = cache, kernel, engine
+        self.predictor = predictor
+        self.counts, self.prefetch_stats = ResidencyCounts(), PrefetchStats()
+
+    # -- between steps ----------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """With the slots that ``cache`` has now."""
+        self.cache.pools.fence(self.engine.fence())
+        # Policies that move slots between steps have no last-reader fence, so their copies wait for all computation.
+        overlaps = self.policy.residency.overlaps and self.policy.residency.migrating is None
+        self.fetcher, self.prefetcher = Fetcher(self.cache, self.engine, overlaps=overlaps), None
+        self.migration = None
+        if self.predictor is not None:
+            self.predictor.predictor.slots_changed()
+            experts = self.cache.experts
+            layers = len(experts.layers) - experts.draft_layers
+            ahead = ReadAhead(self.host_cache, self.cache, layers) if self.host_cache else None
+            self.prefetcher = Prefetcher(self.fetcher, layers, self.policy, self.prefetch_stats, ahead)
+
+    def end(self) -> bool:
+        """Stop what goes on between steps, before slots are taken away; whether every read has ended."""
+        if self.migration is not None:
+            self.migration.stop()
+        return self.settle()
+
+    def settle(self) -> bool:
+        """Wait for what is on its way, and keep nothing of what was fetched ahead; whether every read has ended."""
+        if self.prefetcher is not None:
+            self.prefetcher.clear()
+        return self.fetcher.settle_all()
+
+    def begin_step(self, phase: Phase) -> None:
+        """A step of requests begins, and its first MoE layer is some way off."""
+        if self.migration is not None:
+            self.migration.turn()
+        prefetch = self.policy.prefetch
+        asked = phase is Phase.PREFILL and prefetch is not None and prefetch.first_layer
+        if asked and self.predictor is not None and self.prefetcher is not None:
+            self.prefetcher.predict_first_layer(phase, self.predictor)
+
+    def end_decode(self, tokens: int, *, large: bool = False) -> None:
+        """A step of requests without the host has run, or will before anything else."""
+        if self.migration is not None:
+            self.migration.count_decoded(tokens, large=large)
+
+    # -- in a step --------------------------------------------------------------------------------
+
+    def forward(self, routing: Routing, activation: Activation = Activation.SILU) -> torch.Tensor:
+        """Run one MoE layer: [tokens, hidden], the weighted sum over each token's experts on this rank. TransferError
+        if an expert could not be fetched; the server can serve the next step."""
+        if len(routing.ids) == 0:
+            return torch.empty_like(routing.x)
+        wanted, skipped, places = self._decide(routing)
+        x, weights = routing.inputs()
+        out = x.new_empty((routing.ids.numel(), x.shape[1]))
+        look_ahead = None
+        if self.predictor is not None and routing.layer < routing.num_layers:  # a draft's layers are not predicted
+            look_ahead = partial(self._look_ahead, routing)
+        on_cpu = self._on_cpu(routing.layer, wanted, places)
+        here = {expert: precision for expert, precision in wanted.items() if expert not in on_cpu} if on_cpu else wanted
+        self.counts.cpu_executed += len(on_cpu)
+        self.counts.misses += len(on_cpu)
+        answer = None
+        if on_cpu and self.cpu_worker is not None:
+            answer = self.cpu_worker.begin(routing, x, out, activation, on_cpu)
+        own = {} if answer else on_cpu
+        found = places[:, (places != CPU).all(0)]
+        if not (found == HIT).all():
+            in_turn = self.engine.occupies_cores or not self.policy.residency.overlaps
+            kernel, counts = self.kernel, self.counts
+            grain: dict[str, bool] = {"in_turn": in_turn, "whole": self.policy.residency.whole}
+            step = LayerStep(routing.layer, self.fetcher, self.prefetcher, kernel, counts, **grain)
+            step.acquire(here, found.T.tolist())
+            step.run(partial(self._begin, routing, x, out, activation), look_ahead)
+            self._compute(routing, x, out, activation, {}, own)
+        else:
+            self.counts.hits += len(here)
+            if self.prefetcher is not None:
+                self.prefetcher.claim(routing.layer, {})
+            if look_ahead is not None:
+                look_ahead()
+            self._compute(routing, x, out, activation, here, own)
+            if self.prefetcher is not None:
+                self.prefetcher.answer()
+                self.prefetcher.fill()
+        if answer is not None:
+            answer()
+        elif on_cpu and (sentence := self.cache.lost(routing.layer, wanted, on_cpu)):
+            raise TransferError(sentence)
+        if not skipped and sum(map(routing.counts.__getitem__, wanted)) == len(out):
+            return combine(out, weights)
+        return combine(out, weights, routing.ids, skipped, renormalize=self.policy.precision.renormalizes)
+
+    def _decide(self, routing: Routing) -> tuple[dict[int, Precision], set[int], Ints]:
+        """The precision of each expert that is computed, those that are skipped, and what the rule makes of the
+        former."""
+        bits, layer = self.bits, routing.layer
+        precisions = self.policy.precision.select(routing)
+        wanted = {expert: precision for expert in routing.active if bits[precision := precisions[expert]] > 0}
+        planned = self.counts.planned
+        planned.update(wanted.values())
+        planned[Precision.SKIPPED] += len(precisions) - len(wanted)
+        active = np.fromiter(wanted, np.int64, len(wanted))
+        codes = np.fromiter(map(CODES.__getitem__, wanted.values()), np.int8, len(wanted))
+        if self.fetcher.orphaned:
+            self.fetcher.collect()
+        if self.migration is not None:
+            uses = np.fromiter(map(routing.counts.__getitem__, wanted), np.int64, len(wanted))
+            self.migration.count(routing, active, uses)
+        rows = None
+        if self.executes_on_cpu and (self.cpu_worker is None or not self.cpu_worker.failed):
+            rows = np.fromiter(map(routing.counts.__getitem__, wanted), np.int64, len(wanted))
+            if not self.cache.store.whole:
+                rows[self.cache.far(layer, wanted)] = _FAR
+        places = self.cache.table.begin_step(layer, active, codes, rows, ages=self.policy.residency.ages)
+        if self.records_actions:
+            held = self.cache.table.precision[layer]
+            routing.actions = torch.from_numpy(actions_of(routing.host_ids, active, codes, held, places))
+        if self.host_cache is not None:
+            expect(self.host_cache, self.cache, layer, wanted, places)
+        return wanted, precisions.keys() - wanted.keys(), places
+
+    def _on_cpu(self, layer: int, wanted: Mapping[int, Precision], places: Ints) -> dict[int, PackedExpert]:
+        """What is computed by the CPU."""
+        cache, on_cpu = self.cache, {}
+        if self.executes_on_cpu:
+            far = (places == CPU).any(0).tolist()
+            on_cpu = {expert: precision for (expert, precision), lies in zip(wanted.items(), far, strict=True) if lies}
+        parts = {
+            precision: tuple(cache.bits[part] for part in cache.parts[precision]) for precision in set(on_cpu.values())
+        }
+        return {expert: cache.in_store(layer, expert, parts[precision]) for expert, precision in on_cpu.items()}
+
+    def _begin(
+        self, routing: Routing, x: torch.Tensor, out: torch.Tensor, activation: Activation, order: Sequence[int]
+    ) -> LayerPlan:
+        plan = LayerPlan.of_routing(routing.grouped, order, row_for_each_pair=routing.weights_on_input)
+        self.kernel.begin(x, plan, out, activation)
+        return plan
+
+    def _compute(
+        self, routing: Routing, x: torch.Tensor, out: torch.Tensor, activation: Activation,
+        here: Mapping[int, Precision], own: Mapping[int, PackedExpert],
+    ) -> None:  # fmt: skip
+        """In one call, what needs no transfer: experts in slots, and of a CPU those in the store."""
+        if not here and not own:
+            return
+        cache, slots, order = self.cache, list[Slot](), sorted([*here, *own]) if own else list(here)
+        plan = self._begin(routing, x, out, activation, order)
+        for item, expert in enumerate(order):
+            if expert in own:
+                plan.place(item, own[expert])
+                continue
+            held, parts = cache.resident(routing.layer, expert, here[expert])
+            self.counts.reuses += held is not here[expert]
+            slots += parts
+            plan.place(item, cache.packed(parts))
+        self.kernel.compute(range(len(order)))
+        if self.kernel.asynchronous:
+            last_read = self.engine.fence()
+            for slot in slots:
+                slot.last_read = last_read
+
+    def _look_ahead(self, routing: Routing) -> None:
+        """Tell the predictor what the router decided, and the prefetcher what the predictor makes of it."""
+        predictor = self.predictor
+        assert predictor is not None
+        predictor.observe(routing)
+        if self.prefetcher is not None:
+            self.prefetcher.look_ahead(routing.layer, routing.phase, predictor)
+
+    # -- counts -----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def unobserved(self) -> Iterator[None]:
+        """For made-up tokens, often thousands all alike: they are not counted, predicted or learnt from."""
+        before, disk = (self.counts, self.engine.stats, self.predictor, self.migration), self.disk
+        read = disk.reads, disk.nbytes, disk.seconds
+        self.counts, self.engine.stats, self.predictor = ResidencyCounts(), TransferStats(), None
+        self.migration = None
+        try:
+            yield
+        finally:
+            self.counts, self.engine.stats, self.predictor, self.migration = before
+            disk.reset(read)
+
+    def reset_stats(self) -> None:
+        self.counts, self.engine.stats = ResidencyCounts(), TransferStats()
+        self.prefetch_stats.reset()
+        if self.migration is not None:
+            self.migration.reset_stats()
+        if self.predictor is not None:
+            self.predictor.stats, self.predictor.seconds = PredictionStats(), 0.0
+        self.disk.reset()
+        if self.host_cache is not None:
+            self.host_cache.reset_stats()
+
+    def on_their_way(self) -> Iterator[Fetch]:
+        """Fetches that no step has waited for so far."""
+        yield from self.fetcher.orphaned
+        if self.prefetcher is not None:
+            yield from self.prefetcher.ahead
+        if self.migration is not None:
+            yield from self.migration.flying

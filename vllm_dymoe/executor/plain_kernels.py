@@ -1,0 +1,167 @@
+"""The small-batch path as a CPU plays it: the plain rule decides, and kernels read and fill the addresses that it
+wrote."""
+
+import ctypes
+import time
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from vllm_dymoe.cache.store.disk import sleep_until
+from vllm_dymoe.executor.cpu_worker import CpuQueue
+from vllm_dymoe.experts.format import ExpertFormat, PackedExpert
+from vllm_dymoe.experts.matrix import MatrixFormat, PackedMatrix
+from vllm_dymoe.kernels import Activation, ExpertKernel, combine
+from vllm_dymoe.kernels.cpu_queue import collect_plain, post_plain
+from vllm_dymoe.planner.constants import Action
+from vllm_dymoe.planner.large_batch import RESIDENT, LargeBatchShape, LargeBatchWork, plan_large_batch
+from vllm_dymoe.planner.plan import Grouped, LayerPlan
+from vllm_dymoe.planner.small_batch import plan_small_batch
+from vllm_dymoe.planner.table import Table
+
+
+class PlainKernels:
+    """A layer's decode step on a CPU, for tests of everything around it; behind an emulated link of so many 1e9 bytes
+    per second, for which hits do not wait."""
+
+    name = "decided and fetched as a device would, by the host"
+    cpu_queue: CpuQueue | None = None
+
+    def __init__(
+        self, kernel: ExpertKernel, formats: Mapping[int, ExpertFormat], link_gbps: float | None = None
+    ) -> None:
+        self._seconds_per_byte, self._free = 1e-9 / link_gbps if link_gbps else 0.0, 0.0
+        self.kernel, self._formats = kernel, {fmt.encoding.tag: fmt for fmt in formats.values()}
+
+    def forward(
+        self,
+        table: Table,
+        layer: int,
+        rows: Tensor,
+        plan: LayerPlan,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        activation: Activation,
+    ) -> Tensor:
+        self.decide(table, layer, ids, weights, rows, plan)
+        begun, cpu_queue, real = time.perf_counter(), self.cpu_queue, int(rows)
+        if cpu_queue is not None:
+            cpu_queue.serve(activation)
+            post_plain(cpu_queue.queue, cpu_queue.turn, layer, x[:real], ids[:real], plan)
+        step, out = self.begin(x, plan, activation)
+        actions = plan.action[:, : int(plan.count)]
+        hits, on_cpu = (actions == Action.HIT).all(0), (actions == Action.CPU).any(0)
+        for part in (hits, ~hits & ~on_cpu) if self._seconds_per_byte else (~on_cpu,):
+            some = part.nonzero().flatten().tolist()
+            sleep_until(self.arrival(sum(self.place(step, plan, item) for item in some), begun))
+            self.kernel.compute(some)
+        if cpu_queue is not None:
+            collect_plain(cpu_queue.queue, cpu_queue.turn, out, plan.computed)
+        if int((plan.computed > 0).sum()) == ids.numel():
+            return combine(out, weights)
+        return combine(out, weights, torch.where(plan.computed > 0, ids, -1))
+
+    def begin(self, x: Tensor, plan: LayerPlan, activation: Activation) -> tuple[LayerPlan, Tensor]:
+        """Begin the kernel's step of what was decided, whose outputs are the second."""
+        items, positions = list(range(int(plan.count))), int((plan.computed > 0).sum())
+        bounds = [*plan.work[: len(items), 1].tolist(), positions]
+        host = Grouped(items, bounds, *(of[:positions].long() for of in (plan.rows, plan.pairs)))
+        step, out = LayerPlan.of_routing(host, items), x.new_empty(plan.computed.numel(), x.shape[1])
+        self.kernel.begin(x, step, out, activation)
+        return step, out
+
+    decide = staticmethod(plan_small_batch)
+
+    def large_batch_step(self, table: Table, shape: LargeBatchShape, activation: Activation) -> "PlainLargeBatch":
+        return PlainLargeBatch(self, table, shape, activation)
+
+    def copy_spans(self, spans: Tensor) -> None:
+        """Copy int64 [any, 3]: from where, to where, and how many bytes."""
+        for source, destination, nbytes in spans.tolist():
+            if nbytes:
+                self.fetch(memory_at(source, nbytes), memory_at(destination, nbytes))
+
+    def place(self, step: LayerPlan, plan: LayerPlan, item: int, *, through: bool = True) -> int:
+        """Say where an item is, once its bytes are where they are to be kept; or where it is read, if nothing is read
+        through. Returns how many bytes the kernel reads over the link."""
+        gate, up, down = (self._matrix(plan, item, projection, through) for projection in range(3))
+        step.place(item, PackedExpert(gate, up, down))
+        widths = [self._formats[int(plan.bits[item, projection])].matrices[projection] for projection in range(3)]
+        slices = [[m.base.nbytes, m.nbytes] if m.nested else [m.nbytes] for m in widths]
+        actions = (Action.ADMIT, Action.STREAM) if through else (Action.STREAM,)
+        missed = [action in actions for action in plan.action[:, item].tolist()]
+        return sum(nbytes for parts in slices for nbytes, far in zip(parts, missed, strict=False) if far)
+
+    def arrival(self, nbytes: int, asked: float = 0.0) -> float:
+        """When bytes asked for at a moment of ``time.perf_counter`` have come over the emulated link."""
+        self._free = max(self._free, asked) + nbytes * self._seconds_per_byte
+        return self._free if nbytes else 0.0
+
+    def _matrix(self, plan: LayerPlan, item: int, projection: int, through: bool) -> PackedMatrix:
+        matrix = self._formats[int(plan.bits[item, projection])].matrices[projection]
+        if not matrix.nested:
+            return matrix.view(self._section(plan, (0, item, projection), matrix, through))
+        base = matrix.base.view(self._section(plan, (0, item, projection), matrix.base, through))
+        return matrix.view(self._section(plan, (1, item, projection), matrix, through), base)
+
+    def _section(self, plan: LayerPlan, at: tuple[int, int, int], matrix: MatrixFormat, through: bool) -> Tensor:
+        section = memory_at(int(plan.addresses[at]), matrix.nbytes)
+        destination = int(plan.destinations[at]) if through else 0
+        return self.fetch(section, memory_at(destination, matrix.nbytes)) if destination else section
+
+    def fetch(self, source: Tensor, destination: Tensor) -> Tensor:
+        """Copy a section, or some, to a slot; returns the copy."""
+        return destination.copy_(source)
+
+
+class PlainLargeBatch:
+    """A large-batch step on a CPU, group by group; see :class:`vllm_dymoe.executor.large_batch.LargeBatchStep`."""
+
+    _steps = 0, 1 << 30  # one class: positions are in the order of experts
+
+    def __init__(self, owner: PlainKernels, table: Table, shape: LargeBatchShape, activation: Activation) -> None:
+        self.shape, self._owner, self._table, self._activation = shape, owner, table, activation
+        slices = {"slices": shape.slices, "scratch": shape.scratch}
+        self.layer_plan = LayerPlan.allocate(shape.tokens, shape.top_k, shape.experts, "cpu", **slices)
+        self._large = LargeBatchWork.allocate(shape, self._steps, "cpu")
+        self.ids = self._large.ids
+        self._due: dict[int, float] = {}  # when a group is there, behind an emulated link
+
+    def plan(
+        self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, rows: Tensor, half: int, ahead: int,
+        marks: Tensor | None,
+    ) -> None:  # fmt: skip
+        plan, owner = self.layer_plan, self._owner
+        owner.decide(self._table, layer, ids, weights, rows, plan, large=True, marks=marks)
+        self._groups = plan_large_batch(
+            self._table, layer, ids, plan, self.shape, half, ahead, self._steps, self._large
+        )
+        self._weights = weights
+        self._step, self._out = owner.begin(x, plan, self._activation)
+
+    def copy(self, group: int) -> None:
+        spans = self._large.spans[self.shape.spans(group)]
+        self._owner.copy_spans(spans)
+        found = not self.shape.passes or group == self.shape.groups  # what is copied ahead the next layer finds
+        self._due[RESIDENT if found else group] = self._owner.arrival(int(spans[:, 2].sum()), time.perf_counter())
+
+    def compute(self, group: int) -> None:
+        items, owner, read = (self._groups == group).nonzero()[0].tolist(), self._owner, 0
+        for item in items:
+            read += owner.place(self._step, self.layer_plan, item, through=False)
+        if self.shape.passes:
+            read = 0  # it was copied
+        sleep_until(max(self._due.pop(group, 0.0), owner.arrival(read, time.perf_counter())))
+        owner.kernel.compute(items)
+
+    def finish(self) -> Tensor:
+        return combine(self._out, self._weights, self.ids)
+
+
+def memory_at(address: int, nbytes: int) -> Tensor:
+    """uint8 [nbytes]: memory of this process, which must outlive the view."""
+    if nbytes == 0:  # a gate that experts do not have
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)

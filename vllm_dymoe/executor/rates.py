@@ -1,0 +1,172 @@
+"""How fast the link brings experts and the host computes them, each measured while the other works.
+
+The two share the host's memory, so that neither number alone says what they reach together. The first starts measure,
+and the best is kept beside the store, since cores that others use look slow.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import cycle
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_dymoe.cache.expert_cache import views
+from vllm_dymoe.cache.store import HostStore
+from vllm_dymoe.cache.store.disk import MEASURED_STARTS
+from vllm_dymoe.cache.store.durable import keep_beside, kept_beside
+from vllm_dymoe.cache.transfer import Reason, TransferEngine
+from vllm_dymoe.executor.cpu_worker import CpuQueue, CpuWorker
+from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, SliceKey
+from vllm_dymoe.kernels import Activation, Curve
+from vllm_dymoe.planner.constants import NEVER_FETCHED, Cost
+from vllm_dymoe.planner.routing import Routing
+from vllm_dymoe.planner.rule import ABSENT, HIGH, LOW
+
+RATES = "rates.json"  # where they are kept, beside a store
+_ROWS = 8  # of an expert, whose time beside that of one row says what a row costs
+_SECONDS = 1.0
+_AT_ONCE = 8  # experts of a call, and transfers that the link has at a time
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What was measured."""
+
+    link: float  # bytes per second that arrive while the host computes
+    first_row: Mapping[int, float]
+    """Seconds of the host for an expert and one row while the link works, by tag of its code."""
+    next_row: Mapping[int, float]  # for each further row
+    round_trip: float  # seconds until rows have crossed and came back
+    threads: int
+    measured_for: str  # what this holds for; other numbers are measured anew
+    measured: int = 1  # how often; this is the best
+
+    def host(self, fmt: ExpertFormat) -> float:
+        """Bytes per second of the host, with one row."""
+        return fmt.whole_nbytes / self.first_row[fmt.encoding.tag]
+
+    def describe(self, experts: ModelExperts) -> str:
+        """In words."""
+        host = ", ".join(f"{self.host(f) / 1e9:.1f} at {f.encoding.bits} bits" for f in experts.formats.values())
+        return f"{self.link / 1e9:.1f} GB/s of the link and {host} of the host's {self.threads} threads"
+
+
+def measure_or_load(path: Path | None, measured_for: str, fmt: ExpertFormat, measured: Callable[[], Rates]) -> Rates:
+    """The best of the first starts, kept at a path if there is one: where link and host together handled most bytes of
+    a format in a second. What was kept counts if it was measured for the same."""
+    kept = None if path is None else kept_beside(path, Rates)
+    kept = kept if kept is not None and kept.measured_for == measured_for else None
+    if kept is not None and kept.measured >= MEASURED_STARTS:
+        return kept
+    found = [rates for rates in (measured(), kept) if rates is not None]
+    best = max(found, key=lambda rates: rates.link + rates.host(fmt))
+    best = replace(best, measured=sum(rates.measured for rates in found))
+    if path is not None:
+        keep_beside(path, best)
+    return best
+
+
+def measure(
+    store: HostStore,
+    engine: TransferEngine,
+    device: torch.device,
+    worker: CpuQueue | CpuWorker,
+    measured_for: str = "",
+    seconds: float = _SECONDS,
+) -> Rates:
+    """Let both work for about a second: experts of a store in memory come to the device, and as many threads as the
+    worker has, which has not begun, compute beside it. A GPU's own reads are measured by copies that cost the host as
+    little: through the engine an H100's link brought 10 GB/s of 55."""
+    trip, cpu_worker = worker.round_trip(), CpuWorker(worker.threads, 0, worker.activations)
+    formats = list(store.experts.formats.values())
+    largest = max(formats, key=lambda fmt: fmt.nbytes)
+    keys = _keys(store.experts, largest.bits)
+    slots = [torch.empty(largest.nbytes, dtype=torch.uint8, device=device) for _ in range(_AT_ONCE)]
+    ended, moved = threading.Event(), [0, 0.0]
+
+    def ask() -> None:
+        tickets = [engine.submit(next(keys), slot, Reason.DEMAND) for slot in slots]
+        for ticket in tickets:
+            engine.wait(ticket)
+            engine.settle(ticket)
+
+    def copy() -> None:
+        assert stream is not None
+        with torch.cuda.stream(stream):
+            for slot in slots:
+                packed = store.packed(next(keys))
+                slot[: len(packed)].copy_(packed, non_blocking=True)
+        stream.synchronize()
+
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    transfer = copy if stream is not None and store.readable else ask
+
+    def bring() -> None:
+        begun = time.perf_counter()
+        while not ended.is_set():
+            transfer()
+            moved[0] += _AT_ONCE * largest.nbytes
+            moved[1] = time.perf_counter() - begun
+
+    before, engine.stats = engine.stats, type(engine.stats)()
+    link = threading.Thread(target=bring, name="dymoe measures", daemon=True)
+    link.start()
+    first: dict[int, float] = {}
+    following: dict[int, float] = {}
+    part = seconds / (2 * len(formats))
+    for fmt in formats:
+        one, several = (host_seconds(store, fmt, cpu_worker, rows, part) for rows in (1, _ROWS))
+        first[fmt.encoding.tag], following[fmt.encoding.tag] = one, max(0.0, several - one) / (_ROWS - 1)
+    ended.set()
+    link.join()
+    cpu_worker.close()
+    engine.stats = before
+    return Rates(moved[0] / moved[1], first, following, trip, worker.threads, measured_for)
+
+
+def _keys(experts: ModelExperts, bits: int) -> Iterator[SliceKey]:
+    """Every expert in turn, so that no cache holds them."""
+    everything = [SliceKey(layer, e, bits) for layer in range(len(experts.layers)) for e in range(experts.num_experts)]
+    return cycle(everything)
+
+
+def host_seconds(store: HostStore, fmt: ExpertFormat, cpu_worker: CpuWorker, rows: int, seconds: float) -> float:
+    """Of one expert, as the median call has it."""
+    keys, view = _keys(store.experts, fmt.bits), views(store)
+    activation = Activation.SILU if fmt.has_gate else Activation(Curve.RELU2, has_gate=False)
+    x, ids = torch.randn(rows, fmt.hidden).to(fmt.dtype), torch.arange(_AT_ONCE).expand(rows, _AT_ONCE)
+    routing, out = Routing(0, 1, x, ids, torch.ones(ids.shape)), x.new_empty(ids.numel(), fmt.hidden)
+    times, until, bits = list[float](), time.perf_counter() + seconds, tuple(part.bits for part in fmt.slices)
+    while len(times) < 3 or time.perf_counter() < until:
+        experts = {
+            number: view(key.layer, key.expert, bits) for number, key in zip(range(_AT_ONCE), keys, strict=False)
+        }
+        begun = time.perf_counter()
+        cpu_worker.begin(routing, x, out, activation, experts)()
+        times.append((time.perf_counter() - begun) / _AT_ONCE)
+    return float(np.median(times))
+
+
+def costs(formats: Mapping[int, ExpertFormat | None], rates: Rates | None, most_rows: int) -> NDArray[np.int64]:
+    """What the rule goes by: int64 [3, 4], see ``Table.cpu_costs``. Formats are those in use by LOW and HIGH, None for
+    one that is skipped; without rates all misses are computed by the CPU, those of experts of more rows excepted."""
+    table = np.zeros((3, len(Cost)), np.int64)
+    for code, fmt in formats.items():
+        if fmt is None:
+            continue
+        if rates is None:
+            table[code] = NEVER_FETCHED, 1, 0, most_rows
+            continue
+        link, one, more = fmt.nbytes / rates.link, rates.first_row[fmt.encoding.tag], rates.next_row[fmt.encoding.tag]
+        table[code] = max(1, round(1e9 * link)), max(1, round(1e9 * one)), round(1e9 * more), most_rows
+    high = formats.get(HIGH)
+    if high is not None and high.nested and rates is not None:  # a base is needed where no expert is low, too
+        table[LOW, Cost.LINK] = round(1e9 * high.base.nbytes / rates.link)
+    if rates is not None:
+        table[ABSENT, Cost.LINK] = round(1e9 * rates.round_trip)
+    return table

@@ -1,0 +1,57 @@
+"""What steps tell a host cache: what a layer lacks, and what later layers may want from the disk."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+
+from vllm_dymoe.cache.expert_cache import ExpertCache
+from vllm_dymoe.cache.transfer import HostCache
+from vllm_dymoe.experts.format import SliceKey
+from vllm_dymoe.planner.precision import Precision
+from vllm_dymoe.planner.rule import HIT, Ints
+from vllm_dymoe.prefetch.gate import FAR
+
+Prediction = tuple[int, int, Precision]  # layer, expert, and the precision in which it may be wanted
+
+
+def expect(
+    host_cache: HostCache, cache: ExpertCache, layer: int, wanted: Mapping[int, Precision], places: Ints
+) -> None:
+    """Let all that the device lacks be read at once, in front of the link, which asks for one after the other."""
+    keys: list[SliceKey] = []
+    for (expert, precision), place in zip(wanted.items(), places.T.tolist(), strict=True):
+        parts = zip(cache.parts[precision], place, strict=False)
+        keys += [SliceKey(layer, expert, cache.bits[part]) for part, found in parts if found != HIT]
+    host_cache.reads.expect(layer, keys)
+
+
+class ReadAhead:
+    """Reads what predictions name into host memory; and for the layers behind these, what the last step used in
+    them."""
+
+    def __init__(self, host_cache: HostCache, cache: ExpertCache, num_layers: int) -> None:
+        self._host_cache, self._memory, self._num_layers = host_cache, cache, num_layers
+
+    def offer(self, layer: int, predictions: Sequence[Prediction]) -> None:
+        """Predictions about the layers after one, the best first, in place of those before."""
+        behind = 1 + max((prediction[0] for prediction in predictions), default=layer)
+        later = range(behind, min(layer + 1 + 2 * FAR, self._num_layers))
+        self._host_cache.reads.prefetch(
+            chain.from_iterable(map(self._lacking, chain(predictions, self._used_last(later))))
+        )
+
+    def has(self, prediction: Prediction) -> bool:
+        """Whether the link could fetch it without waiting for the disk."""
+        return all(map(self._host_cache.reads.has, self._lacking(prediction)))
+
+    def _lacking(self, prediction: Prediction) -> Iterable[SliceKey]:
+        layer, expert, precision = prediction
+        return [
+            SliceKey(layer, expert, self._memory.bits[part]) for part in self._memory.lacking(layer, expert, precision)
+        ]
+
+    def _used_last(self, layers: range) -> Iterator[Prediction]:
+        table, precision = self._memory.table, next(iter(self._memory.pools))
+        for layer in layers:
+            if table.step[layer]:
+                used = (table.used_at[0, layer] == table.step[layer]).nonzero()[0].tolist()
+                yield from ((layer, expert, precision) for expert in used)

@@ -1,0 +1,139 @@
+"""The small-batch path: a layer's step in three launches over fixed memory, with no host in it (docs/architecture.md).
+
+Nothing depends on a value that the host would have to know, so that a whole step can be captured in a CUDA graph and
+replayed for ever: budget, shares, precisions and retention are values in the table.
+"""
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vllm_dymoe.executor.copy_branch import Branch
+from vllm_dymoe.executor.cpu_worker import CpuQueue
+from vllm_dymoe.executor.large_batch import LargeBatches, LargeBatchKernel
+from vllm_dymoe.experts.format import ModelExperts
+from vllm_dymoe.kernels import Activation
+from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
+from vllm_dymoe.planner.large_batch import MOST_PARTS, small_batch_parts
+from vllm_dymoe.planner.plan import LayerPlan
+from vllm_dymoe.planner.table import Table
+
+
+class SmallBatchKernel(LargeBatchKernel, Protocol):
+    """Decides and computes one layer's step."""
+
+    name: str  # which implementation, for logs and reports
+    cpu_queue: CpuQueue | None  # through which the host computes some misses; None if all are fetched
+
+    def forward(
+        self,
+        table: Table,  # which experts are where; rewritten
+        layer: int,  # position among the MoE layers
+        rows: Tensor,  # int32 [1], how many of the rows are tokens; the others come out as zeros
+        plan: LayerPlan,  # scratch for as many rows as x has
+        x: Tensor,  # [rows, hidden] bfloat16 or float16
+        weights: Tensor,  # float32 [rows, top_k]
+        ids: Tensor,  # int [rows, top_k], negative where another rank has the expert
+        activation: Activation,
+    ) -> Tensor:
+        """Decide, fetch and compute, without waiting: [rows, hidden], the sum over each token's experts on this
+        rank."""
+        ...
+
+
+class SmallBatches:
+    """Every MoE layer of one rank, in steps that need no host: small ones here, others and prompts are ``large``.
+    If they are ``recorded``, decisions of all layers are kept until the next step."""
+
+    def __init__(
+        self, experts: ModelExperts, table: Table, kernel: SmallBatchKernel, device: torch.device, branch: Branch,
+        *, recorded: bool = False,
+    ) -> None:  # fmt: skip
+        self.table, self.kernel = table, kernel
+        self._experts, self._device, layers = experts, device, table.layers if recorded else 1
+        sizes = SMALL_BATCH_ROWS, experts.top_k, experts.num_experts, device
+        # One for each number of rows, made once: slices are host work, too.
+        self._plans = [
+            [scratch.of(rows, experts.num_experts) for rows in range(SMALL_BATCH_ROWS + 1)]
+            for scratch in (LayerPlan.allocate(*sizes, slices=1 + table.nested) for _ in range(layers))
+        ]
+        self._rows = torch.zeros(1, dtype=torch.int32, device=device)
+        self.large = LargeBatches(experts, table, kernel, branch, self._rows)
+        # Those of small-batch steps in place of a large one, on addresses as even as that of `rows`.
+        self._firsts = torch.arange(MOST_PARTS, dtype=torch.int32, device=device).mul_(SMALL_BATCH_ROWS).view(-1, 1)
+        self._of_parts = torch.zeros(MOST_PARTS, 4, dtype=torch.int32, device=device)
+        self._told = 0
+        self.costs: NDArray[np.int64] | None = None
+        """``Table.cpu_costs`` where large-batch steps may be computed in small ones: all experts are wanted in one
+        version."""
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of the table and of what is decided; slots and scratch are counted elsewhere."""
+        cpu_queue = self.kernel.cpu_queue
+        tensors = *vars(self.table).values(), self._rows, self._firsts, self._of_parts
+        tensors += tuple(tensor for of_layer in self._plans for tensor in of_layer[-1].tensors.values())
+        return sum(tensor.nbytes for tensor in tensors) + (0 if cpu_queue is None else cpu_queue.nbytes)
+
+    def warm_up(self, activation: Activation) -> None:
+        """Compile and load what layers will launch, by a step without tokens: neither requests nor captures wait."""
+        fmt, top_k = next(iter(self._experts.formats.values())), self._experts.top_k
+        if self.kernel.cpu_queue is not None:
+            self.kernel.cpu_queue.serve(activation)
+        x = torch.zeros(SMALL_BATCH_ROWS + 1, fmt.hidden, dtype=fmt.dtype, device=self._device)
+        weights, ids = (
+            torch.zeros(len(x), top_k, dtype=dtype, device=self._device) for dtype in (torch.float32, torch.int32)
+        )
+        self.forward(0, x[:1], weights[:1], ids[:1], activation)
+        self.large.warm_up(x, weights, ids, activation)
+        self.settle()
+
+    def tell(self, rows: int) -> None:
+        """How many rows are tokens in what is launched or replayed from now on; 0 for a step without requests."""
+        if rows != self._told:
+            self._rows.fill_(rows)
+            if self.costs is not None:
+                self._of_parts.copy_(self._rows - self._firsts).clamp_(0, SMALL_BATCH_ROWS)
+            self._told = rows
+
+    def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> Tensor:
+        self.large.settle()
+        plan = self._plans[layer % len(self._plans)][len(x)]
+        return self.kernel.forward(self.table, layer, self._rows, plan, x, weights, ids, activation)
+
+    def forward_large(
+        self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation, marks: Tensor | None = None,
+        *, captured: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """A layer of a step of more rows, see :meth:`LargeBatches.forward`; in small-batch steps one behind the other
+        where the host computes misses and these end first."""
+        parts, experts = 0, self.table.experts
+        if self.costs is not None and marks is None:
+            sizes = len(x), SMALL_BATCH_ROWS, ids.shape[1], experts
+            parts = small_batch_parts(*sizes, self.large.passing / experts, self.costs)
+        if not parts:
+            return self.large.forward(layer, x, weights, ids, activation, marks, captured=captured)
+        self.large.settle()
+        plans, outs = self._plans[layer % len(self._plans)], []
+        for part, rows in enumerate(self._of_parts[:parts]):
+            some = slice(part * SMALL_BATCH_ROWS, (part + 1) * SMALL_BATCH_ROWS)
+            given, plan = (x[some], weights[some], ids[some]), plans[len(x[some])]
+            outs.append(self.kernel.forward(self.table, layer, rows[:1], plan, *given, activation))
+        return torch.cat(outs)
+
+    def actions(self, layer: int, ids: Tensor) -> Tensor | None:
+        """Of a layer of the last small-batch step, as :meth:`~.LayerPlan.actions`; None where decisions are not
+        recorded."""
+        if len(self._plans) < self.table.layers:
+            return None
+        return self._plans[layer][-1].actions(ids, self.table.experts)
+
+    def settle(self) -> None:
+        """A step begins: no other one finds what a large one has copied ahead."""
+        self.large.settle()
+        if (cpu_queue := self.kernel.cpu_queue) is not None and cpu_queue.failed:
+            self.table.cpu_costs.zero_()  # from now on everything is fetched
+            self.costs = None

@@ -1,0 +1,67 @@
+"""The small-batch path on a GPU: three launches of Triton kernels for each layer, compiled before the first request."""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from vllm_dymoe.executor.cpu_worker import CpuQueue
+from vllm_dymoe.experts.format import ModelExperts
+from vllm_dymoe.kernels import Activation, ExpertKernel
+from vllm_dymoe.kernels.triton import TritonKernel
+from vllm_dymoe.kernels.triton.cpu_queue import DeviceQueue
+from vllm_dymoe.kernels.triton.large_batch_step import TritonLargeBatch
+from vllm_dymoe.kernels.triton.small_batch_step import SmallBatchStep
+from vllm_dymoe.planner.constants import check_experts
+from vllm_dymoe.planner.large_batch import LargeBatchShape
+from vllm_dymoe.planner.plan import LayerPlan
+from vllm_dymoe.planner.table import Table
+
+
+class TritonKernels:
+    """A layer's decode step where the experts' memory is a GPU's; on a CPU only in Triton's interpreter. Scratch is
+    that of the kernel of the host's steps: both run on one stream. ValueError if it has too little for so many rows, or
+    a layer more experts than a device decides for."""
+
+    name = "triton"
+    cpu_queue: CpuQueue | None = None
+
+    def __init__(self, kernel: ExpertKernel, experts: ModelExperts, rows: int) -> None:
+        assert isinstance(kernel, TritonKernel)
+        check_experts(experts.num_experts)
+        self._kernel, self._formats = kernel, [fmt.matrices for fmt in experts.formats.values()]
+        self._step = cache(self._make_step)
+        step, top_k = self._step(Activation.SILU), experts.top_k
+        held, needed, there = step.memory.numel(), step.nbytes(rows, top_k), step.semaphores.numel()
+        counted = step.counted(rows, top_k)
+        if held < needed or there < counted:
+            raise ValueError(
+                f"a decode step of {rows} rows needs {needed} bytes and {counted} semaphores, but the kernel "
+                f"has {held} and {there}"
+            )
+
+    def forward(
+        self,
+        table: Table,
+        layer: int,
+        rows: Tensor,
+        plan: LayerPlan,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        activation: Activation,
+    ) -> Tensor:
+        out = torch.empty_like(x)
+        step = self._step(activation)
+        device_queue = None
+        if (cpu_queue := self.cpu_queue) is not None:
+            cpu_queue.serve(activation)
+            device_queue = DeviceQueue(cpu_queue.queue.shape, cpu_queue.turn, cpu_queue.present)
+        step.run(vars(table), layer, x, ids, weights, rows, plan.tensors, out, device_queue)
+        return out
+
+    def large_batch_step(self, table: Table, shape: LargeBatchShape, activation: Activation) -> TritonLargeBatch:
+        return self._kernel.large_batch_step(vars(table), shape, self._formats, activation)
+
+    def _make_step(self, activation: Activation) -> SmallBatchStep:
+        return self._kernel.small_batch_step(self._formats, activation)

@@ -1,0 +1,2 @@
+"""What an expert is and where its bytes are: layout, routing, precisions, budget, slots, and the table with its
+rule."""

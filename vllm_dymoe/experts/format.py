@@ -1,0 +1,216 @@
+"""One version of one expert is one contiguous packed expert: gate | up | down, each packed weights and scales
+(docs/format.md). Where the low version lies inside the high one a packed expert is two slices: *base*, which is the low
+version, and *residual*."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from vllm_dymoe.experts.encoding import NESTED, Encoding
+from vllm_dymoe.experts.matrix import BLOCK_ROWS, MatrixFormat, PackedMatrix
+
+
+class Projection(IntEnum):
+    """The matrices of an expert, in the order they lie in a packed expert; the gate may have no bytes."""
+
+    GATE = 0
+    UP = 1
+    DOWN = 2
+
+
+EVERY_PROJECTION = range(len(Projection))
+
+
+@dataclass(frozen=True, slots=True)
+class SliceKey:
+    """One version of one expert: position of its layer, local index, bit-width.
+
+    Where that version is nested it names the residual slice alone; the base is the key of half the bits.
+    """
+
+    layer: int
+    expert: int
+    bits: int
+
+
+class PackedExpert(NamedTuple):
+    """Zero-copy views of one expert's packed bytes, wherever they lie."""
+
+    gate: PackedMatrix
+    up: PackedMatrix
+    down: PackedMatrix
+
+
+@dataclass(frozen=True)
+class ExpertFormat:
+    """How one version of an expert is packed."""
+
+    hidden: int  # model width H; gate and up are [I, H], down is [H, I]
+    intermediate: int  # expert width I on this rank
+    encoding: Encoding  # how bits become numbers; a nested one for the residual slice, beside `base`
+    group_size: int  # weights that share one scale and zero; a code with groups of its own ignores it
+    dtype: torch.dtype  # of the scales, and of the weights at 16 bits; bfloat16 or float16
+    bias: bool = False  # whether every projection has one
+    integer_zeros: bool = False  # whether zeros count steps of their scale, see :class:`MatrixFormat`
+    act_order: bool = False  # whether columns are stored in another order than that of the inputs, see there
+    has_gate: bool = True  # whether there is one; otherwise it has no rows, and its section no bytes
+
+    @property
+    def bits(self) -> int:
+        return self.encoding.bits
+
+    @property
+    def nested(self) -> bool:
+        return self.encoding.nested
+
+    @cached_property
+    def base(self) -> "ExpertFormat":
+        return replace(self, encoding=self.encoding.base)
+
+    @cached_property
+    def slices(self) -> tuple["ExpertFormat", ...]:
+        """What the version is read from: its base and itself where it is nested, or itself."""
+        return (self.base, self) if self.nested else (self,)
+
+    @cached_property
+    def whole_nbytes(self) -> int:
+        """Bytes that an expert needs in this version: of all its slices."""
+        return sum(part.nbytes for part in self.slices)
+
+    @cached_property
+    def projections(self) -> tuple[Projection, ...]:
+        return tuple(Projection)[not self.has_gate :]
+
+    @cached_property
+    def matrices(self) -> tuple[MatrixFormat, MatrixFormat, MatrixFormat]:
+        """Formats of gate [I, H] or [0, H], up [I, H] and down [H, I]."""
+        group_size = self.encoding.group_size or self.group_size
+        rest = self.encoding, group_size, self.dtype, self.bias, self.integer_zeros, self.act_order
+        outer, inner = self.rotations
+        up = MatrixFormat(self.intermediate, self.hidden, *rest, outer)
+        down = MatrixFormat(self.hidden, self.intermediate, *rest, inner)
+        return up if self.has_gate else replace(up, rows=0), up, down
+
+    @property
+    def rotations(self) -> tuple[int, int]:
+        """Inputs of gate and up, and of down, that are rotated together: the largest power of two that divides them.
+
+        Of down no more than a kernel's program makes of them, which can then rotate them before it stores them.
+        """
+        if not self.encoding.lattice:
+            return 0, 0
+        return self.hidden & -self.hidden, min(self.intermediate & -self.intermediate, BLOCK_ROWS)
+
+    @cached_property
+    def sections(self) -> tuple[slice, slice, slice]:
+        ends = [0]
+        for matrix in self.matrices:
+            ends.append(ends[-1] + matrix.nbytes)
+        return slice(ends[0], ends[1]), slice(ends[1], ends[2]), slice(ends[2], ends[3])
+
+    def span(self, projections: range) -> slice:
+        return slice(self.sections[projections.start].start, self.sections[projections.stop - 1].stop)
+
+    @cached_property
+    def nbytes(self) -> int:
+        return self.sections[-1].stop
+
+    def view(self, packed: torch.Tensor, base: PackedExpert | None = None) -> PackedExpert:
+        """See a slice (uint8 [nbytes], contiguous), with its base if nested, as packed matrices, without copying."""
+        gate, up, down = (
+            matrix.view(packed[section], upper)
+            for matrix, section, upper in zip(self.matrices, self.sections, base or (None,) * 3, strict=True)
+        )
+        return PackedExpert(gate, up, down)
+
+
+@dataclass(frozen=True)
+class ModelExperts:
+    """The experts of one model on one rank: what the store holds and slots take."""
+
+    layers: tuple[int, ...]  # index of each MoE layer in the model, ascending; dense layers are absent
+    num_experts: int  # experts per layer on this rank
+    top_k: int  # experts that one token uses in one layer
+    formats: Mapping[int, ExpertFormat]  # one per stored bit-width
+    draft_layers: int = 0
+    """How many of the layers, the last ones, are those of a draft that proposes the model's tokens."""
+    curves: tuple[tuple[float, ...], ...] = field(default=(), compare=False)
+    """Where thresholds of prompts' tokens and of others begin, see :mod:`~.threshold`; empty without a calibration."""
+    lost: Mapping[int, tuple[float, ...]] = field(default_factory=dict, compare=False)
+    """By index of the layer: what each expert loses in its low version, where a calibration has measured that."""
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        return next(iter(self.formats.values())).projections
+
+    def nbytes(self, bits: int) -> int:
+        return len(self.layers) * self.num_experts * self.formats[bits].whole_nbytes
+
+    @property
+    def stored_nbytes(self) -> int:
+        return len(self.layers) * self.num_experts * sum(fmt.nbytes for fmt in self.formats.values())
+
+    @cached_property
+    def places(self) -> Mapping[int, "SlicePlace"]:
+        """Where each version, or slice, lies in its packed expert in memory."""
+        return self.places_at(1)
+
+    def places_at(self, alignment: int) -> Mapping[int, "SlicePlace"]:
+        """The same where every slice begins at a multiple of so many bytes."""
+        places = {}
+        for bits, fmt in self.formats.items():
+            if fmt.encoding.upper_of:
+                continue
+            starts = [0]
+            for part in fmt.slices:
+                starts.append(-(-(starts[-1] + part.nbytes) // alignment) * alignment)
+            for number, part in enumerate(fmt.slices):
+                places[part.bits] = SlicePlace(bits, starts[-1], starts[number], number, len(fmt.slices))
+        return places
+
+
+class SlicePlace(NamedTuple):
+    """Where a slice lies among the packed experts of a layer."""
+
+    bits: int  # of the packed experts
+    stride: int  # bytes from one to the next
+    start: int  # first byte of the slice in its packed expert
+    number: int  # of the slice in its packed expert
+    slices: int  # of a packed expert
+
+
+def stored_formats(bits: Sequence[int], make: Callable[[int], ExpertFormat]) -> dict[int, ExpertFormat]:
+    """The formats of a store, the high precision first, from what makes a version of its own: one lies inside the
+    other, and has everything else in common with it, where it has half the bits."""
+    formats = {width: make(width) for width in bits}
+    high, low = max(bits), min(bits)
+    if nests(bits, formats[high].encoding):
+        residual = nested(formats[high])
+        return {high: residual, low: residual.base}
+    return formats
+
+
+def nested(fmt: ExpertFormat) -> ExpertFormat:
+    return fmt if fmt.nested else replace(fmt, encoding=NESTED[fmt.bits])
+
+
+def nests(bits: Sequence[int], encoding: Encoding | None) -> bool:
+    """Whether the low one of two precisions lies inside the high one, of this code; half a float is no float."""
+    return not (encoding and encoding.floats) and set(bits) in ({4, 2}, {8, 4})
+
+
+def all_keys(experts: ModelExperts) -> Iterator[SliceKey]:
+    """Every packed expert of a model, layer by layer, in the order it lies on disk."""
+    for layer in range(len(experts.layers)):
+        yield from layer_keys(experts, layer)
+
+
+def layer_keys(experts: ModelExperts, layer: int) -> Iterator[SliceKey]:
+    """Every packed expert of one layer (by position), in the order it lies on disk."""
+    for bits in experts.formats:
+        for expert in range(experts.num_experts):
+            yield SliceKey(layer, expert, bits)

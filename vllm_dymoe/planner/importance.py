@@ -1,0 +1,119 @@
+"""How much an expert matters to a step (DyMoE 4.2, Eqs. 1 to 3)."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vllm_dymoe.planner.constants import WEIGHT_UNIT
+from vllm_dymoe.planner.routing import PromptTokens
+from vllm_dymoe.planner.rule import Ints
+from vllm_dymoe.planner.threshold import above, follow
+
+# Attention scores held at a time, in float32: 4 MiB.
+_SCORES_AT_ONCE = 1 << 20
+
+
+class Importance(NamedTuple):
+    """Of experts, for the tokens of one phase; whole numbers, so that no order of additions decides."""
+
+    used: Ints  # int64 [n], experts that its tokens use, ascending
+    hits: Ints  # int64 [n], heavy hitters among the tokens that use each (Eq. 2); 0 in decode
+    sums: Ints  # int64 [n], of routing weights in 1 / WEIGHT_UNIT (Eq. 3), in prompts those of heavy hitters alone.
+
+    def first(self, count: int) -> NDArray[np.bool_]:
+        """bool [n], the most important ones, of equal ones those with the lower numbers."""
+        chosen = np.zeros(len(self.used), bool)
+        chosen[np.lexsort((-self.sums, -self.hits))[:count]] = True
+        return chosen
+
+
+def importance(
+    expert_ids: Tensor, weights: Tensor, experts: int, prompt: PromptTokens | None = None
+) -> tuple[Importance, Importance]:
+    """For the tokens of prompts, if there are some, and for the others; the host waits for the device once, however
+    many there are. ``experts`` is more than the largest number in ``expert_ids``, int [tokens, top_k], negative where
+    another rank has the expert; weights are float32 [tokens, top_k]."""
+    units = (weights.float() * float(WEIGHT_UNIT)).long()
+    none = torch.zeros(len(units), 1, dtype=torch.bool, device=units.device)
+    of_prompt, heavy = (none, none) if prompt is None else (prompt.rows[:, None], prompt.heavy[:, None])
+    heavy = (of_prompt & heavy).expand_as(units)
+    decoded = ~of_prompt.expand_as(units)
+    parts = (~decoded, heavy, units * heavy, decoded, torch.zeros_like(units), units * decoded)
+    columns = torch.stack([part.long() for part in parts])
+    places = (expert_ids.flatten().long() + 1).clamp_min_(0)  # other ranks' experts fall into the first place
+    totals = units.new_zeros(len(columns), experts + 1).index_add_(1, places, columns.view(len(columns), -1))
+    phases = totals[:, 1:].cpu().numpy().reshape(2, 3, -1)
+    prompts, others = (Importance(uses.nonzero()[0], hits[uses > 0], sums[uses > 0]) for uses, hits, sums in phases)
+    return prompts, others
+
+
+def high_experts(phases: Sequence[Importance], thresholds: Sequence[Ints], critical: Callable[[int], int]) -> set[int]:
+    """The experts that tokens of some phase want high: those above the phase's threshold, which follows, or where there
+    are none as many of the most important ones as are ``critical`` of so many."""
+    high: set[int] = set()
+    for number, phase in enumerate(phases):
+        if thresholds:
+            those = above(thresholds[number], phase.sums)
+            follow(thresholds[number], int(those.sum()), len(those))
+        else:
+            those = phase.first(critical(len(phase.used)))
+        high.update(phase.used[those].tolist())
+    return high
+
+
+def mark_heavy_hitters(mass: Tensor, share: float, heavy: Tensor) -> None:
+    """T_imp of Eq. 2: the tokens with the most attention ``mass`` [tokens], a ``share`` of them, rounded up. Sets those
+    in ``heavy``, bool [tokens], false everywhere."""
+    count = min(mass.shape[0], math.ceil(share * mass.shape[0] - 1e-9))
+    heavy.index_fill_(0, mass.topk(count, sorted=False).indices, True)
+
+
+def attention_mass(
+    query: Tensor, key: Tensor, scale: float, window: int, reach: int | None = None, at_once: int = _SCORES_AT_ONCE
+) -> Tensor:
+    """Eq. 1: how much attention a token gets, on average over the heads: float32 [tokens], which sum to 1.
+
+    The paper sums over a whole prompt. Here the last ``window`` queries stand for all of them: they have seen every
+    token, and the cost grows with the number of tokens instead of its square.
+
+    Args:
+        query: [tokens, heads, dim], with positions in it.
+        key: [tokens, kv_heads, dim]; several heads may share one.
+        scale: of the scores.
+        reach: of a sliding window, in tokens; None sees everything before.
+        at_once: scores that are held at a time; one head's are always.
+    """
+    tokens, heads, dim = query.shape
+    kv_heads = key.shape[1]
+    asked = min(window, tokens)
+    group = heads // kv_heads
+    # [kv_heads, dim, tokens] and [kv_heads, group * asked, dim]
+    keys = key.permute(1, 2, 0)
+    queries = query[-asked:].view(asked, kv_heads, group, dim).permute(1, 2, 0, 3)
+    queries = queries.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    queries = queries.mul_(scale).view(kv_heads, group * asked, dim)
+    # Without a window every query sees what lies before the first of them.
+    hidden = _hidden(asked, asked if reach is None else tokens, reach, query.device)
+    mass = torch.zeros(tokens, device=query.device)
+    step = max(1, at_once // (group * asked * tokens))
+    for first in range(0, kv_heads, step):
+        part = slice(first, first + step)
+        scores = torch.bmm(queries[part], keys[part].float()).view(-1, asked, tokens)
+        scores[..., -hidden.shape[1] :].masked_fill_(hidden, -math.inf)
+        mass += scores.softmax(-1).view(-1, tokens).sum(0)
+    return mass.div_(heads * asked)
+
+
+@functools.lru_cache(maxsize=8)
+def _hidden(asked: int, tokens: int, reach: int | None, device: torch.device) -> Tensor:
+    """Which of the last tokens each of the last queries must not see: bool [asked, tokens]."""
+    places = torch.arange(tokens, device=device)
+    own = places[-asked:].unsqueeze(1)
+    hidden = places > own
+    return hidden if reach is None else hidden | (places <= own - reach)

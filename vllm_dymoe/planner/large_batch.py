@@ -1,0 +1,243 @@
+"""What a large-batch step does about experts that are not there, with NumPy: the plain twin of
+``kernels/triton/large_batch.py``.
+
+Whether an expert is kept is decided as in any step (``decode_rule``). In a large-batch step nearly every expert is
+active, so that the link is the bound, and experts come in *groups*, in turn through two halves of the staging slots:
+while one is computed, the next is copied. Which groups there are follows from sizes alone, so that all of it can be
+enqueued before anything is known; which experts are in them is written here, by the device.
+
+    group 0      what is there: residents, and what was copied ahead while the layer before was computed
+    group 1      what the layer keeps from now on
+    group 2 + p  what passes, a half of the staging slots at a time; the one behind the last is the next layer's
+
+Where there are no such groups, in a graph or with hardly any staging slots, what is kept is copied before anything is
+computed, and what passes is read from host memory by the kernel that computes it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vllm_dymoe.planner.constants import Action, Cost, experts_width
+from vllm_dymoe.planner.plan import LayerPlan
+from vllm_dymoe.planner.rule import ABSENT, HIGH, LOW
+from vllm_dymoe.planner.small_batch import PROJECTIONS, bytes_ahead, found_ahead, list_positions, slot_address
+from vllm_dymoe.planner.table import Counter, Table
+
+RESIDENT, ADMITTED, STREAMED = 0, 1, 2  # the first two groups, and the first of those that pass
+_LEAST_CHUNK, _MOST_CHUNKS = 256, 64
+MOST_PARTS = 2  # small-batch steps in place of a large one; for each more a CPU queue has the memory of two steps
+_MEMORY = 8  # times as fast as the link is what else a device does with an expert; its memory alone is 30
+
+
+@dataclass(frozen=True)
+class LargeBatchShape:
+    """What the host knows of a layer's large-batch step."""
+
+    tokens: int  # rows, padding included
+    top_k: int  # experts of a row
+    experts: int  # of a layer
+    slices: int = 1  # 2 where low versions lie inside high ones
+    half: int = 0  # staging slots of a group
+    passes: int = 0  # groups that pass; 0 for none, and then everything is one group
+    marked: bool = False  # whether tokens of prompts are marked
+
+    @property
+    def positions(self) -> int:
+        """Pairs of a token and an expert."""
+        return self.tokens * self.top_k
+
+    @property
+    def items(self) -> int:
+        """Experts that may be active."""
+        return min(self.experts, self.positions)
+
+    @property
+    def groups(self) -> int:
+        """Groups that are computed."""
+        return STREAMED + self.passes if self.passes else 1
+
+    @property
+    def chunk(self) -> int:
+        """Pairs that a program counts; a power of two."""
+        most = -(-self.positions // _MOST_CHUNKS)
+        return max(_LEAST_CHUNK, 1 << max(0, most - 1).bit_length())
+
+    @property
+    def chunks(self) -> int:
+        """Programs that count."""
+        return -(-self.positions // self.chunk)
+
+    @property
+    def scratch(self) -> int:
+        """Elements of a decision's scratch: all pairs are counted, those of prompts, and those of heavy hitters."""
+        return 3 * experts_width(self.experts) + (3 if self.marked else 1) * self.counted
+
+    @property
+    def counted(self) -> int:
+        """Elements of what is counted at a time: sizes and sums (int64) of each chunk, and pairs' numbers."""
+        return 3 * self.chunks * experts_width(self.experts) + self.positions + self.positions % 2
+
+    def spans(self, group: int) -> slice:
+        """Where a group's copies are listed."""
+        first = 0 if group == ADMITTED else self.items + (group - STREAMED) * self.half
+        return slice(self.slices * first, self.slices * (first + (self.items if group == ADMITTED else self.half)))
+
+    def work_items(self, group: int, steps: Sequence[int]) -> list[int]:
+        """Most items of a group in each class, by how many positions an expert has."""
+        room = self.items if group < STREAMED else min(self.half, self.items)
+        most = [room * (-(-steps[0] // 2)), *[room] * (len(steps) - 2), room + self.positions // steps[-1]]
+        return [min(count, self.positions) for count in most]
+
+
+@dataclass(frozen=True, eq=False)
+class LargeBatchWork:
+    """What a large-batch step adds to a Decision."""
+
+    spans: Tensor  # int64 [copies, 3], where bytes lie, where they go, and how many they are: 0 for none
+    ids: Tensor  # int32 [tokens, top_k], experts of pairs that are computed, -1 for the others
+    work: Tensor
+    """int32 [groups, classes, any, 3], the row of an expert and its positions, first and last + 1; what is left of a
+    list is (`items`, 0, 0), a row of no bits."""
+
+    @classmethod
+    def allocate(cls, shape: LargeBatchShape, steps: Sequence[int], device: torch.device | str) -> Self:
+        """For a step of a shape, with classes of so many positions."""
+        work = shape.groups, len(steps), max(shape.work_items(RESIDENT, steps)), 3
+        return cls(
+            torch.zeros(shape.spans(STREAMED + shape.passes).stop, 3, dtype=torch.int64, device=device),
+            torch.zeros(shape.tokens, shape.top_k, dtype=torch.int32, device=device),
+            torch.zeros(work, dtype=torch.int32, device=device),
+        )
+
+
+def small_batch_parts(
+    tokens: int, most: int, top_k: int, experts: int, missing: float, costs: NDArray[np.int64]
+) -> int:
+    """In how many small-batch steps, which share their misses between link and host, a large one is to be computed,
+    which fetches them; 0 if it ends first.
+
+    Args:
+        tokens: of the step.
+        most: tokens of a small one.
+        top_k: experts of a token, of so many.
+        missing: share of the experts that are not kept.
+        costs: :attr:`Table.cpu_costs`, where every expert is wanted HIGH.
+    """
+    parts, (link, first, more, _) = -(-tokens // most), costs[HIGH].tolist()
+    if not first or not 1 < parts <= MOST_PARTS:
+        return 0
+    whole, part = (experts * (1 - (1 - top_k / max(experts, top_k)) ** rows) for rows in (tokens, most))
+    host = first + more * (most * top_k / part - 1)
+    shared = missing * part / (1 / link + 1 / host) + part * link / _MEMORY + int(costs[ABSENT, Cost.LINK])
+    return parts if parts * shared < whole * link * (missing + 1 / _MEMORY) else 0
+
+
+def plan_large_batch(
+    table: Table, layer: int, ids: Tensor, plan: LayerPlan, shape: LargeBatchShape, half: int, ahead: int,
+    steps: Sequence[int], large: LargeBatchWork,
+) -> NDArray[np.int64]:  # fmt: skip
+    """List groups, copies and work of a step that is decided, and say where what is copied will lie: the group of each
+    item, int64.
+
+    Experts that are decoded have the first positions, so that what they share of scratch is little. Of the next layer,
+    which is not routed yet, as much is copied ahead of what it does not keep as half the slots hold.
+
+    Args:
+        table: on a CPU, like everything else; of the layer nothing is ahead any more, and ``staged`` and ``staged_for``
+            of the next one are rewritten.
+        ids: int [tokens, top_k], as the step was decided on.
+        decision: of the step; addresses, rows, pairs and positions of `work` are rewritten.
+        half: 0 or 1, which half of the staging slots the first group that passes takes.
+        ahead: the version that the next layer's experts are served at; 0 to copy nothing ahead.
+        steps: most positions of an expert that is decoded, and of one item of each grouped class.
+    """
+    host = table.on_host()
+    large.spans.zero_()
+    group = _list_groups(host, layer, plan, shape, half, large)
+    host.staged_for[layer % 2] = -1
+    if ahead:
+        most = shape.half if len(group) else 0
+        _copy_ahead(host, layer + 1, shape, (half + shape.passes) % 2, ahead, most, large)
+    _list_work(plan, group, ids, shape, steps, large)
+    return group
+
+
+def _list_groups(
+    host: Table, layer: int, plan: LayerPlan, shape: LargeBatchShape, half: int, large: LargeBatchWork
+) -> NDArray[np.int64]:
+    count = int(plan.count)
+    group, kept, passed = np.full(count, RESIDENT), 0, 0
+    experts, precisions = plan.experts[:count].tolist(), plan.precisions[:count].tolist()
+    for item, (expert, code) in enumerate(zip(experts, precisions, strict=True)):
+        parts = (LOW, HIGH)[:code] if host.nested else (code,)
+        actions = plan.action[: len(parts), item].tolist()
+        slot, projections = found_ahead(host, layer, expert, code)
+        found = slot if projections == PROJECTIONS else None
+        passes = Action.STREAM in actions and found is None and passed < shape.passes * shape.half
+        if passes:
+            group[item], listed, place = STREAMED + passed // shape.half, shape.items + passed, passed % shape.half
+            place += (half + passed // shape.half) % 2 * shape.half
+            passed += 1
+        elif Action.ADMIT in actions:
+            group[item], listed = ADMITTED if shape.passes else RESIDENT, kept
+            kept += 1
+        for number, (part, action) in enumerate(zip(parts, actions, strict=True)):
+            if action == Action.HIT or (action == Action.STREAM and not passes):
+                continue
+            slot = int(host.staging[part, 0]) + place if action == Action.STREAM else int(plan.slots[number, item])
+            source = int(host.source[layer, expert, part]) if found is None else slot_address(host, part, found)
+            large.spans[shape.slices * listed + number] = _span(host, part, source, slot)
+            plan.addresses[number, item] = torch.from_numpy(host.offsets[part]) + slot_address(host, part, slot)
+    return group
+
+
+def _span(host: Table, code: int, source: int, slot: int) -> Tensor:
+    return torch.tensor((source, slot_address(host, code, slot), int(host.slot_bytes[code])))
+
+
+def _copy_ahead(
+    host: Table, layer: int, shape: LargeBatchShape, half: int, code: int, most: int, large: LargeBatchWork
+) -> None:
+    staged, listed = host.staged[layer % 2], shape.spans(shape.groups).start
+    staged.fill(0)
+    host.staged_for[layer % 2] = layer
+    missing = (host.precision[layer] == ABSENT).nonzero()[0][:most].tolist()
+    for rank, expert in enumerate(missing):
+        slot = int(host.staging[code, 0]) + half * shape.half + rank
+        staged[:, expert] = slot, code, PROJECTIONS
+        large.spans[listed + rank] = _span(host, code, int(host.source[layer, expert, code]), slot)
+    nbytes = len(missing) * bytes_ahead(host, code, PROJECTIONS)
+    host.counters[layer, [Counter.AHEAD, Counter.AHEAD_BYTES]] += len(missing), nbytes
+
+
+def _list_work(
+    plan: LayerPlan,
+    group: NDArray[np.int64],
+    ids: Tensor,
+    shape: LargeBatchShape,
+    steps: Sequence[int],
+    large: LargeBatchWork,
+) -> None:
+    count = len(group)
+    sizes = (plan.work[:count, 2] - plan.work[:count, 1]).numpy().astype(np.int64)
+    classes = np.minimum(np.searchsorted(steps, sizes), len(steps) - 1)
+    begins, order = np.zeros(count, np.int64), np.argsort(classes != 0, kind="stable")
+    begins[order] = sizes[order].cumsum() - sizes[order]
+    plan.work[:count, 1:] = torch.from_numpy(np.stack((begins, begins + sizes), 1))
+    large.work[:] = torch.tensor((shape.items, 0, 0))
+    for number, step in enumerate((2, *steps[1:])):
+        for of_group in range(shape.groups):
+            items = ((group == of_group) & (classes == number)).nonzero()[0]
+            pieces = [(item, at, min(at + step, begins[item] + sizes[item]))
+                      for item in items for at in range(begins[item], begins[item] + sizes[item], step)]  # fmt: skip
+            large.work[of_group, number, : len(pieces)] = torch.tensor(pieces, dtype=torch.int32).view(-1, 3)
+    large.ids.copy_(torch.where(plan.computed > 0, ids, -1))
+    begin_of = np.full(shape.experts + 1, -1)  # behind the last expert what -1 finds
+    begin_of[plan.experts[:count].numpy()] = begins
+    list_positions(begin_of[large.ids.flatten().numpy()], shape.top_k, plan)

@@ -1,0 +1,113 @@
+"""What a router said for one layer of one step: copied to the host at most once."""
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property, lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vllm_dymoe.planner.hotness import squared_gates
+from vllm_dymoe.planner.plan import Grouped
+
+
+class Phase(Enum):
+    """What a step is for: prefill if any of its requests reads its prompt, be it the last token alone, else decode."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """Which tokens of a step belong to prompts, and which of these matter most."""
+
+    rows: Tensor  # bool [tokens], of a prompt that is being read; the others are being decoded
+    heavy: Tensor  # bool [tokens], heavy hitters among them; all of them where attention is not known
+    mixed: bool  # some tokens of the step are no prompt's
+
+
+@dataclass(eq=False)
+class Routing:
+    """One layer's routing in one step. Made once, where vLLM enters the layer."""
+
+    layer: int  # position of the MoE layer among the model's MoE layers, from 0; a step begins where it does not grow
+    num_layers: int  # how many MoE layers the model has
+    x: Tensor
+    """[tokens, hidden] bfloat16 or float16, the router's input. Another layer may overwrite it: copy what is to be
+    kept."""
+    ids: Tensor  # [tokens, top_k] int, experts of this rank; negative where another rank has the expert
+    weights: Tensor  # [tokens, top_k] float32 routing weights
+    phase: Phase = Phase.DECODE  # of the whole step
+    prompt: PromptTokens | None = None
+    """Which tokens are prompts'; None in a step that only decodes, or where no policy needs it."""
+    global_ids: Tensor | None = None
+    """[tokens, top_k] int, as the router numbers experts; None where a rank has all of them, as ``ids``."""
+    weights_on_input: bool = False  # weights multiply what experts read, and not what they give (Llama 4, Laguna)
+    actions: Tensor | None = (
+        None  # uint8 [tokens, top_k], see :func:`~.rule.actions_of`, once it is decided and recorded
+    )
+
+    @cached_property
+    def host_ids(self) -> NDArray[np.int64]:
+        """``ids`` on the host; on a GPU the first call waits for the router."""
+        return self.ids.cpu().numpy().astype(np.int64, copy=False)
+
+    @cached_property
+    def host_weights(self) -> NDArray[np.float32]:
+        return self.weights.cpu().numpy()
+
+    @cached_property
+    def squared_gates(self) -> NDArray[np.int64]:
+        """Of each expert of this rank, up to the last that occurs: sums of :func:`~.hotness.squared_gates`."""
+        gates = squared_gates(torch.from_numpy(self.host_weights)).flatten()
+        places = torch.from_numpy(self.host_ids).flatten()
+        sums = gates.new_zeros(2 + int(places.max()))  # other ranks' experts fall into the first place
+        return sums.index_add_(0, places.clamp(min=-1) + 1, gates).numpy()[1:]
+
+    @cached_property
+    def grouped(self) -> Grouped:
+        return group_by_expert(self.host_ids)
+
+    def inputs(self) -> tuple[Tensor, Tensor]:
+        """What experts read, with a row for each pair where weights are on inputs, and what their outputs are times."""
+        if not self.weights_on_input:
+            return self.x, self.weights
+        x = (self.x.unsqueeze(1) * self.weights.unsqueeze(2).to(self.x.dtype)).flatten(0, 1)
+        return x, torch.ones_like(self.weights)
+
+    @cached_property
+    def counts(self) -> dict[int, int]:
+        """This rank's experts in ascending order, each with how many tokens chose it."""
+        bounds = self.grouped.bounds
+        return {expert: bounds[n + 1] - bounds[n] for n, expert in enumerate(self.grouped.experts)}
+
+    @property
+    def active(self) -> list[int]:
+        return self.grouped.experts
+
+
+def group_by_expert(ids: NDArray[np.int64]) -> Grouped:
+    """Group the pairs of a step [tokens, top_k] by expert; negative are another rank's, and rows that fill up a
+    batch."""
+    tokens, top_k = ids.shape
+    if tokens == 1:  # decode of one request: no sorting of arrays, no tensors to divide
+        numbers = ids[0].tolist()
+        if len(set(numbers)) == top_k and min(numbers, default=-1) >= 0:
+            ranked = sorted(range(top_k), key=numbers.__getitem__)
+            experts = [numbers[k] for k in ranked]
+            return Grouped(experts, list(range(top_k + 1)), _one_row(top_k), torch.tensor(ranked))
+    keys = np.maximum(ids.reshape(-1), -1).astype(np.int16)
+    order = keys.argsort(kind="stable")  # of 16 bits it is a radix sort
+    counts = np.bincount(keys + 1, minlength=1)
+    pairs = torch.from_numpy(order[counts[0] :])
+    active = counts[1:].nonzero()[0]
+    bounds = [0, *counts[1:][active].cumsum().tolist()]
+    return Grouped(active.tolist(), bounds, torch.div(pairs, top_k, rounding_mode="floor"), pairs)
+
+
+@lru_cache
+def _one_row(top_k: int) -> Tensor:
+    return torch.zeros(top_k, dtype=torch.int64)

@@ -1,0 +1,169 @@
+"""A layer's step decided at once, with NumPy: the plain twin of ``kernels/triton/planner.py``, bit for bit. Around the
+rule are the choice of precisions (DyMoE 4.2 and 4.3), the slots, and the work list."""
+
+from collections.abc import Collection
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vllm_dymoe.planner.constants import POSITIONS_AT_ONCE, Action
+from vllm_dymoe.planner.importance import high_experts, importance
+from vllm_dymoe.planner.plan import LayerPlan
+from vllm_dymoe.planner.routing import PromptTokens
+from vllm_dymoe.planner.rule import CPU, HIGH, HIT, LOW, STREAM, Ints
+from vllm_dymoe.planner.table import Counter, Table
+
+PROJECTIONS = 3
+
+
+def plan_small_batch(
+    table: Table, layer: int, ids: Tensor, weights: Tensor, rows: Tensor, plan: LayerPlan, *, large: bool = False,
+    marks: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Decide a layer's step: changes the table's rows, and says in `plan` what is to be computed from where. A step
+    without rows changes nothing of the table.
+
+    Args:
+        table: tensors on a CPU, like everything else.
+        ids: int32 or int64 [tokens, top_k]; negative where another rank has the expert.
+        weights: float32 [tokens, top_k].
+        rows: int32 [1], how many tokens are real, the first ones.
+        decision: for so many tokens, overwritten.
+        wide: nothing is recorded, and nothing computed by the CPU: the ring holds the rows of small-batch steps.
+        marks: int8 [tokens], 1 for tokens of prompts, 2 for heavy hitters among these, 0 for others; None for all 0.
+    """
+    _empty(plan)
+    real, top_k, host = int(rows), ids.shape[1], table.on_host()
+    if not real:
+        return
+    if host.recording[0] and not large:
+        at = (int(host.step[layer]) + 1) % len(host.ring_ids), layer
+        host.ring_ids[at][:real], host.ring_weights[at][:real] = ids[:real], weights[:real]
+        host.ring_rows[at] = real
+    chosen = ids[:real].numpy().astype(np.int64).reshape(-1)
+    sizes = np.bincount(chosen[chosen >= 0], minlength=host.experts)
+    active = sizes.nonzero()[0]
+    wanted = _choose(host, layer, active, ids[:real], weights[:real], None if marks is None else marks[:real])
+    skipped = host.bits[wanted] == 0
+    counted = {Counter.STEPS: 1, Counter.NEEDED_HIGH: wanted == HIGH, Counter.NEEDED_LOW: wanted == LOW}
+    active, wanted = active[~skipped], wanted[~skipped]
+    before = host.precision[layer, active]
+    places = host.begin_step(layer, active, wanted, None if large else sizes[active])
+    hit, on_cpu = (places == HIT).all(0), (places == CPU).any(0)
+    serves = hit if not host.nested else hit & bool(host.reuse_high[0])
+    computed = np.where(serves, before, wanted)
+    host.keep(layer, active, wanted, places)
+    fetched = {code: (part != HIT) & ~on_cpu for code, part in zip((LOW, HIGH), places, strict=False)}
+    if not host.nested:
+        fetched = {code: ~hit & ~on_cpu & (wanted == code) for code in (LOW, HIGH)}
+    counted |= {
+        Counter.SKIPPED: skipped,
+        Counter.HITS: hit,
+        Counter.REUSES: hit & (computed != wanted),
+        Counter.FETCHED_HIGH: fetched[HIGH],
+        Counter.FETCHED_LOW: fetched[LOW],
+        Counter.STREAMED: places == STREAM,
+        Counter.CPU_EXECUTED: on_cpu,
+        Counter.PROMOTIONS: ~hit & ~on_cpu & (wanted == HIGH) & (before == LOW),
+        Counter.EVICTIONS: places >= 0,
+    }
+    for counter, those in counted.items():
+        host.counters[layer, counter] += np.count_nonzero(those)
+    _list_items(host, layer, active, computed, places, sizes, plan)
+    list_positions(np.where(np.isin(chosen, active), chosen, -1), top_k, plan)
+    plan.computed.numpy().reshape(-1)[np.isin(chosen, active[on_cpu]).nonzero()] = 2
+
+
+def _empty(plan: LayerPlan) -> None:
+    for tensor in plan.tensors.values():
+        tensor.zero_()
+    plan.experts.fill_(-1)
+    plan.slots.fill_(-1)
+    plan.work[-1] = torch.tensor([-1, 0, len(plan.computed)])
+
+
+def _choose(
+    table: Table, layer: int, active: Ints, ids: Tensor, weights: Tensor, marks: Tensor | None
+) -> NDArray[np.int8]:
+    """The precision of each active expert; thresholds follow."""
+    prompt = None if marks is None else PromptTokens(marks > 0, marks > 1, mixed=True)
+    thresholds = (table.prompt_threshold, table.threshold) if table.threshold[1] >= 0 else ()
+    phases = importance(ids, weights, table.experts, prompt)
+    return precisions_of(active, high_experts(phases, thresholds, table.critical[layer].__getitem__))
+
+
+def precisions_of(active: Ints, high: Collection[int]) -> NDArray[np.int8]:
+    """HIGH for some of the active experts, LOW for the others."""
+    return np.where(np.isin(active, list(high)), HIGH, LOW).astype(np.int8)
+
+
+def slot_address(table: Table, code: int, slot: int) -> int:
+    return int(table.pool[code]) + slot * int(table.slot_bytes[code])
+
+
+def bytes_ahead(table: Table, code: int, projections: int) -> int:
+    """Of an expert of whose projections the first ones are fetched ahead."""
+    return int(table.slot_bytes[code] if projections == PROJECTIONS else table.offsets[code, projections])
+
+
+def found_ahead(table: Table, layer: int, expert: int, code: int) -> tuple[int, int]:
+    """Where a missing expert was fetched ahead, and how many of its projections."""
+    slot, precision, projections = table.staged[layer % 2, :, expert].tolist()
+    found = not table.nested and table.staged_for[layer % 2] == layer and precision == code
+    return (slot, projections) if found else (-1, 0)
+
+
+def _list_items(
+    table: Table, layer: int, active: Ints, computed: NDArray[np.int8], places: Ints, sizes: Ints, plan: LayerPlan
+) -> None:
+    """What is read from where, and where it goes: for the version of each active expert that is computed, what becomes
+    of its slices, and positions of each expert of the layer. The table's rows are those after the step.
+
+    A miss is read from where it was fetched ahead, as far as it was. One that passes is read once for every two of its
+    positions. With more of them, and if the link has to be crossed, it has a staging slot, as long as there are some:
+    the link is slower than the slot.
+    """
+    staged = dict(enumerate(table.staging.tolist()))
+    counts = table.counters[layer]
+    plan.count.fill_(len(active))
+    position = 0
+    for item, (expert, code) in enumerate(zip(active.tolist(), computed.tolist(), strict=True)):
+        plan.experts[item], plan.precisions[item], plan.bits[item] = expert, code, int(table.bits[code])
+        for number, part in enumerate((LOW, HIGH)[:code] if table.nested else (code,)):
+            place, at = int(places[number, item]), (number, item)
+            action = {HIT: Action.HIT, STREAM: Action.STREAM, CPU: Action.CPU}.get(place, Action.ADMIT)
+            ahead, projections = (
+                (-1, 0) if action in (Action.HIT, Action.CPU) else found_ahead(table, layer, expert, code)
+            )
+            if projections:
+                counts[[Counter.AHEAD_USED, Counter.AHEAD_USED_BYTES]] += 1, bytes_ahead(table, code, projections)
+            slot = -1
+            if action in (Action.HIT, Action.ADMIT):
+                slot = int(table.slot[number, layer, expert])
+            elif (
+                action is Action.STREAM
+                and projections < PROJECTIONS
+                and sizes[expert] > POSITIONS_AT_ONCE
+                and staged[part][1]
+            ):
+                slot, staged[part] = staged[part][0], [staged[part][0] + 1, staged[part][1] - 1]
+            offsets, address = torch.from_numpy(table.offsets[part]), slot_address(table, part, slot)
+            plan.slots[at], plan.action[at] = slot, action
+            plan.addresses[at] = offsets + (address if action is Action.HIT else int(table.source[layer, expert, part]))
+            plan.addresses[number, item, :projections] = offsets[:projections] + slot_address(table, part, ahead)
+            if action is not Action.HIT and slot >= 0:
+                plan.destinations[at] = offsets + address
+        here = 0 if places[0, item] == CPU else int(sizes[expert])
+        plan.work[item] = torch.tensor((item, position, position + here))
+        position += int(sizes[expert])
+
+
+def list_positions(keys: Ints, top_k: int, plan: LayerPlan) -> None:
+    """Pairs by their keys, in their order where these are equal; those of negative keys are not computed."""
+    pairs = (keys >= 0).nonzero()[0]
+    pairs = pairs[np.argsort(keys[pairs], kind="stable")]
+    plan.pairs.numpy()[: len(pairs)] = pairs
+    plan.rows.numpy()[: len(pairs)] = pairs // top_k
+    plan.computed.numpy().reshape(-1)[pairs] = 1

@@ -1,0 +1,47 @@
+"""Policies: each a paper's way of serving experts, in a file of its own. One that is new has a file and a line here."""
+
+from pydantic import ValidationError
+
+from vllm_dymoe.options import Options
+from vllm_dymoe.planner.precision import Precision
+from vllm_dymoe.policies.base import Policy, PolicyOptionError
+from vllm_dymoe.policies.duoserve import DuoServe
+from vllm_dymoe.policies.dymoe import Dymoe
+from vllm_dymoe.policies.dynaexq import DynaExq
+from vllm_dymoe.policies.exact import Exact
+from vllm_dymoe.policies.firm import Firm
+from vllm_dymoe.policies.layer_prefetch import LayerPrefetch
+from vllm_dymoe.policies.on_demand import OnDemand
+
+POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy for policy in (Exact, OnDemand, LayerPrefetch, Dymoe, DuoServe, Firm, DynaExq)
+}
+"""By the name that the option ``policy`` has for it, the default first."""
+
+
+def make_policy(options: Options) -> Policy:
+    """The policy that options name, with its parameters; PolicyOptionError if it does not exist, has no such parameter
+    or not with that value, or cannot be served with the other options."""
+    name, parameters = options.policy, options.policy_options
+    if name not in POLICIES:
+        raise PolicyOptionError("policy", f'policy "{name}" does not exist; choose one of {", ".join(POLICIES)}')
+    kind = POLICIES[name]
+    try:
+        policy = kind(**parameters)
+    except ValidationError as error:
+        problems = "; ".join(
+            f"{'.'.join(map(str, item['loc']))}: {item['msg'][0].lower()}{item['msg'][1:]}" for item in error.errors()
+        )
+        known = ", ".join(kind.model_fields) or "none"
+        raise PolicyOptionError(
+            "policy_options", f'policy "{name}" does not take these policy_options ({problems}); it has {known}'
+        ) from error
+    if options.low == 0 and Precision.HIGH not in policy.precision.precisions:
+        raise PolicyOptionError(
+            "policy", f'policy "{name}" as it is set would skip every expert with low = 0; set low to 2, 4 or 8'
+        )
+    if policy.residency.migrating is not None and options.low == 0:
+        raise PolicyOptionError("policy", f'policy "{name}" keeps a low version of every expert; set low to 2, 4 or 8')
+    if options.predictor is not None and not (policy.prefetch and policy.prefetch.takes_predictor):
+        raise PolicyOptionError("predictor", f'policy "{name}" as it is set has no use for a predictor; leave it out')
+    return policy

@@ -1,0 +1,38 @@
+"""The default: every expert high, the hottest kept, and the next layer's gate asked ahead (DyMoE 4.4.1)."""
+
+from functools import cached_property
+from typing import ClassVar
+
+from pydantic import NonNegativeInt
+
+from vllm_dymoe.policies.base import Policy, PrefetchPolicy, ResidencyPolicy
+from vllm_dymoe.prefetch import Predictor, RoutedModel, TrainedPredictor
+from vllm_dymoe.prefetch.next_gate import NextGate
+from vllm_dymoe.prefetch.side_stream import make_side_stream
+
+
+class Exact(Policy):
+    """Nothing changes but where experts are."""
+
+    name: ClassVar[str] = "exact"
+    summary: ClassVar[str] = "every expert at `high`, the hottest kept"
+
+    look_ahead: NonNegativeInt = 1
+    """Layers ahead that gates, or a predictor, are asked about; more where experts come from a disk, 0 for none."""
+
+    @cached_property
+    def residency(self) -> ResidencyPolicy:
+        return ResidencyPolicy(on_device=True)
+
+    @cached_property
+    def prefetch(self) -> PrefetchPolicy | None:
+        """The next layers' gates on this layer's input, or the trained predictor that was given."""
+        if not self.look_ahead:
+            return None
+        return PrefetchPolicy("next gate", self._predictor, needs_gates=True, takes_predictor=True, paced=True)
+
+    def _predictor(self, model: RoutedModel) -> Predictor:
+        if model.predictor is not None:
+            return TrainedPredictor.load(model)
+        layers = max(self.look_ahead, model.horizon)
+        return NextGate(model.gates, model.top_k, layers=layers, side_stream=make_side_stream(model.device))

@@ -1,0 +1,150 @@
+"""The question a predictor answers: which experts will the coming layers want? And how right it was."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_dymoe.planner.routing import Routing
+from vllm_dymoe.prefetch.side_stream import Answer, Inline
+
+
+class Candidate(NamedTuple):
+    """An expert that a coming layer will probably want."""
+
+    layer: int  # position of its layer among the model's MoE layers, later than the one that was observed
+    expert: int  # its number on this rank
+
+
+class Predictor(ABC):
+    """Names experts and touches nothing: it knows of no slot, no byte and no transfer."""
+
+    tells_phases: ClassVar[bool] = False
+    """In a step of prompts and decoding requests it has to be told which rows are which."""
+    _side_stream: Inline = Inline()
+    _read: Callable[[], Answer] | None = None  # gives what was begun
+
+    def __init__(self, side_stream: Inline | None = None) -> None:
+        self._side_stream = side_stream or self._side_stream
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory that it takes; 0 without weights of its own."""
+        return 0
+
+    @property
+    def settled(self) -> bool:
+        """Whether it has stopped tuning itself, as far as it does."""
+        return True
+
+    @property
+    def answers_later(self) -> bool:
+        """Whether it is best told to begin at once, and asked when the layer's first experts have been enqueued."""
+        return self._side_stream.answers_later
+
+    def observe(self, routing: Routing) -> None:  # noqa: B027
+        """Hear what a layer's router decided. Called for every MoE layer of every step, in order; must be cheap."""
+
+    def begin(self, layer: int) -> None:  # noqa: B027
+        """Compute on the side stream what ``predict`` will be asked for."""
+
+    def slots_changed(self) -> None:  # noqa: B027
+        """What layers find on the device is another cache's from now on."""
+
+    def _answer(self, layer: int) -> Answer:
+        if self._read is None:
+            self.begin(layer)
+        read, self._read = self._read, None
+        assert read is not None
+        return read()
+
+    @abstractmethod
+    def predict(self, layer: int) -> Sequence[Candidate]:
+        """Experts that layers after ``layer``, which was observed last, will want, the most useful first."""
+
+
+@dataclass
+class PredictionStats:
+    """How right a predictor is (FIRM-MoE), as sums over all layers and steps for which something was asked, also where
+    the answer was empty: right / wanted is prediction accuracy (Eq. 7), right / named expert utilisation (Eq. 8). What
+    was named is counted, whether or not it was then prefetched."""
+
+    predicted: int = 0  # experts that were named for a coming layer
+    needed: int = 0  # experts that routers chose in layers for which the predictor was asked
+    correct: int = 0  # experts that are in both
+
+
+class Measured:
+    """A predictor that is watched; ``seconds`` of host time its predictions took."""
+
+    def __init__(self, predictor: Predictor) -> None:
+        self.predictor = predictor
+        self.stats = PredictionStats()
+        self.seconds = 0.0
+        self._predicted: dict[int, set[int]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return self.predictor.nbytes
+
+    @property
+    def answers_later(self) -> bool:
+        return self.predictor.answers_later
+
+    def observe(self, routing: Routing) -> None:
+        predicted = self._predicted.pop(routing.layer, None)
+        if routing.layer == 0:  # whatever a step that failed in the middle has left
+            self._predicted.clear()
+        if predicted is not None:
+            self.stats.predicted += len(predicted)
+            needed = routing.counts.keys()
+            self.stats.needed += len(needed)
+            self.stats.correct += len(predicted & needed)
+        with self._timed():
+            self.predictor.observe(routing)
+
+    def begin(self, layer: int) -> None:
+        with self._timed():
+            self.predictor.begin(layer)
+
+    def predict(self, layer: int) -> Sequence[Candidate]:
+        with self._timed():
+            candidates = self.predictor.predict(layer)
+        if not candidates:
+            self._predicted.setdefault(layer + 1, set())
+        for candidate in candidates:
+            self._predicted.setdefault(candidate.layer, set()).add(candidate.expert)
+        return candidates
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - begin
+
+
+def rank(experts: Tensor, scores: Tensor, named: Tensor | None = None) -> list[int]:
+    """Experts that a layer's tokens would choose, best first: of several tokens by how many would choose them (DyMoE
+    Eq. 7), those of the same number by their summed scores.
+
+    Args:
+        experts: int64 [tokens, choices], of each token best first.
+        scores: float32, likewise.
+        named: bool, likewise: which choices count; None for all.
+    """
+    alone = len(experts) == 1
+    ids, weights = (experts.flatten(), scores.flatten()) if named is None else (experts[named], scores[named])
+    if alone:
+        return ids.tolist()
+    counts = torch.bincount(ids)
+    mass = torch.zeros(len(counts), dtype=torch.float32, device=ids.device).index_add_(0, ids, weights)
+    order = mass.argsort(descending=True)
+    order = order[counts[order].argsort(descending=True, stable=True)]
+    return order[counts[order] > 0].tolist()

@@ -1,0 +1,141 @@
+"""The file of a trained predictor: safetensors, with a model card in its metadata."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from vllm_dymoe.experts.identity import ModelIdentity
+from vllm_dymoe.prefetch.folded import FoldedMLP
+
+PREDICTOR_FORMAT = 1
+_KIND = "vllm-dymoe predictor"
+
+
+class PredictorError(ValueError):
+    """A file that cannot be used as a predictor here; the message is one sentence for the user."""
+
+
+@dataclass(frozen=True)
+class PredictorCard:
+    """What a predictor is, and what it is worth."""
+
+    header: ModelIdentity  # the model that it is for, its fingerprint and sizes
+    architecture: Mapping[str, Any] = field(default_factory=dict)  # name and numbers of the network
+    trace: Mapping[str, Any] = field(default_factory=dict)  # what it was trained on: path, tokens, requests
+    metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # hit rates on requests that were held out
+    seed: int = 0  # of the training
+    version: str = ""  # of vllm-dymoe that trained it
+    format: int = PREDICTOR_FORMAT  # of the file
+
+    def check(self, path: Path, here: ModelIdentity) -> None:
+        """PredictorError for the file of a predictor that was trained for another model than the one that runs here."""
+        for name, what in (
+            ("num_layers", "MoE layers"),
+            ("num_experts", "experts in a layer"),
+            ("top_k", "experts for each token"),
+            ("hidden", "hidden features"),
+        ):
+            theirs, ours = getattr(self.header, name), getattr(here, name)
+            if theirs != ours:
+                raise PredictorError(
+                    f"predictor {path} was trained for {self.header.model}, which has {theirs} {what} where this model "
+                    f"has {ours} on this rank; train one for this model with `vllm-dymoe train`."
+                )
+        if self.header.fingerprint != here.fingerprint:
+            raise PredictorError(
+                f"predictor {path} was trained for {self.header.model} with the weights {self.header.fingerprint}, and "
+                f"this model has others ({here.fingerprint}); train one for it with `vllm-dymoe train`."
+            )
+
+
+def save_predictor(path: Path, card: PredictorCard, network: FoldedMLP) -> None:
+    """Write a file that is there whole or not at all; PredictorError if it cannot be written."""
+    incomplete = path.with_name(path.name + ".incomplete")
+    half = network.to(torch.device("cpu"), torch.float16)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(half.tensors, incomplete, {"kind": _KIND, "card": json.dumps(asdict(card))})
+        with incomplete.open("rb") as file:
+            os.fsync(file.fileno())
+        incomplete.replace(path)
+    except (OSError, SafetensorError) as error:
+        incomplete.unlink(missing_ok=True)
+        raise PredictorError(f"predictor {path} cannot be written ({error}).") from error
+
+
+def read_card(path: Path) -> PredictorCard:
+    """The card alone; PredictorError if the file is not there, cut off, damaged or none of ours."""
+    return _read(path)[0]
+
+
+def load_predictor(path: Path) -> tuple[PredictorCard, FoldedMLP]:
+    """Card and network, in float16 on the CPU; PredictorError as ``read_card``, or if tensors do not fit the card."""
+    card, tensors = _read(path, with_tensors=True)
+    sizes = card.header
+    try:
+        network = FoldedMLP(tensors)
+        width = network.tables.shape[2]
+        one_or_all = (1, sizes.num_layers - 1)
+        found = [network.num_layers, network.num_experts, len(network.tables) in one_or_all, network.tables.shape[1]]
+        expected = [sizes.num_layers, sizes.num_experts, True, network.history * sizes.num_experts]
+        if network.recent is not None:
+            found += list(network.recent.shape)
+            expected += [sizes.num_layers - 1, sizes.num_experts, width]
+        elif len(network.tables) != sizes.num_layers - 1:
+            raise ValueError("one table serves all layers, and none says what each adds")
+        if network.gates is not None:
+            found += list(network.gates.shape[1:])
+            expected += [sizes.hidden, width]
+        for matrix, bias in zip(network.matrices, network.biases, strict=True):
+            found += [matrix.shape[1], bias.shape[1], len(bias), len(matrix) in one_or_all]
+            expected += [width, matrix.shape[2], len(matrix), True]
+            width = matrix.shape[2]
+        whole = found == expected and width == sizes.num_experts and network.history > 0
+        finite = all(bool(tensor.isfinite().all()) for tensor in tensors.values())
+    except (KeyError, IndexError, ValueError, RuntimeError, ZeroDivisionError) as error:
+        raise _damaged(path, f"a tensor is missing or has another shape: {error}") from error
+    if not whole:
+        raise _damaged(path, "its tensors have other shapes than its card says")
+    if not finite:
+        raise _damaged(path, "a number in it is not finite")
+    return card, network
+
+
+def _read(path: Path, *, with_tensors: bool = False) -> tuple[PredictorCard, dict[str, torch.Tensor]]:
+    if not path.is_file():
+        raise PredictorError(f"predictor {path} is not a file; train one with `vllm-dymoe train`.")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("kind") != _KIND:
+                raise PredictorError(f"{path} is a safetensors file, but no predictor of `vllm-dymoe train`.")
+            described = json.loads(metadata["card"])
+            if described.get("format") != PREDICTOR_FORMAT:
+                raise PredictorError(
+                    f"predictor {path} has format {described.get('format')}, and this vllm-dymoe reads "
+                    f"{PREDICTOR_FORMAT}; train it again, or use the version that wrote it."
+                )
+            described["header"].pop("format", None)  # of the trace, which older files have here
+            described["header"] = header = ModelIdentity(**described["header"])
+            if not all(
+                isinstance(n, int) for n in (header.num_layers, header.num_experts, header.top_k, header.hidden)
+            ):
+                raise TypeError("its sizes are no numbers")
+            card = PredictorCard(**described)
+            names = file.keys() if with_tensors else ()
+            return card, {name: file.get_tensor(name) for name in names}
+    except PredictorError:
+        raise
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path, str(error)) from error
+
+
+def _damaged(path: Path, reason: str) -> PredictorError:
+    return PredictorError(f"{path} cannot be read as a predictor ({reason}); it is cut off, damaged or foreign.")

@@ -1,0 +1,99 @@
+"""What a predictor may know of the model that it is made for: above all its layers' routers up to their choice, so that
+they can be asked about another layer's input."""
+
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from vllm_dymoe.experts.identity import ModelIdentity
+from vllm_dymoe.prefetch.base import Candidate, rank
+
+FAR = 4
+"""Layers ahead that are worth asking about where a disk has to be read: it takes as long as several layers compute."""
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What makes a router prefer one expert to another."""
+
+    logits: Callable[[torch.Tensor], torch.Tensor]
+    """The gate itself, [tokens, hidden] -> [tokens, experts]; experts of all ranks."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"  # from logits to scores
+    correction: torch.Tensor | None = None
+    """float32 [experts], added to the scores for choosing only (DeepSeek-V3, GLM-4, Ernie-4.5)."""
+    groups: int = 0
+    """Groups of experts, of which only ``top_groups`` are chosen from; 0 for no groups (DeepSeek-V2, -V3)."""
+    top_groups: int = 0  # see ``groups``
+    local: Sequence[int] | None = None
+    """This rank's number of each expert, negative for another rank's; None where the rank has all of them."""
+
+    def scores(self, x: torch.Tensor) -> torch.Tensor:
+        """What the router would choose by: [tokens, hidden] -> float32 [tokens, experts]; -inf in groups not chosen."""
+        logits = self.logits(x).float()
+        scores = logits.sigmoid() if self.scoring == "sigmoid" else logits.softmax(-1)
+        if self.correction is not None:
+            scores = scores + self.correction
+        if self.groups > 1 and self.top_groups < self.groups:
+            grouped = scores.unflatten(-1, (self.groups, -1))
+            best = 2 if self.correction is not None else 1
+            of_groups = grouped.topk(min(best, grouped.shape[-1]), dim=-1).values.sum(-1)
+            chosen = torch.zeros_like(of_groups, dtype=torch.bool)
+            chosen.scatter_(-1, of_groups.topk(self.top_groups, dim=-1).indices, True)
+            scores = grouped.masked_fill(~chosen.unsqueeze(-1), -torch.inf).flatten(-2)
+        return scores
+
+    def best(self, x: torch.Tensor, amount: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Experts that tokens would choose, best first, and their scores: [tokens, up to ``amount``] each."""
+        scores = self.scores(x)
+        values, indices = scores.topk(min(amount, scores.shape[1]), dim=-1)
+        return indices, values
+
+    def named(
+        self, layer: int, experts: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor | None = None
+    ) -> list[Candidate]:
+        """This rank's experts among those that tokens would choose in this gate's layer, as :func:`rank` has them."""
+        chosen_here = (expert if self.local is None else self.local[expert] for expert in rank(experts, scores, chosen))
+        return [Candidate(layer, expert) for expert in chosen_here if expert >= 0]
+
+    def agreement(self, x: torch.Tensor, ids: torch.Tensor, tolerance: float = 0.0) -> float:
+        """The share of a router's choices ``ids``, this rank's int [tokens, top_k], negative for another rank's, that
+        this gate would make of ``x`` [tokens, hidden], or would miss by a share of a token's largest score."""
+        scores, ids = self.scores(x), ids.long()
+        if self.local is not None:
+            experts = torch.full((len(self.local) + 1,), -1, device=ids.device)
+            for expert, here in enumerate(self.local):
+                experts[here] = expert if here >= 0 else -1
+            ids = experts[ids]
+        chosen = ids >= 0
+        if not chosen.any():
+            return 1.0
+        # Not the two sets: experts of equal scores are interchangeable.
+        best = scores.topk(ids.shape[1], dim=-1).values
+        good = scores.gather(-1, ids.clamp(min=0)) >= best[:, -1:] - tolerance * best[:, :1].abs()
+        return good[chosen].float().mean().item()
+
+
+@dataclass(frozen=True)
+class RoutedModel:
+    """One rank's model."""
+
+    num_layers: int  # MoE layers on this rank
+    num_experts: int  # experts of a layer on this rank
+    top_k: int  # experts per token
+    gates: Sequence[Gate] = ()  # of every layer, in order; empty where they are not known
+    held: Callable[[int], Set[int]] = lambda layer: frozenset()  # which experts of a layer are on the device
+    hidden: int = 0  # model width
+    fingerprint: str = ""  # of the weights, which a trained predictor must have been trained for
+    device: torch.device = _CPU  # where predictions are computed
+    horizon: int = 1  # layers ahead that are worth asking about in decode
+    predictor: Path | None = None  # file of a trained predictor; None if none was given
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """The model as a trained predictor has to have it; its name does not matter."""
+        return ModelIdentity("", self.fingerprint, self.num_layers, self.num_experts, self.top_k, self.hidden)

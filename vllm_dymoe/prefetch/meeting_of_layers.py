@@ -1,0 +1,109 @@
+"""Meeting of Layers: only the experts that several earlier layers agree on (FIRM-MoE, section Meeting-of-Layers).
+
+With x_m the router's input of layer m and W_g^(l) the gate of layer l:
+
+    S_l^(m) = TopKIndices(x_m W_g^(l), K)        for each of the P layers m before l      (Eq. 5)
+    S_l     = intersection of S_l^(m) over m = l-P ... l-1                                (Eq. 6)
+
+The first layers have fewer than P before them, and meet with those. An intersection names less than one layer would
+and is right more often: it saves transfers where the link is scarce. The paper's batch is one token; of several, the
+experts that most tokens' intersections hold come first.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence, Set
+from functools import partial
+
+import torch
+
+from vllm_dymoe.planner.routing import Phase, Routing
+from vllm_dymoe.prefetch.base import Candidate, Predictor
+from vllm_dymoe.prefetch.gate import Gate
+from vllm_dymoe.prefetch.side_stream import Answer, Inline
+from vllm_dymoe.prefetch.tuner import Heop
+
+_MOST_ROWS = 512
+"""Tokens of a step that are asked about, evenly spaced: inputs of all of a prompt's would take hundreds of MB."""
+
+
+class MeetingOfLayers(Predictor):
+    """Asks the next layer's gate about inputs of the last P layers; experts ``held`` on the device cost no transfer."""
+
+    def __init__(
+        self,
+        gates: Sequence[Gate],  # of every MoE layer, in order
+        k: int,  # K of Eq. 5
+        p: int,  # P of Eqs. 5 and 6
+        tuner: Heop | None = None,  # chooses K and P while serving; they stay as they are if None
+        held: Callable[[int], Set[int]] = lambda layer: frozenset(),
+        side_stream: Inline | None = None,
+    ) -> None:
+        super().__init__(side_stream)
+        self._gates = gates
+        self._setting = (k, p)
+        self._tuner = tuner
+        self._held = held
+        self._there: Set[int] = frozenset()
+        self._inputs: deque[torch.Tensor] = deque(maxlen=tuner.largest.p if tuner else p)
+        self._layer = -1
+        self._phase = Phase.DECODE
+        self._named: frozenset[int] | None = None
+
+    def observe(self, routing: Routing) -> None:
+        layer, x = routing.layer, routing.x[:: -(-len(routing.x) // _MOST_ROWS)]
+        if layer <= self._layer:
+            self._inputs.clear()
+            self._named = None
+        self._layer, self._phase, self._read = layer, routing.phase, None
+        # A copy: the memory of x may belong to something else when the next layer runs.
+        self._inputs.append(x.clone() if self._inputs.maxlen != 1 else x)
+        if self._tuner is not None:
+            self._report(layer, routing.counts)
+
+    @property
+    def settled(self) -> bool:
+        return self._tuner is None or self._tuner.settled
+
+    def slots_changed(self) -> None:
+        if self._tuner is not None:
+            self._tuner.restart()
+
+    def begin(self, layer: int) -> None:
+        following = layer + 1
+        if following >= len(self._gates):
+            return
+        k, p = self._tuner.setting(following) if self._tuner else self._setting
+        meeting = list(self._inputs)[-p:]
+        ask = partial(_meet, self._gates[following], k)
+        self._read = self._side_stream.begin(ask, *meeting, lasting=self._inputs.maxlen != 1)
+
+    def predict(self, layer: int) -> Sequence[Candidate]:
+        following = layer + 1
+        if following >= len(self._gates):
+            return []
+        candidates = self._gates[following].named(following, *self._answer(layer))
+        self._named = frozenset(candidate.expert for candidate in candidates)
+        self._there = self._held(following) if self._tuner else frozenset()
+        return candidates
+
+    def _report(self, layer: int, chosen: Mapping[int, int]) -> None:
+        assert self._tuner is not None
+        named, self._named = self._named, None
+        if self._phase is not Phase.DECODE:
+            return
+        if named is not None:
+            unused, missed = named - chosen.keys() - self._there, chosen.keys() - named
+            hits = len(chosen.keys() & self._there)
+            self._tuner.record(layer, unused=len(unused), missed=len(missed), hits=hits)
+        if layer == len(self._gates) - 1:
+            self._tuner.end_step()
+
+
+def _meet(gate: Gate, k: int, *meeting: torch.Tensor) -> Answer:
+    """Eqs. 5 and 6: what the last layer names, its scores, and whether all name it, [tokens, k] each."""
+    layers, tokens = len(meeting), len(meeting[-1])
+    scores = gate.scores(torch.cat(meeting))
+    best = scores.topk(min(k, scores.shape[1]), dim=-1)
+    named = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best.indices, True)
+    experts = best.indices[-tokens:]
+    return experts, best.values[-tokens:], named.view(layers, tokens, -1).all(0).gather(1, experts)

@@ -1,0 +1,69 @@
+"""How often predictions are acted on: one controller for each phase.
+
+A policy whose predictor is tuned already is not paced. Others make fewer predictions while predictions do not pay, and
+never none, so that a change shows.
+
+A right prediction hides at most the transfer of one expert, a wrong one delays demand by at most one projection, a
+third of
+it: where fewer than one in four is needed, guessing loses. It also loses where predictions hide less time than they
+take the host: beside a cache that has nearly everything, asking a predictor costs more than the few transfers that are
+left.
+"""
+
+from dataclasses import dataclass
+
+_LOSES = 1 / 4  # share of predictions that are needed; see above
+_PAYS = 1 / 2
+# Seconds that predictions hide for each second of the host that they take. It is two that are worth one: what it costs
+# to share cores with one more thread is about as much again (benchmarks/LOG.md).
+_COSTS_MORE = 2
+_WORTH_IT = 4
+_JUDGED = 32  # predictions or predictions that a verdict is about, whichever are there first
+_FEWEST = 8  # predictions that have a share
+_LARGEST_INTERVAL = 64
+
+
+@dataclass
+class Pace:
+    """Decides which predictions are asked for, and records what became of them."""
+
+    paid: bool = True  # predictions have to pay for what they cost; otherwise every prediction is asked for
+    interval: int = 1  # one prediction of so many is asked for
+    _predictions: int = 0
+    _answers: int = 0  # since the last verdict, as all below
+    _judged: int = 0
+    _needed: int = 0
+    _spent: float = 0.0
+    _hidden: float = 0.0
+
+    def acts(self) -> bool:
+        """Whether this prediction is one to act on: one in each ``interval``, of another layer each time.
+
+        Every fourth one would be the same layer's in a model of four layers, perhaps the last, which has no next one.
+        """
+        block, place = divmod(self._predictions, self.interval)
+        self._predictions += 1
+        acts = place == (block * 0x9E3779B1 >> 16) % self.interval
+        if acts and self.paid and max(self._answers, self._judged) >= _JUDGED:
+            self._decide()
+        return acts
+
+    def spend(self, seconds: float, *, answered: bool = True) -> None:
+        """Record host time that predictions took, and whether a prediction named any."""
+        self._answers += answered
+        self._spent += seconds
+
+    def judge(self, needed: bool, hidden: float) -> None:
+        """Record whether a prediction was needed, and for how many seconds the link had worked for it."""
+        self._judged += 1
+        self._needed += needed
+        self._hidden += hidden if needed else 0.0
+
+    def _decide(self) -> None:
+        enough = self._judged >= _FEWEST
+        if (enough and self._needed < _LOSES * self._judged) or self._hidden < _COSTS_MORE * self._spent:
+            self.interval = min(2 * self.interval, _LARGEST_INTERVAL)
+        elif self._needed > _PAYS * self._judged and self._hidden > _WORTH_IT * self._spent:
+            self.interval = max(self.interval // 2, 1)
+        self._answers = self._judged = self._needed = 0
+        self._spent = self._hidden = 0.0

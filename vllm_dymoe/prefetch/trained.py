@@ -1,0 +1,97 @@
+"""The trained predictor at work (DuoServe-MoE 5.3): in decode a network names the next layer's experts, from what
+routers chose in the running step. A prefill wants nearly all of them, so the most popular ones are named (5.2); in a
+step of both the network is asked about the rows that decode, and its names come first."""
+
+from collections.abc import Sequence
+
+import torch
+
+from vllm_dymoe.planner.routing import Phase, Routing
+from vllm_dymoe.prefetch.base import Candidate, Predictor, rank
+from vllm_dymoe.prefetch.checkpoint import PredictorError, load_predictor
+from vllm_dymoe.prefetch.folded import FoldedMLP
+from vllm_dymoe.prefetch.gate import RoutedModel
+from vllm_dymoe.prefetch.side_stream import Answer, Inline, make_side_stream
+
+
+class TrainedPredictor(Predictor):
+    """Asks a network, on its device, about the next layer's experts; in decode it names so many for each token."""
+
+    tells_phases = True
+
+    def __init__(self, network: FoldedMLP, decode_experts: int, side_stream: Inline | None = None) -> None:
+        super().__init__(side_stream)
+        self.network = network
+        self._amount = min(decode_experts, network.num_experts)
+        self._past: torch.Tensor | None = None
+        self._x: torch.Tensor | None = None
+        self._layer = -1
+        self._decodes = self._mixed = False
+        self._rows: torch.Tensor | None = None  # that decode, in a step of both
+        self._favourites = [_ranked(layer, shares) for layer, shares in enumerate(network.popularity.float().cpu())]
+
+    @classmethod
+    def load(cls, model: RoutedModel) -> "TrainedPredictor":
+        """From the file that a model names; PredictorError if none is, or it is missing, damaged or another model's."""
+        if model.predictor is None:
+            raise PredictorError("a trained predictor needs its file; name it in the option predictor.")
+        card, network = load_predictor(model.predictor)
+        card.check(model.predictor, model.identity)
+        # A CPU has no fast products of 16-bit numbers.
+        dtype = torch.float32 if model.device.type == "cpu" else torch.float16
+        return cls(network.to(model.device, dtype), model.top_k, make_side_stream(model.device))
+
+    @property
+    def nbytes(self) -> int:
+        return self.network.nbytes
+
+    def observe(self, routing: Routing) -> None:
+        layer = routing.layer
+        before = None if layer <= self._layer else self._past  # a step begins where layers do not grow
+        self._layer, self._x, self._read = layer, routing.x, None
+        self._mixed = routing.phase is Phase.PREFILL and routing.prompt is not None and routing.prompt.mixed
+        self._decodes = self._mixed or routing.phase is Phase.DECODE
+        ids = routing.ids
+        if self._mixed:
+            assert routing.prompt is not None
+            if before is None or self._rows is None:
+                self._rows = (~routing.prompt.rows).nonzero().flatten()
+            ids, self._x = ids[self._rows], routing.x[self._rows]
+        if self._has_network_for(layer + 1):
+            self._past = self.network.remember(ids, before)
+
+    def begin(self, layer: int) -> None:
+        following, network = layer + 1, self.network
+        if not self._has_network_for(following):
+            return
+        assert self._past is not None
+        assert self._x is not None
+
+        def named(rows: torch.Tensor, *seen: torch.Tensor) -> Answer:
+            best = network.logits(following, rows, *(seen or (None,))).topk(self._amount)
+            return best.indices, best.values
+
+        self._read = self._side_stream.begin(named, self._past, *(() if network.gates is None else (self._x,)))
+
+    def predict(self, layer: int) -> Sequence[Candidate]:
+        following = layer + 1
+        if following >= self.network.num_layers:
+            return []
+        if following == 0 or not self._has_network_for(following):
+            return self._favourites[following]
+        experts, scores = self._answer(layer)
+        self._x = None
+        named = [Candidate(following, expert) for expert in rank(experts, scores.float().sigmoid())]
+        if self._mixed:
+            known = {candidate.expert for candidate in named}
+            named += [candidate for candidate in self._favourites[following] if candidate.expert not in known]
+        return named
+
+    def _has_network_for(self, layer: int) -> bool:
+        return layer < self.network.num_layers and self._decodes
+
+
+def _ranked(layer: int, shares: torch.Tensor) -> list[Candidate]:
+    """Every expert of a layer that was ever chosen, the most popular first."""
+    order = shares.argsort(descending=True).tolist()
+    return [Candidate(layer, expert) for expert in order if shares[expert] > 0]

@@ -1,1 +1,0 @@
-"""What an expert is and where its bytes are: layout, routing, tiers, budget, slots, and the table with its rule."""

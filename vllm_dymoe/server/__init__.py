@@ -1,0 +1,4 @@
+"""One MoE layer's forward: precisions, rule, compute, combine."""
+
+from vllm_dymoe.cache.budget import SlotPlan, minimum_budget, plan_slots
+from vllm_dymoe.server.expert_server import ExpertServer, Parts, precision_of

@@ -1,0 +1,46 @@
+"""Changing the precision of a running model: which values may change, and what has to hold."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from vllm_dymoe.options import ConfigError, Options
+from vllm_dymoe.policies import POLICIES, PolicyOptionError, make_policy
+
+_PRECISIONS = ("high", "low")
+
+
+def changed_precision(options: Options, stored: Collection[int], changes: Mapping[str, Any]) -> Options:
+    """The options with another pair of precisions, of those that are stored, or another parameter of the policy that
+    decides precision, by name; ConfigError for a name that cannot change, or a value that cannot be honoured."""
+    parameters = POLICIES[options.policy].precision_parameters
+    known = (*_PRECISIONS, *parameters)
+    for name in changes:
+        owners = [policy.name for policy in POLICIES.values() if name in policy.precision_parameters]
+        if owners and name not in parameters:
+            raise ConfigError(
+                f'vllm-dymoe: {name} is a parameter of the policy "{owners[0]}", but "{options.policy}" is served; '
+                f'start with policy "{owners[0]}".'
+            )
+        if name not in known:
+            raise ConfigError(f"vllm-dymoe: {name} cannot change while the model is served; {', '.join(known)} can.")
+    for name in _PRECISIONS:
+        bits = changes.get(name, getattr(options, name))
+        if bits not in stored and not (name == "low" and bits == 0):
+            widths = " and ".join(str(width) for width in sorted(stored, reverse=True))
+            raise ConfigError(
+                f"vllm-dymoe: {name} cannot become {bits} bits, because the experts are stored at {widths} bits; "
+                "start again with the precisions that you want to change between."
+            )
+    values = dict(options) | {name: value for name, value in changes.items() if name not in parameters}
+    values["policy_options"] = options.policy_options | {n: v for n, v in changes.items() if n in parameters}
+    try:
+        changed = Options.model_validate(values)
+        make_policy(changed)
+    except ValidationError as error:
+        reasons = "; ".join(item["msg"].removeprefix("Value error, ") for item in error.errors())
+        raise ConfigError(f"vllm-dymoe: the precision stays as it was: {reasons}.") from None
+    except PolicyOptionError as error:
+        raise ConfigError(f"vllm-dymoe: the precision stays as it was: {error}.") from None
+    return changed

@@ -1,0 +1,129 @@
+"""A snapshot of everything that one rank counts, as plain numbers that travel between processes."""
+
+# ruff: noqa: RUF009
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from vllm_dymoe.cache.migration import OUTCOMES, MigrationStats
+from vllm_dymoe.cache.transfer import Reason
+from vllm_dymoe.executor.host_planned import HostPlannedLayers
+from vllm_dymoe.planner.precision import Precision
+from vllm_dymoe.prefetch import PredictionStats
+
+
+def _count(meaning: str, label: str | None = None, **more: Any) -> Any:
+    """A field that is a metric; ``label`` names the keys of a dictionary."""
+    return field(metadata={"meaning": meaning, "label": label, "gauge": False, **more})
+
+
+def _now(meaning: str, label: str | None = None) -> Any:
+    return _count(meaning, label, gauge=True)
+
+
+_COUNTED = ("hits", "misses", "cpu_executed", "promotions", "reuses", "evictions")  # as in ResidencyCounts
+
+
+@dataclass(frozen=True)
+class ServerStats:
+    """A snapshot of one rank; ``vllm_plugin.metrics`` publishes every field but ``hit_rate``.
+
+    A prefetch is useful (needed, and there in time), late (needed while it was on its way), wasted (not needed) or
+    cancelled (before a byte moved). Experts that are predicted are named; wanted are those that routers then chose in
+    the same layers, and right those that are both: right / wanted is FIRM-MoE's prediction accuracy (Eq. 7), right /
+    named its expert utilisation (Eq. 8). A move is published, failed, late (not there after a whole window), refused
+    (no slot for it) or outdated (not begun before the next plan).
+    """
+
+    hit_rate: float
+    planned: dict[str, int] = _count("Experts given each precision.", "precision")
+    hits: int = _count("Needed experts that were on the device.")
+    misses: int = _count("Needed experts that were not.")
+    cpu_executed: int = _count("Misses computed by the CPU in host memory.")
+    promotions: int = _count("Misses whose low version was there.")
+    reuses: int = _count("Hits of a high version where low was wanted.")
+    evictions: int = _count("Experts that made room.")
+    transfers: dict[str, int] = _count("Packed experts moved to the device.", "reason")
+    bytes_moved: dict[str, int] = _count("Their bytes.", "reason", name="transferred_bytes")
+    host_hits: int = _count("Misses that were in host memory, where that is a cache.")
+    host_misses: int = _count("Misses that waited for the disk.")
+    host_predictions: dict[str, int] = _count("Slices read ahead into host memory.", "outcome")
+    host_slices: int = _now("Slices in host memory, where that is a cache.")
+    host_bytes: int = _now("Its bytes.")
+    disk_bytes: int = _count("Bytes read from the store's files.")
+    disk_reads: int = _count("Reads of the store's files.")
+    disk_seconds: float = _count("Time in which any was under way.")
+    disk_wait_seconds: float = _count("Time spent waiting for them.")
+    disk_queue: int = _now("Reads that wait or run.")
+    failed_transfers: int = _count("Transfers that ended in an error.")
+    exposed_wait_seconds: float = _count("Host time of waiting for transfers.")
+    prefetches: dict[str, int] = _count("Experts fetched ahead, by what became of them.", "outcome")
+    predictions: dict[str, int] = _count("Experts named ahead, wanted by routers, and right (both).", "kind")
+    prediction_seconds: float = _count("Host time of predicting.")
+    predictor_bytes: int = _now("Device memory of the predictor.")
+    prefetch_interval: dict[str, int] = _now("One of so many predictions is acted on.", "phase")
+    budget_bytes: int = _now("Limit of device memory for experts.")
+    peak_expert_bytes: int = _now("Most of it that was ever held.")
+    slots: dict[str, int] = _now("Slots on the device.", "precision")
+    resident_experts: dict[str, int] = _now("Experts on the device.", "precision")
+    choices: dict[str, int] = _count("Routers' choices by what served them, where versions move.", "precision")
+    moves: dict[str, int] = _count("Experts made high between steps.", "outcome")
+    windows: int = _count("Windows after which high experts were chosen anew.")
+    window_age_seconds: float = _now("Age of the running window.")
+    migration_link_seconds: float = _count("Time of the link for moves.")
+
+    @classmethod
+    def collect(cls, serving: HostPlannedLayers) -> "ServerStats":
+        counts, prefetch, predictor = serving.counts, serving.prefetch_stats, serving.predictor
+        transfer, cache, migration = serving.engine.stats, serving.cache, serving.migration
+        host_cache, disk = serving.host_cache, serving.disk
+        plan, moved = cache.slot_plan, migration.stats if migration else MigrationStats()
+        return cls(
+            planned={precision.value: counts.planned[precision] for precision in Precision},
+            hit_rate=counts.hit_rate,
+            **{name: getattr(counts, name) for name in _COUNTED},
+            bytes_moved={reason.name.lower(): transfer.bytes_moved[reason] for reason in Reason},
+            transfers={reason.name.lower(): transfer.transfers[reason] for reason in Reason},
+            host_hits=host_cache.slots.counts.hits if host_cache else 0,
+            host_misses=host_cache.slots.counts.misses if host_cache else 0,
+            host_predictions=asdict(host_cache.slots.counts.predictions) if host_cache else {},
+            host_slices=len(host_cache.slots.held) - len(host_cache.slots.coming) if host_cache else 0,
+            host_bytes=host_cache.slots.nbytes if host_cache else 0,
+            disk_bytes=disk.nbytes,
+            disk_reads=disk.reads,
+            disk_seconds=disk.seconds,
+            disk_wait_seconds=host_cache.engine.stats.exposed_wait_seconds
+            if host_cache
+            else transfer.exposed_wait_seconds * (disk.reads > 0),
+            disk_queue=len(host_cache.slots.coming) if host_cache else disk.under_way,
+            failed_transfers=transfer.failed,
+            exposed_wait_seconds=transfer.exposed_wait_seconds,
+            budget_bytes=cache.budget.limit,
+            peak_expert_bytes=cache.budget.reserved,
+            prefetches=asdict(prefetch),
+            prefetch_interval=serving.prefetcher.intervals if serving.prefetcher else {},
+            predictions=asdict(predictor.stats if predictor else PredictionStats()),
+            predictor_bytes=predictor.nbytes if predictor else 0,
+            prediction_seconds=predictor.seconds if predictor else 0.0,
+            slots={precision.value: count for precision, count in plan.slots.items()},
+            resident_experts={precision.value: len(cache.table.residents(precision)) for precision in plan.slots},
+            choices={precision.value: moved.choices[precision] for precision in (Precision.HIGH, Precision.LOW)},
+            moves={outcome: moved.moves[outcome] for outcome in OUTCOMES},
+            windows=moved.windows,
+            window_age_seconds=migration.window_age if migration else 0.0,
+            migration_link_seconds=moved.link_seconds,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def total(counted: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Snapshots as data, added up."""
+
+    def add(values: list[Any]) -> Any:
+        if isinstance(values[0], dict):
+            return {key: sum(value.get(key, 0) for value in values) for key in values[0]}
+        return sum(values)
+
+    return {name: add([one[name] for one in counted]) for name in counted[0]}

@@ -1,0 +1,90 @@
+"""How much device memory an automatic budget takes: vLLM's numbers for the rule in ``executor.device_share``."""
+
+import os
+from collections import Counter
+
+import torch
+from vllm.config import CUDAGraphMode, VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+from vllm_dymoe.cache.budget import limit_in_bytes
+from vllm_dymoe.cache.device_memory import CudaMemory
+from vllm_dymoe.cache.pages import available_host_memory
+from vllm_dymoe.cache.store.memory import host_memory_bytes
+from vllm_dymoe.executor.device_share import StepShape, automatic_share
+from vllm_dymoe.experts.format import ModelExperts
+from vllm_dymoe.options import ConfigError, Options
+from vllm_dymoe.vllm_plugin.model_files import ranks_of_machine
+
+# On a CPU the "device" is the machine's memory, which other processes use too.
+_SHARE_OF_FREE_HOST_MEMORY = 0.5
+
+
+def automatic_budget(vllm_config: VllmConfig, device: torch.device, experts: ModelExperts, least: int) -> int:
+    """Bytes for this rank's experts, after the dense weights were loaded; ConfigError if there are less than ``least``.
+
+    On CUDA what ``gpu_memory_utilization`` leaves beside the KV cache of one request of ``max_model_len`` tokens and
+    the activations of a step; on a CPU half of what is available after the KV cache's share, in equal parts for the
+    ranks.
+    """
+    if device.type == "cpu":
+        cache = int(float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 4) * 2**30)
+        ranks = ranks_of_machine(vllm_config.parallel_config)
+        return int(max(0, available_host_memory() // ranks - cache) * _SHARE_OF_FREE_HOST_MEMORY)
+    free, cache_config, model = CudaMemory(device).available(), vllm_config.cache_config, vllm_config.model_config
+    kv_cache = cache_config.kv_cache_memory_bytes
+    if kv_cache is None:
+        kv_cache = kv_cache_bytes(vllm_config)
+        # vLLM counts what it may use from an empty device, and so it counts what others use there.
+        free -= int((1 - cache_config.gpu_memory_utilization) * torch.cuda.mem_get_info(device)[1])
+    activations = step_shape(vllm_config, experts).nbytes
+    fixed = model.original_max_model_len != -1
+    return automatic_share(free, kv_cache, activations, least, model.max_model_len, fixed=fixed)
+
+
+def budget_in_host_memory(options: Options, experts: ModelExperts, automatic: int, workspace: int) -> int:
+    """On a CPU ``host_memory`` is the budget where no other was set; ConfigError for a larger one."""
+    allowed = host_memory_bytes(options.host_memory, experts)
+    if allowed is None:
+        return automatic
+    if not options.expert_budget.is_auto:
+        asked = limit_in_bytes(options.expert_budget, experts, options, workspace, automatic)
+        if asked > allowed:
+            raise ConfigError(
+                f"vllm-dymoe: expert_budget is {asked} bytes and host_memory {allowed}, but on a CPU both are the same "
+                "memory; leave expert_budget out, or raise host_memory."
+            )
+    return allowed
+
+
+def kv_cache_bytes(vllm_config: VllmConfig) -> int:
+    """Bytes of KV cache that one request of ``max_model_len`` tokens needs in this rank's layers, as they say."""
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
+    own = (layer for layer in layers if not getattr(layer, "kv_sharing_target_layer_name", None))
+    specs = [spec for layer in own if (spec := layer.get_kv_cache_spec(vllm_config)) is not None]
+    kinds = Counter((spec.max_memory_usage_bytes(vllm_config), spec.page_size_bytes) for spec in specs)
+    # Kinds share blocks in groups of equal size, which vLLM fills up with layers that are not there.
+    group = min(kinds.values(), default=1)
+    # One block of each group is vLLM's own.
+    return sum((request + page) * (-(-count // group) * group) for (request, page), count in kinds.items())
+
+
+def step_shape(vllm_config: VllmConfig, experts: ModelExperts) -> StepShape:
+    model, parallel, scheduler = vllm_config.model_config, vllm_config.parallel_config, vllm_config.scheduler_config
+    compilation = vllm_config.compilation_config
+    graphs = compilation.cudagraph_mode not in (None, CUDAGraphMode.NONE) and not model.enforce_eager
+    sizes = (compilation.cudagraph_capture_sizes or []) if graphs else []
+    heads = model.get_num_attention_heads(parallel) + 2 * model.get_num_kv_heads(parallel)
+    return StepShape(
+        tokens=scheduler.max_num_batched_tokens * parallel.data_parallel_size,  # all of them meet at the experts
+        sequences=scheduler.max_num_seqs,
+        hidden=model.get_hidden_size(),
+        attention=heads * model.get_head_size(),
+        intermediate=next(iter(experts.formats.values())).intermediate,
+        top_k=experts.top_k,
+        vocabulary=model.get_vocab_size(),
+        itemsize=model.dtype.itemsize,
+        graph_tokens=max(sizes, default=0),
+        # Where graphs are split there are two pieces to a layer.
+        graphs=len(sizes) * (2 * model.get_num_layers(parallel) + 1),
+    )

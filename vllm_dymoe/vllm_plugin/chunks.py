@@ -1,0 +1,54 @@
+"""How many tokens a step may have, from what a chunk of a prompt costs on the link.
+
+Nearly every expert is active in a chunk, so that it brings each one that is not on the device, however many tokens it
+has: requests that decode beside it wait for that. With as many tokens as are computed meanwhile a prompt needs the
+fewest chunks, and no chunk takes longer than the link.
+"""
+
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+
+from vllm_dymoe.cache.budget import limit_in_bytes
+from vllm_dymoe.experts.format import ModelExperts
+from vllm_dymoe.options import ConfigError, Options
+from vllm_dymoe.plan.device import Device, find_device
+from vllm_dymoe.plan.model import ModelShape, shape_of
+from vllm_dymoe.units import size
+from vllm_dymoe.vllm_plugin.announcements import logger
+
+_STEP, _MOST = 512, 8192
+_SHARE = 0.8  # of the memory that vLLM may use, for weights where the budget is automatic
+
+
+def chunk_of(missing: int, shape: ModelShape, device: Device) -> int:
+    """Tokens that are computed while so many bytes of experts come, in steps of 512 up to 8192; 0 if none have to."""
+    weights = shape.token_weights + shape.moe_layers * shape.top_k * 3 * shape.hidden * shape.intermediate
+    tokens = missing / device.link * device.compute / (2 * weights)
+    return min(_MOST, -(-int(tokens) // _STEP) * _STEP)
+
+
+def larger_chunk(config: VllmConfig, experts: ModelExperts | None, options: Options) -> int | None:
+    """What ``max_num_batched_tokens`` is to be where the user has set none; None for vLLM's own choice. Says why."""
+    scheduler, model = config.scheduler_config, config.model_config
+    if current_platform.device_type != "cuda" or experts is None or not scheduler.enable_chunked_prefill:
+        return None
+    try:
+        device = find_device(current_platform.get_device_name(), None)
+        shape = shape_of(model.hf_text_config.to_dict(), model.model)
+    except ConfigError as error:
+        logger.info("vllm-dymoe: --max-num-batched-tokens is left to vLLM, because %s", error)
+        return None
+    usable = int(config.cache_config.gpu_memory_utilization * device.memory * _SHARE) - shape.dense_bytes
+    everything = experts.nbytes(options.high)
+    missing = max(0, everything - limit_in_bytes(options.expert_budget, experts, options, 0, max(0, usable)))
+    own = scheduler.max_num_batched_tokens
+    tokens = min(chunk_of(missing, shape, device), scheduler.max_num_seqs * model.max_model_len)
+    if tokens <= own:
+        return None
+    logger.info(
+        "vllm-dymoe: a step has up to %d tokens (vLLM's choice was %d), because each chunk of a prompt brings about %s "
+        "over the link, %.0f ms on this card, in which as many are computed; requests that decode wait as long beside "
+        "it. --max-num-batched-tokens sets another number.",
+        tokens, own, size(missing), 1e3 * missing / device.link,
+    )  # fmt: skip
+    return tokens

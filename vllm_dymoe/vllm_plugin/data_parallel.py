@@ -1,0 +1,73 @@
+"""Data parallelism with expert parallelism: the tokens of all ranks meet at the experts of each.
+
+vLLM runs the ranks' models in step: one that has no requests computes a dummy batch meanwhile. Each rank hands its rows
+to all others, computes what its own experts have for all of them, and gets the sums for its rows back. Only its own
+rank knows which rows are tokens, so they are marked on the way: what fills up a batch is no use of an expert.
+"""
+
+from typing import Any
+
+import torch
+from vllm.distributed import get_ep_group
+
+from vllm_dymoe.planner.routing import Phase
+
+_NOTHING, _DECODED, _PREFILLED = range(3)
+
+
+class Gathered:
+    """Tokens of all ranks in a layer: x, weights, ids; the phase is prefill if a rank reads a prompt."""
+
+    def __init__(
+        self,
+        x: torch.Tensor,  # [rows, hidden] of this rank
+        weights: torch.Tensor,  # float32 [rows, top_k]
+        ids: torch.Tensor,  # int [rows, top_k]
+        tokens: int,  # how many of the rows, which come first, are tokens
+        phase: Phase,  # of this rank's step
+        *,
+        sequence_parallel: bool,  # ranks of tensor parallelism have parts of the rows
+    ) -> None:
+        self._sequence_parallel = sequence_parallel
+        marks = torch.zeros(len(x), dtype=torch.uint8, device=x.device)
+        marks[:tokens] = _PREFILLED if phase is Phase.PREFILL else _DECODED
+        x, weights, ids, (marks,) = get_ep_group().dispatch(x, weights, ids, sequence_parallel, [marks])
+        self._shape = x.shape
+        self._rows = marks.nonzero().flatten()
+        self.phase = Phase.PREFILL if bool((marks == _PREFILLED).any()) else Phase.DECODE
+        self.x, self.weights, self.ids = x[self._rows], weights[self._rows], ids[self._rows]
+
+    def combine(self, out: torch.Tensor) -> torch.Tensor:
+        """Add what the experts of all ranks give: [tokens of all ranks, hidden] -> [rows of this rank, hidden]."""
+        everything = out.new_zeros(self._shape)
+        everything[self._rows] = out
+        combined: torch.Tensor = get_ep_group().combine(everything, self._sequence_parallel)
+        return combined
+
+
+def own_tokens(tokens: int, rows: int, rank: int) -> int:
+    """How many of a rank's rows are tokens, where ranks of tensor parallelism have one part of them after the other."""
+    return min(max(tokens - rank * rows, 0), rows)
+
+
+def gather_rows(group: Any, tensors: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
+    """Tensors [rows of this rank, ...] -> [rows of all ranks, ...] of these sizes, through a CpuCommunicator."""
+    longest, found = max(sizes), []
+    for tensor in tensors:
+        padded = tensor.new_zeros(longest, *tensor.shape[1:])  # a collective of gloo has parts of one size
+        padded[: len(tensor)] = tensor
+        parts = tensor.new_empty(len(sizes), longest, *tensor.shape[1:])
+        sent, received = padded.view(torch.uint8), parts.flatten(0, 1).view(torch.uint8)
+        torch.distributed.all_gather_into_tensor(received, sent, group.device_group)
+        found.append(torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]))
+    return found
+
+
+def add_rows(group: Any, tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    """Tensor [rows of all ranks, hidden] -> [rows of this rank, hidden], added over ranks in their order."""
+    rows, width = sizes[group.rank_in_group], tensor.shape[1:].numel() * tensor.itemsize
+    parts = torch.empty(len(sizes) * rows, width, dtype=torch.uint8)
+    sent = tensor.contiguous().view(len(tensor), -1).view(torch.uint8)
+    torch.distributed.all_to_all_single(parts, sent, [rows] * len(sizes), sizes, group=group.device_group)
+    summed = parts.view(tensor.dtype).view(len(sizes), rows, *tensor.shape[1:]).sum(0, dtype=torch.float32)
+    return summed.to(tensor.dtype)

@@ -1,0 +1,95 @@
+"""Steps where the device plans about experts: what stands around the model then.
+
+Such a step may be the replay of a CUDA graph, in which nothing of Python runs. Before the model it is told how many
+rows are tokens, behind it observers hear what routers chose.
+
+Steps of few rows are *narrow*, the others *wide*; and so are those with a prompt's tokens, where these count otherwise.
+"""
+
+import torch
+
+from vllm_dymoe.executor.small_batch import SmallBatches
+from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
+from vllm_dymoe.planner.routing import Routing
+from vllm_dymoe.server import ExpertServer
+from vllm_dymoe.vllm_plugin.observers import Observation, Observer
+from vllm_dymoe.vllm_plugin.step import PromptTap, RankLayer, RunningStep
+
+
+class DecodeSteps:
+    """Those of one rank; a request has at most ``longest`` tokens where it decodes, its own and those drafted."""
+
+    def __init__(
+        self, server: ExpertServer, path: SmallBatches, step: RunningStep, observation: Observation, longest: int,
+        prompts: PromptTap | None = None,
+    ) -> None:  # fmt: skip
+        self._server, self.path, self._step, self._observation = server, path, step, observation
+        self._longest, self._table = longest, path.table
+        self._prompts = prompts
+        self._tokens, self._large = 0, False  # of the running step
+        self._recording = False
+
+    def enter_layer(self, rows: int, *, capturing: bool) -> bool:
+        """Whether a layer of so many rows is a small-batch step's; what vLLM computes to warm up has no tokens."""
+        step = self._step
+        if not capturing:
+            self.path.tell(0 if step.warming_up else step.real(rows))
+        return rows <= SMALL_BATCH_ROWS and (capturing or step.warming_up or self._decodes or not self._asks)
+
+    def run_large(
+        self, layer: RankLayer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, here: torch.Tensor,
+        *, capturing: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        """A layer of a large-batch step, of which observers hear here; experts are those of all ranks, and of this
+        one."""
+        step, rows, path = self._step, len(x), self.path
+        self._large = True
+        if capturing or step.warming_up:
+            return path.forward_large(layer.position, x, weights, here, layer.activation, captured=capturing)
+        tokens, marks = step.real(rows), None if self._prompts is None else self._prompts.marks(rows, x.device)
+        out = path.forward_large(layer.position, x, weights, here, layer.activation, marks)
+        at = self._routing(layer.position, x[:tokens], here[:tokens], weights[:tokens])
+        at.global_ids = None if here is ids else ids[:tokens]
+        if self._server.host_planned.records_actions:
+            at.actions = path.large.actions(at.ids)
+        for observer in self._observation.observers:
+            observer.see(at)
+        return out
+
+    @property
+    def _asks(self) -> bool:
+        return self._prompts is not None and self._prompts.asks
+
+    def begin(self) -> None:
+        self._tokens, self._large = self._step.tokens, not (self._decodes or not self._asks)
+        self._large |= self._step.tokens > SMALL_BATCH_ROWS
+        self.path.settle()
+        self.path.tell(self._tokens)
+        recording = bool(self._listeners) or self._server.host_planned.migration is not None
+        if recording != self._recording:
+            self._table.recording.fill_(recording)
+            self._recording = recording
+
+    def end(self) -> None:
+        tokens, self._tokens = self._tokens, 0
+        if not tokens:
+            return
+        self.path.tell(0)
+        self._server.host_planned.end_decode(tokens, large=self._large)
+        for observer in () if self._large else self._listeners:
+            for layer in range(self._table.layers):
+                ids, weights = self._table.ring_ids[0, layer, :tokens], self._table.ring_weights[0, layer, :tokens]
+                at = self._routing(layer, torch.empty(tokens, 0, device=ids.device), ids, weights)
+                at.actions = self.path.actions(layer, ids)
+                observer.see(at)
+
+    def _routing(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Routing:
+        return Routing(layer, self._table.layers, x, ids, weights, self._step.phase)
+
+    @property
+    def _decodes(self) -> bool:
+        return 0 < self._step.longest <= self._longest
+
+    @property
+    def _listeners(self) -> list[Observer]:
+        return [observer for observer in self._observation.observers if not observer.needs_inputs]

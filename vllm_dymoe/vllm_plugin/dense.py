@@ -1,0 +1,119 @@
+"""The option ``dense``: a 16-bit checkpoint's attention, shared experts and LM head on a CPU, quantized as they load.
+
+Beside experts of 4 bits they are most of what a token reads. The native library multiplies them; routers, and layers
+whose weights a model reads by itself, keep their 16 bits.
+"""
+
+import re
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.platforms import current_platform
+
+from vllm_dymoe.cache.pages import map_bytes
+from vllm_dymoe.experts.encoding import encoding_of
+from vllm_dymoe.experts.matrix import MatrixFormat
+from vllm_dymoe.kernels import native
+from vllm_dymoe.kernels.linear import Linear
+from vllm_dymoe.options import CALIBRATED, ConfigError, Options
+from vllm_dymoe.quantize import QUANTIZERS, quantize_matrix
+
+# Layers that models call and do nothing else with; a router's gate, a convolution or MLA's kv_b_proj is none of them.
+_PACKED = re.compile(
+    r"(.*\.)?([qkv]_proj|qkv_proj|qkv|query_key_value|Wqkv|o_proj|out_proj|dense|gate_up_proj|gate_proj|up_proj|down_proj|"
+    r"w1|w2|w3|w13|q_[ab]_proj|kv_a_proj_with_mqa|fused_qkv_a_proj|in_proj_qkvz?)"
+)
+_LINEARS: WeakValueDictionary[int, Linear] = WeakValueDictionary()  # by the address of their bytes
+
+
+def packed_method(
+    layer: torch.nn.Module, prefix: str, options: Options, config: VllmConfig
+) -> QuantizeMethodBase | None:
+    """The method of a layer that is to be packed; None for one that keeps its 16 bits."""
+    if options.dense == 16:
+        return None
+    if isinstance(layer, LinearBase) and _PACKED.fullmatch(prefix):
+        return PackedLinearMethod(options)
+    model = config.model_config
+    if isinstance(layer, ParallelLMHead) and getattr(model, "head_dtype", model.dtype) in (None, model.dtype):
+        return PackedHeadMethod(options, tied=bool(getattr(model.hf_text_config, "tie_word_embeddings", False)))
+    return None
+
+
+def check_dense(options: Options, *, quantized: bool) -> None:
+    """Refuse (ConfigError) ``dense`` for layers that are quantized, another device, or without the native library."""
+    if options.dense == 16:
+        return
+    why = None
+    if quantized:
+        why = "the checkpoint's dense layers have been quantized already; leave the option out"
+    elif not current_platform.is_cpu():
+        why = "only a CPU has kernels for that; leave it out, or serve a checkpoint whose dense layers are quantized"
+    elif native.load() is None:
+        why = "the native library was not built; install vllm-dymoe again with a C++ compiler, or leave the option out"
+    if why is not None:
+        raise ConfigError(f"vllm-dymoe: dense = {options.dense} is impossible here, because {why}.")
+
+
+def map_packed(layer: Any, fmt: MatrixFormat) -> torch.Tensor:
+    """Give a layer ``packed``, uint8, that :func:`multiply` reads; for the caller to write."""
+    layer.packed = map_bytes(fmt.nbytes)
+    layer.linear = Linear(fmt.view(layer.packed))
+    layer.packed_rows = fmt.rows
+    _LINEARS[layer.packed.data_ptr()] = layer.linear
+    return layer.packed
+
+
+def multiply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [..., columns] times a layer's packed matrix, and its bias: [..., rows]."""
+    out = torch.ops.vllm_dymoe.linear(x, layer.packed, layer.packed_rows)
+    return out if bias is None else out + bias
+
+
+class _Packed:
+    """A layer that is packed once it is loaded; an LM head that is ``tied`` to the embedding keeps its 16 bits, too."""
+
+    def __init__(self, options: Options, *, tied: bool = False) -> None:
+        super().__init__()
+        self._options, self._tied = options, tied
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        weight: torch.Tensor = layer.weight.data
+        rows, columns = weight.shape
+        options = self._options
+        fmt = MatrixFormat(rows, columns, encoding_of(options.dense), options.group_size, weight.dtype)
+        quantizer = QUANTIZERS["rtn" if options.quantizer in CALIBRATED else options.quantizer]
+        quantize_matrix(weight, fmt, quantizer, map_packed(layer, fmt))
+        if not self._tied:
+            layer.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [..., columns] -> [..., rows]."""
+        return multiply(layer, x, bias)
+
+
+class PackedLinearMethod(_Packed, UnquantizedLinearMethod):
+    """A linear layer's."""
+
+
+class PackedHeadMethod(_Packed, UnquantizedEmbeddingMethod):
+    """An LM head's."""
+
+
+def _linear(x: torch.Tensor, packed: torch.Tensor, rows: int) -> torch.Tensor:
+    return _LINEARS[packed.data_ptr()](x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], rows)
+
+
+def _linear_fake(x: torch.Tensor, packed: torch.Tensor, rows: int) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], rows)
+
+
+_library = torch.library.Library("vllm_dymoe", "FRAGMENT")
+_library.define("linear(Tensor x, Tensor packed, int rows) -> Tensor")
+_library.impl("linear", _linear, "CPU")
+torch.library.register_fake("vllm_dymoe::linear", _linear_fake, lib=_library)

@@ -1,0 +1,168 @@
+"""Kernels for a checkpoint's quantized dense layers on a CPU, among those from which vLLM chooses.
+
+vLLM's own need AMX for FP8 and its AVX-512 build for AWQ and GPTQ; with AMX they come first. Codes and scales are taken
+as they are; activations keep their 16 bits, and a token's bits depend on no other.
+"""
+
+from typing import Any
+
+import torch
+import vllm.model_executor.kernels.linear as registry
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel
+from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
+from vllm.platforms import PlatformEnum
+from vllm.scalar_type import scalar_types
+
+from vllm_dymoe.experts.encoding import FP8
+from vllm_dymoe.experts.matrix import GROUP_SIZES, MatrixFormat
+from vllm_dymoe.kernels import native
+from vllm_dymoe.quantize.held import Held, blocks, check_floats, integers
+from vllm_dymoe.quantize.readers.integers import unpack_words
+from vllm_dymoe.vllm_plugin.dense import map_packed, multiply
+
+_BITS = {scalar_types.uint4: 4, scalar_types.uint4b8: 4, scalar_types.uint8: 8, scalar_types.uint8b128: 8}
+_REGISTERS = {
+    "_POSSIBLE_KERNELS": "IntegerKernel",
+    "_POSSIBLE_FP8_BLOCK_KERNELS": "Fp8BlockKernel",
+    "_POSSIBLE_FP8_KERNELS": "Fp8Kernel",
+    "_POSSIBLE_WFP8A16_KERNELS": "Fp8Kernel",
+}
+
+
+def register_kernels() -> None:
+    """Offer them to vLLM in this process, once; nothing without the native library."""
+    if native.load() is None:
+        return
+    for name, kernel in _REGISTERS.items():
+        known = getattr(registry, name, {}).setdefault(PlatformEnum.CPU, [])
+        if globals()[kernel] not in known:
+            known.insert(len(known) if torch.cpu._is_amx_tile_supported() else 0, globals()[kernel])
+
+
+def _asked_for() -> bool:
+    """Whether the model that is made is served with this plugin; another one keeps vLLM's kernels."""
+    config = get_current_vllm_config().quant_config
+    return config is not None and config.get_name() == "dymoe"
+
+
+def _group_size(columns: int, shared: int) -> int | None:
+    """The longest that a format has of columns of which so many share a scale; None if there is none."""
+    fitting = [size for size in GROUP_SIZES if shared >= columns or shared % size == 0]
+    return max(fitting, default=None)
+
+
+def _take(layer: Any, held: Held, dtype: torch.dtype, shared: int, *names: str, zeros: bool = False) -> None:
+    """Pack a layer, and give back what its parameters held; MLA reads those of kv_b_proj by itself."""
+    rows, columns = held.shape
+    size = _group_size(columns, shared)
+    assert size is not None, "can_implement has refused it"
+    fmt = MatrixFormat(rows, columns, held.encoding, size, dtype, integer_zeros=zeros)
+    held.pack(fmt, map_packed(layer, fmt))
+    if getattr(layer, "prefix", "").endswith("kv_b_proj"):
+        return
+    for name in names:
+        parameter = getattr(layer, name)
+        parameter.data = parameter.data.new_empty(0)
+
+
+class IntegerKernel(MPLinearKernel):
+    """AWQ, GPTQ and compressed-tensors with 8 or 4 bits, whose columns are in their own order."""
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return -1
+
+    @classmethod
+    def can_implement(cls, c: Any) -> tuple[bool, str | None]:
+        if not _asked_for():
+            return False, "the model is not served with dymoe"
+        if c.weight_type not in _BITS:
+            return False, f"{c.weight_type} is not of 8 or 4 bits"
+        columns = c.partition_weight_shape[0]
+        if _group_size(columns, columns if c.group_size == -1 else c.group_size) is None:
+            return False, f"groups of {c.group_size} are no multiple of {GROUP_SIZES[0]}"
+        return not getattr(c, "has_g_idx", False), "columns are in another order"
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Words of w_q hold neighbouring inputs, [columns / n, rows] or the other way round, as its dimensions say."""
+        columns, rows = self.config.partition_weight_shape
+        words, scales, zeros = self._get_weight_params(layer)
+        bits = _BITS[self.config.weight_type]
+        codes = unpack_words(words.data if words.input_dim == 1 else words.data.t(), bits)[:, :columns]
+        by_row = scales.data if scales.output_dim == 0 else scales.data.t()
+        points = torch.full_like(by_row, 1 << (bits - 1), dtype=torch.uint8)
+        names = [self.w_q_name, self.w_s_name, *([] if zeros is None else [self.w_zp_name])]
+        if self.config.zero_points:
+            assert zeros is not None
+            points = unpack_words(zeros.data.t() if zeros.output_dim == 0 else zeros.data, bits)[:, :rows].t()
+        shared = -(-columns // by_row.shape[1])
+        held = integers(bits, codes, by_row, points, blocks(columns, shared))
+        _take(layer, held, self.config.act_type, shared, *names, zeros=self.config.zero_points)
+
+    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return multiply(layer, x, bias)
+
+
+class _Fp8:
+    """What both of vLLM's families of FP8 kernels have in common."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        return True, None
+
+    @classmethod
+    def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+        fits = config.out_dtype in (torch.bfloat16, torch.float16)
+        return fits and _asked_for(), "neither bfloat16 nor float16, or the model is not served with dymoe"
+
+    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None, **_: Any) -> torch.Tensor:
+        return multiply(layer, x, bias)
+
+    def _read(self, layer: Any, names: tuple[str, str], weight: torch.Tensor, block: tuple[int, int]) -> None:
+        """Pack a weight [rows, columns] with a scale for each block."""
+        scales = getattr(layer, names[1]).data
+        if scales.dtype is torch.uint8:
+            scales = scales.view(torch.float8_e8m0fnu)
+        (rows, columns), (high, wide) = weight.shape, block
+        scales = scales.float().reshape(-(-rows // high), -(-columns // wide))
+        codes = weight.contiguous().view(torch.uint8)
+        held = check_floats(Held(FP8, codes, scales, blocks(rows, high), blocks(columns, wide)))
+        _take(layer, held, self.config.out_dtype, wide, *names)  # type: ignore[attr-defined]
+
+
+class Fp8BlockKernel(_Fp8, Fp8BlockScaledMMLinearKernel):
+    """E4m3 with a scale for each block."""
+
+    apply_input_quant = False
+
+    @classmethod
+    def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+        shared = config.weight_quant_key.scale.group_shape.col
+        if _group_size(config.weight_shape[1], shared) is None:
+            return False, f"blocks of {shared} columns are no multiple of {GROUP_SIZES[0]}"
+        return super().can_implement(config)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        params, shape = self._get_layer_params(layer), self.weight_group_shape
+        names = params.WEIGHT, params.WEIGHT_SCALE if params.weight_scale_inv is None else params.WEIGHT_SCALE_INV
+        self._read(layer, names, params.weight.data, (shape.row, shape.col))
+
+    def apply_block_scaled_mm(self, *arguments: Any, **named: Any) -> torch.Tensor:
+        raise NotImplementedError("apply_weights does not call it")
+
+
+class Fp8Kernel(_Fp8, FP8ScaledMMLinearKernel):
+    """E4m3 with a scale for each row, or for all of them."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        names = tuple(self.layer_param_names[:2])
+        weight = getattr(layer, names[0]).data
+        rows, columns = self.config.weight_shape
+        weight = weight.t() if tuple(weight.shape) != (rows, columns) or weight.stride(0) == 1 else weight
+        each = rows if getattr(layer, names[1]).numel() == 1 else 1
+        self._read(layer, (names[0], names[1]), weight, (each, columns))
+
+    def apply_scaled_mm(self, **named: Any) -> torch.Tensor:
+        raise NotImplementedError("apply_weights does not call it")

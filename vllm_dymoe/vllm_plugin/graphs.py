@@ -1,0 +1,143 @@
+"""Which CUDA graphs run around or over MoE layers, and the line at start that says so.
+
+Host code in a captured graph would never run again. Where the device plans about experts there is none, and a decode
+step is one graph. Steps that read prompts run without, unless every expert is there: outside of a graph experts come
+for one layer while another is computed.
+
+Where the host plans no graph may reach over a MoE layer: vLLM's piecewise graphs are cut at its operator, in any
+case, since workers fall back to them if attention cannot be captured; its breakable graphs are interrupted by it
+(``moe_method``).
+"""
+
+import torch
+from vllm.config import CUDAGraphMode, VllmConfig
+
+from vllm_dymoe.options import ConfigError
+from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
+from vllm_dymoe.vllm_plugin.announcements import logger
+
+OPERATOR = "vllm_dymoe::moe_forward_into"
+OVER_STEPS = (CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE)  # graphs that have MoE layers in them
+
+
+def settle_graphs(
+    config: VllmConfig,
+    *,
+    plans_on_device: bool = False,  # steps need no host
+    recorded: bool = False,  # what routers choose is recorded, which graphs of small-batch steps keep alone
+    complete: bool = False,  # every expert is there in some version, and prompts are computed as other tokens are
+) -> None:
+    """Set the graphs of a finished configuration, with everything that vLLM has derived from them, and say so."""
+    settings = config.compilation_config
+    asked = settings.cudagraph_mode
+    sizes = _decode_sizes(config, recorded=recorded) if plans_on_device else []
+    mode, reason = _choose(config, asked, over_steps=bool(sizes))
+    pieces = settings.is_attention_compiled_piecewise() and not _breakable()
+    if mode == CUDAGraphMode.FULL_DECODE_ONLY and asked == CUDAGraphMode.FULL_AND_PIECEWISE and complete and pieces:
+        mode = asked
+    settings.cudagraph_mode = mode
+    if mode == CUDAGraphMode.NONE:
+        # As VllmConfig does where there are no graphs.
+        settings.max_cudagraph_capture_size = 0
+        settings.cudagraph_capture_sizes = []
+    elif pieces and mode != CUDAGraphMode.FULL_AND_PIECEWISE and OPERATOR not in settings.splitting_ops:
+        settings.splitting_ops = [*settings.splitting_ops, OPERATOR]
+    if mode in OVER_STEPS:
+        settings.cudagraph_capture_sizes = sizes
+        settings.max_cudagraph_capture_size = sizes[-1]
+    if asked != CUDAGraphMode.NONE:
+        _say(asked, mode, reason, settings.max_cudagraph_capture_size)
+
+
+def leave_layers_out(config: VllmConfig, why: str) -> None:
+    """In a worker, before it captures: no graph over MoE layers after all, because the device does not decide."""
+    settings = config.compilation_config
+    before = settings.cudagraph_mode
+    if before in OVER_STEPS:
+        settings.cudagraph_mode, _ = _choose(config, before, over_steps=False)
+        if before == CUDAGraphMode.FULL_AND_PIECEWISE:  # whose pieces have layers in them
+            settings.cudagraph_mode = CUDAGraphMode.NONE
+        logger.warning(
+            "vllm-dymoe: no CUDA graphs over whole decode steps (cudagraph_mode %s becomes %s), because %s.",
+            before.name, settings.cudagraph_mode.name, why,
+        )  # fmt: skip
+
+
+def is_captured(x: torch.Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def refused_capture(layer_name: str) -> ConfigError:
+    return ConfigError(
+        f"vllm-dymoe: vLLM captures {layer_name} in a CUDA graph, which would use the experts of its capture for "
+        'ever; start with --compilation-config \'{"cudagraph_mode": "NONE"}\', and please report this model.'
+    )
+
+
+def _choose(config: VllmConfig, asked: CUDAGraphMode, *, over_steps: bool) -> tuple[CUDAGraphMode, str]:
+    """FULL_DECODE_ONLY, or PIECEWISE where every MoE layer can stand between graphs, else NONE and why."""
+    settings = config.compilation_config
+    cut_by_inductor = settings.use_inductor_graph_partition
+    if asked == CUDAGraphMode.NONE:
+        return CUDAGraphMode.NONE, ""
+    if config.model_config.using_transformers_backend():
+        return CUDAGraphMode.NONE, "vLLM's Transformers backend runs MoE layers in an operator of its own"
+    if over_steps and asked != CUDAGraphMode.PIECEWISE and not cut_by_inductor:
+        return CUDAGraphMode.FULL_DECODE_ONLY, ""
+    if _breakable():
+        return CUDAGraphMode.PIECEWISE, ""
+    if not settings.is_attention_compiled_piecewise():
+        return CUDAGraphMode.NONE, (
+            "the model is not compiled in pieces with attention between them, so graphs would contain whole layers "
+            "(for graphs leave mode, splitting_ops and fusions of attention out of --compilation-config)"
+        )
+    if cut_by_inductor:
+        return CUDAGraphMode.NONE, (
+            "graphs that Inductor cuts have not been tried with it (for graphs leave use_inductor_graph_partition out "
+            "of --compilation-config)"
+        )
+    return CUDAGraphMode.PIECEWISE, ""
+
+
+def _breakable() -> bool:
+    from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled  # imports much of vLLM
+
+    return bool(is_breakable_cudagraph_enabled())
+
+
+def _decode_sizes(config: VllmConfig, *, recorded: bool) -> list[int]:
+    """Of the sizes that vLLM captures those whose MoE layers need no host.
+
+    A step of few rows has to find a graph of a small-batch step, or nothing would be known of what its routers choose.
+    With speculative decoding a size is of whole requests, rounded up as vLLM's two runners do, and dropped if it gets
+    too large.
+    """
+    speculative = config.speculative_config
+    if speculative is not None and speculative.method == "ngram_gpu":
+        return []  # drafts are taken off on the device, where the number of rows that are left is not known
+    query = 1 + (speculative.num_speculative_tokens if speculative is not None else 0)
+    given = config.compilation_config.cudagraph_capture_sizes or [0]
+    sizes = {rows for size in given if query <= (rows := -(-size // query) * query) <= max(given)}
+    few = {size for size in sizes if size <= SMALL_BATCH_ROWS}
+    return sorted(few if recorded or few in (set(), sizes) else sizes | {SMALL_BATCH_ROWS // query * query})
+
+
+def _say(asked: CUDAGraphMode, mode: CUDAGraphMode, reason: str, largest: int) -> None:
+    becomes = "" if asked == mode else f" (cudagraph_mode {asked.name} becomes {mode.name})"
+    if mode == CUDAGraphMode.FULL_AND_PIECEWISE:
+        logger.info("vllm-dymoe: vLLM's CUDA graphs stay as they are, MoE layers included: no expert has to come.")
+    elif mode == CUDAGraphMode.FULL_DECODE_ONLY:
+        logger.info(
+            "vllm-dymoe: decode steps of up to %d tokens are one CUDA graph, missing experts included, because the "
+            "device decides about them; other steps run without graphs%s.", largest, becomes,
+        )  # fmt: skip
+    elif mode == CUDAGraphMode.NONE:
+        logger.warning(
+            "vllm-dymoe: no CUDA graphs%s, because the host chooses and fetches experts in every step, and %s; that "
+            "costs most in decode.", becomes, reason,
+        )  # fmt: skip
+    else:
+        (logger.warning if becomes else logger.info)(
+            "vllm-dymoe: CUDA graphs are cut at every MoE layer%s, because the host chooses and fetches experts there "
+            "in every step; there are two graphs for each layer.", becomes,
+        )  # fmt: skip

@@ -1,0 +1,266 @@
+"""The MoE layers of one rank while vLLM loads them, and then running."""
+
+import time
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+from vllm_dymoe.cache.budget import workspace_bytes
+from vllm_dymoe.cache.migration import Agree
+from vllm_dymoe.cache.pages import available_host_memory
+from vllm_dymoe.cache.store import HostStore
+from vllm_dymoe.cache.transfer import join
+from vllm_dymoe.executor.device_planning import DRAFTED, without_device
+from vllm_dymoe.experts.format import ModelExperts
+from vllm_dymoe.experts.identity import ModelIdentity
+from vllm_dymoe.options import ConfigError, Options
+from vllm_dymoe.policies import make_policy
+from vllm_dymoe.prefetch import Predictor, RoutedModel
+from vllm_dymoe.prefetch.gate import FAR
+from vllm_dymoe.quantize.readers import PLAIN_READER, Reader
+from vllm_dymoe.quantize.readers.base import describe
+from vllm_dymoe.server import ExpertServer, minimum_budget
+from vllm_dymoe.vllm_plugin.announcements import describe_server, logger, warnings
+from vllm_dymoe.vllm_plugin.automatic_budget import automatic_budget, budget_in_host_memory
+from vllm_dymoe.vllm_plugin.failures import make_step_failures
+from vllm_dymoe.vllm_plugin.gates import PredictorObserver
+from vllm_dymoe.vllm_plugin.graphs import leave_layers_out
+from vllm_dymoe.vllm_plugin.model_files import expert_ranks, host_needed, meets
+from vllm_dymoe.vllm_plugin.model_store import LayerSpec, ModelStore, held_bytes
+from vllm_dymoe.vllm_plugin.observers import Observation, observe_trace
+from vllm_dymoe.vllm_plugin.rank_server import RankServer
+from vllm_dymoe.vllm_plugin.sleep import past_the_pool
+from vllm_dymoe.vllm_plugin.step import RunningStep
+
+
+class Loading:
+    """The models with MoE layers that vLLM loads on one rank: one, and with it a draft that proposes its tokens.
+
+    The rank runs once the first is loaded. A draft's layers become further layers of the same server, with slots out
+    of the same budget; its experts lie in a store of their own.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        options: Options,
+        checkpoint: Mapping[str, Any] | None,  # its quantization_config, if it is ours
+        reader: Reader = PLAIN_READER,
+    ) -> None:
+        self.options, self.reader = options, reader
+        self.rank_server: RankServer | None = None  # until the last layer of the first model is loaded
+        self.config = vllm_config
+        moving = "experts move from rank to rank (--enable-eplb)" if vllm_config.parallel_config.enable_eplb else ""
+        self._predictor_observer = PredictorObserver(options, moving)
+        self.model_made = self._predictor_observer.model_made
+        self.around = 0, 0  # MoE layers of a pipeline's stages before this one and behind it
+        # Before any rank of this machine fills its share.
+        self._host_memory = available_host_memory()
+        self._model = ModelStore(vllm_config, options, checkpoint, reader, self._host_memory)
+        self._draft: ModelStore | None = None
+        self._begin = time.perf_counter()
+
+    def add_layer(self, spec: LayerSpec) -> int:
+        """Enter one MoE layer and return its position; ConfigError if it does not fit the layers before it."""
+        if self.rank_server is None:
+            self._model.add(spec)
+            return len(self._model.layers) - 1
+        if self._draft is None:
+            self._begin = time.perf_counter()
+            taken = held_bytes(self._model.store)
+            self._draft = ModelStore(self.config, self.options, None, self.reader, self._host_memory, taken)
+        if self._draft.place is not None:
+            raise ConfigError(f"vllm-dymoe: {spec.name} belongs to a third model with MoE layers; two are supported.")
+        self._draft.add(spec)
+        draft, model = self._draft.experts, self._model.experts
+        if (draft.formats, draft.num_experts, draft.top_k) != (model.formats, model.num_experts, model.top_k):
+            raise ConfigError(
+                f"vllm-dymoe: the experts of {spec.name}, a draft's, have another shape than the model's, which is not "
+                "supported yet; leave --speculative-config out."
+            )
+        return len(self._model.layers) + len(self._draft.layers) - 1
+
+    @property
+    def layers(self) -> int:
+        """MoE layers of the model on this rank, so far."""
+        return len(self._model.layers)
+
+    @property
+    def experts(self) -> ModelExperts:
+        """The rank's experts, without a draft's."""
+        return self._model.experts
+
+    def place(self, position: int) -> tuple[ModelStore, int]:
+        """The store of a layer's experts, and the layer's position in it."""
+        count = len(self._model.layers)
+        return (self._model, position) if position < count or self._draft is None else (self._draft, position - count)
+
+    def layer_loaded(self, position: int, routed_experts: Any) -> None:
+        """Note that vLLM has loaded one more layer; with the last one of the model the rank runs.
+
+        StoreError if the checkpoint lacks an expert or the store cannot be written, ConfigError for the budget.
+        """
+        store, layer = self.place(position)
+        complete = store.layer_loaded(layer)
+        if store is self._model:
+            self._predictor_observer.layer_loaded(position, routed_experts)
+        if not complete:
+            return
+        if (rank_server := self.rank_server) is None:
+            past_the_pool(self.config, lambda: self._run(routed_experts.moe_config.num_experts))
+        else:
+            past_the_pool(self.config, lambda: self._extend(rank_server, store))
+
+    @property
+    def not_readable_again(self) -> str:
+        """Why dense weights cannot be read again from the checkpoint; empty if they can be."""
+        if self.reader.held or self.options.dense != 16:
+            return "its dense layers are quantized, and were not tried with that; start again"
+        return "" if self._model.unchanged() else "the files of its checkpoint have changed; start again"
+
+    def _run(self, num_experts: int) -> None:
+        options, config, spec, store = self.options, self.config, self._model.layers[0], self._model.store
+        assert store is not None
+        device = torch.device(config.device_config.device)
+        predictor = self._predictor_observer.predictor(self._routed_model())
+        if options.trace is not None and config.parallel_config.enable_expert_parallel:
+            options = without_device(options)
+        server = self._server(store, options, device, predictor, self._obstacle)
+        if server.small_batches is not None:
+            for activation in dict.fromkeys(layer.activation for layer in self._model.layers):
+                server.small_batches.warm_up(activation)
+        else:
+            leave_layers_out(config, server.host_plans_because or "the host plans about experts")
+        self._announce(server, self._model)
+
+        def header() -> ModelIdentity:
+            model = config.model_config.model, self._model.model_fingerprint
+            return ModelIdentity(*model, len(self._model.layers), num_experts, spec.top_k, spec.hidden)
+
+        observation = Observation(self._recordable())
+        observation.trace = observe_trace(options, header, lambda: self._predictor_observer.gates)
+        if observation.trace is not None:
+            observation.join(observation.trace)
+        speculative, step = config.speculative_config, RunningStep()
+        drafted = speculative.num_speculative_tokens if speculative else 0
+        failures = make_step_failures(step, shared=meets(config.parallel_config))
+        self.rank_server = RankServer(server, step, failures, self._predictor_observer, observation, drafted)
+
+    def _extend(self, rank_server: RankServer, draft: ModelStore) -> None:
+        """Add a draft's layers behind the model's; the slots are shared out again among all of them."""
+        before = rank_server.server
+        assert draft.store is not None
+        before.close(keep_store=True)  # two arenas at a time would exceed the budget
+        store = join(before.store, draft.store)
+        predictor = None if before.predictor is None else before.predictor.predictor
+        server = self._server(store, self.options, before.device, predictor, DRAFTED)
+        leave_layers_out(self.config, DRAFTED)
+        rank_server.extend(server)
+        self._announce(server, draft)
+
+    @property
+    def _obstacle(self) -> str:
+        """Why the host has to plan in decode; empty if the model gives no reason."""
+        if reason := host_needed(self.config):
+            return reason
+        on_input = any(layer.weights_on_input for layer in self._model.layers)
+        return "the router's weights multiply what experts read" if on_input else ""
+
+    def _announce(self, server: ExpertServer, store: ModelStore) -> None:
+        """Say in one line what is active, where numbers come from and why the host store is where it is; and warn."""
+        source, place = "", store.place.reason if store.place is not None else ""
+        if self.reader.held and not store.dummy:
+            source = f" Experts: {describe(self.reader, self.options.stored_bits, self.options.quantizer)}."
+        parallel = self.config.parallel_config
+        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        rank = f"rank {parallel.rank} of {ranks}" if ranks > 1 else ""
+        if parallel.data_parallel_size > 1:
+            rank = f"engine {parallel.data_parallel_rank} of {parallel.data_parallel_size} {rank}".rstrip()
+        said, seconds = describe_server(server, rank, place), time.perf_counter() - self._begin
+        logger.info("%s%s Experts were ready after %.1f s.", said, source, seconds)
+        for warning in warnings(server, expert_ranks(parallel)):
+            logger.warning("vllm-dymoe: %s", warning)
+
+    def _server(
+        self, store: HostStore, options: Options, device: torch.device, predictor: Predictor | None, obstacle: str
+    ) -> ExpertServer:
+        experts, config = store.experts, self.config
+        mine = self.options
+        policy = make_policy(mine).of_stage(*self.around)
+        least = minimum_budget(experts, mine, policy, workspace_bytes(experts, device.type))
+        try:
+            budget = automatic_budget(config, device, experts, least)
+        except ConfigError:
+            if options.expert_budget.is_auto:
+                raise
+            budget = 0  # resizing to it is refused while the model is served
+        if device.type == "cpu" and options.link_gbps is None:
+            budget = budget_in_host_memory(options, experts, budget, workspace_bytes(experts))
+        on_cpu = device.type == "cpu" and options.link_gbps is None and options.planning != "device"
+        if options.misses == "auto" and on_cpu and store.mapped:
+            options = options.model_copy(update={"misses": "compute"})  # a slot is the same memory
+        given: dict[str, Any] = {
+            "predictor": predictor,
+            "obstacle": obstacle,
+            "agree": _agreement(config),
+            "around": self.around,
+        }
+        given["rates"] = self._model.rates
+        return ExpertServer(store, options, device, budget, **given)
+
+    def _routed_model(self) -> RoutedModel:
+        experts, predictor = self.experts, self.options.predictor
+
+        def held(layer: int) -> Set[int]:
+            assert self.rank_server is not None
+            return frozenset(self.rank_server.server.cache.table.precision[layer].nonzero()[0].tolist())
+
+        return RoutedModel(
+            len(experts.layers),
+            experts.num_experts,
+            experts.top_k,
+            held=held,
+            hidden=self._model.layers[0].hidden,
+            fingerprint="" if predictor is None else self._model.model_fingerprint,
+            device=torch.device(self.config.device_config.device),
+            predictor=predictor,
+            horizon=1 if self._model.store is not None and self._model.store.whole else FAR,
+        )
+
+    def _recordable(self) -> dict[str, Any] | None:
+        """What a calibration of this rank's inputs holds; None on ranks that see what another one records."""
+        spec = self._model.layers[0]
+        if spec.rank or spec.expert_rank or self.config.parallel_config.enable_eplb:
+            return None
+        return {
+            "layers": list(self.experts.layers),
+            "top_k": spec.top_k,
+            "hidden_size": spec.hidden,
+            "dtype": str(spec.dtype).removeprefix("torch."),
+            "activation": [str(layer.activation) for layer in self._model.layers],
+        }
+
+
+def layers_around(own: int) -> tuple[int, int]:
+    """MoE layers in the stages of a pipeline before this one and behind it; every stage says how many are its own."""
+    stages = get_pp_group()
+    here, counts = stages.rank_in_group, torch.zeros(stages.world_size, dtype=torch.int64, device="cpu")
+    counts[here] = own
+    torch.distributed.all_reduce(counts, group=stages.cpu_group)
+    return int(counts[:here].sum()), int(counts[here + 1 :].sum())
+
+
+def _agreement(config: VllmConfig) -> Agree:
+    """Ranks that have parts of the same experts change versions in the same step, or a sum would mix precisions."""
+    parallel = config.parallel_config
+    return list if parallel.tensor_parallel_size == 1 or parallel.enable_expert_parallel else _least
+
+
+def _least(said: Sequence[int]) -> Sequence[int]:
+    numbers = torch.tensor(said, dtype=torch.int64, device="cpu")
+    torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MIN, group=get_tp_group().cpu_group)
+    found: list[int] = numbers.tolist()
+    return found

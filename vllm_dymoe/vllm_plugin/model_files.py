@@ -1,0 +1,101 @@
+"""Where the files of a model's checkpoint lie, and whether they are what they say."""
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from vllm.config import ParallelConfig, VllmConfig
+
+from vllm_dymoe.cache.store import MANIFEST, Manifest, StoreError
+from vllm_dymoe.executor.device_planning import DRAFTED, MET
+from vllm_dymoe.quantize.checkpoint import group_experts
+from vllm_dymoe.quantize.readers import Reader
+from vllm_dymoe.quantize.tensor_names import read_name
+from vllm_dymoe.quantize.tensors import check_files, weight_files
+
+
+def local_folder(vllm_config: VllmConfig) -> Path:
+    """The model's path, or its snapshot in the hub's cache."""
+    model = vllm_config.model_config.model
+    if Path(model).is_dir():
+        return Path(model).resolve()
+    # vLLM's loader has downloaded the weights; it does not know our shards and manifest.
+    return _snapshot(vllm_config, allow_patterns=["*.json", "dymoe-experts-*.safetensors"])
+
+
+def check_checkpoint(vllm_config: VllmConfig, reader: Reader) -> None:
+    """Refuse (CheckpointError) files that are cut off or not what config.json says, if all of them are here."""
+    folder = Path(vllm_config.model_config.model)
+    if vllm_config.load_config.load_format not in ("auto", "hf", "safetensors"):
+        return
+    if not folder.is_dir():
+        try:
+            folder = _snapshot(vllm_config, local_files_only=True)
+        except (LocalEntryNotFoundError, HFValidationError):  # not here, or not from there
+            return
+        if not all(path.is_file() for path in weight_files(folder)):
+            return
+    places = {place.name: place for place in check_files(folder)}
+    if reader.held and (layers := getattr(vllm_config.model_config.hf_text_config, "num_hidden_layers", 0)):
+        named = ((read_name(name), place) for name, place in places.items() if "mtp" not in name.split("."))
+        # Layers behind the model's last, of multi-token prediction, may be quantized otherwise.
+        known = ((name, place) for name, place in named if name and name.projections and name.layer < layers)
+        group_experts(folder, reader, known)
+
+
+def check_ranks(folder: Path, ranks: int) -> None:
+    """Refuse a local store that is cut for another number of tensor-parallel ranks; StoreError."""
+    if not (folder / MANIFEST).is_file():
+        return
+    _, packed_for = Manifest.read(folder).tensor_parallel
+    if ranks != packed_for:
+        raise StoreError(
+            f"the experts in {folder} are packed for --tensor-parallel-size {packed_for}, not {ranks}; "
+            "serve them with that, or serve the 16-bit checkpoint that they were made from."
+        )
+
+
+def drafted_by_experts(config: VllmConfig) -> bool:
+    draft = getattr(config.speculative_config, "draft_model_config", None)
+    # Methods without a draft model, such as ngram, have the target's own config there.
+    return draft is not None and draft is not config.model_config and bool(draft.get_num_experts())
+
+
+def host_needed(config: VllmConfig) -> str:
+    """Why the host has to plan about experts in every step, as far as vLLM's configuration says; empty otherwise."""
+    if drafted_by_experts(config):
+        return DRAFTED
+    return MET if meets(config.parallel_config) else ""
+
+
+def meets(parallel: ParallelConfig) -> bool:
+    """Whether tokens of several engines meet at each other's experts; otherwise an engine has all of them."""
+    return bool(parallel.data_parallel_size > 1 and parallel.enable_expert_parallel)
+
+
+def expert_ranks(parallel: ParallelConfig) -> int:
+    """Ranks that share out the experts of a layer."""
+    return int(parallel.tensor_parallel_size * parallel.data_parallel_size) if parallel.enable_expert_parallel else 1
+
+
+def replicated(parallel: ParallelConfig) -> bool:
+    """Whether several ranks store the same experts; vLLM does not always say how many of them this machine has."""
+    return bool(parallel.enable_eplb or (parallel.data_parallel_size > 1 and not parallel.enable_expert_parallel))
+
+
+def replicas_of_machine(parallel: ParallelConfig) -> int:
+    """Ranks of this machine that store the same experts, as far as is known."""
+    if parallel.enable_eplb:
+        return ranks_of_machine(parallel)
+    return max(1, int(parallel.data_parallel_size_local)) if replicated(parallel) else 1
+
+
+def ranks_of_machine(parallel: ParallelConfig) -> int:
+    """Ranks that share this machine's memory, those of all its engines."""
+    return int(parallel.local_world_size * max(1, parallel.data_parallel_size_local))
+
+
+def _snapshot(vllm_config: VllmConfig, **choice: Any) -> Path:
+    model, cache = vllm_config.model_config, vllm_config.load_config.download_dir
+    return Path(snapshot_download(model.model, revision=model.revision, cache_dir=cache, **choice))

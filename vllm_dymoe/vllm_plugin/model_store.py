@@ -1,0 +1,411 @@
+"""A model's packed experts on this rank: the checkpoint's own, an earlier start's, or made while vLLM loads it."""
+
+import contextlib
+import hashlib
+import json
+import re
+import resource
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+from vllm.config import VllmConfig
+from vllm.model_executor.models.utils import extract_layer_index
+
+from vllm_dymoe.cache.store import (
+    MANIFEST,
+    FileStore,
+    HostMemoryError,
+    HostPlace,
+    HostRoom,
+    HostStore,
+    Manifest,
+    StoreError,
+    choose_host_place,
+)
+from vllm_dymoe.cache.store.disk import Reading
+from vllm_dymoe.cache.store.page_lock import CudaPageLock
+from vllm_dymoe.cache.store.shared import SharedMemory, Turn
+from vllm_dymoe.cache.store.writer import StoreWriter
+from vllm_dymoe.cache.transfer import HostCache
+from vllm_dymoe.executor.rates import RATES
+from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, Projection, stored_formats
+from vllm_dymoe.kernels import Activation
+from vllm_dymoe.options import ConfigError, Options
+from vllm_dymoe.quantize import QUANTIZERS
+from vllm_dymoe.quantize.checkpoint import Checkpoint
+from vllm_dymoe.quantize.dummy import random_store
+from vllm_dymoe.quantize.packer import ExpertPacker, Given
+from vllm_dymoe.quantize.readers import Reader
+from vllm_dymoe.quantize.readers.base import format_fields, quantizer_name
+from vllm_dymoe.quantize.tensors import CheckpointError
+from vllm_dymoe.vllm_plugin.announcements import logger
+from vllm_dymoe.vllm_plugin.model_files import local_folder, ranks_of_machine, replicas_of_machine, replicated
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What vLLM says of one MoE layer on this rank."""
+
+    name: str  # prefix in the model, ``model.layers.3.mlp.experts``
+    num_experts: int  # on this rank
+    top_k: int
+    hidden: int
+    intermediate: int  # width of an expert on this rank
+    dtype: torch.dtype
+    bias: bool  # of every projection
+    rank: int  # of tensor parallelism
+    ranks: int
+    expert_rank: int  # of expert parallelism
+    expert_ranks: int
+    activation: Activation = Activation.SILU
+    weights_on_input: bool = False  # the router's weights multiply what experts read, and not what they give
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        plain = replace(self.activation, has_gate=True) == self.activation
+        shared = self.rank, self.ranks, self.expert_rank, self.expert_ranks
+        return self.hidden, self.dtype, self.bias, plain, shared
+
+
+class ModelStore:
+    """Collects the MoE layers of one model, and fills or opens the store of their experts.
+
+    Layers whose experts are narrower than the widest, or fewer, are stored as wide and as many as those: zeros fill
+    them up, which changes no result, and every slot fits every expert.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        options: Options,
+        checkpoint: Mapping[str, Any] | None,  # its quantization_config, if it is ours
+        reader: Reader,
+        host_memory: int,  # bytes that all ranks of this machine can get
+        taken: int = 0,  # of them by another model's experts on this rank
+    ) -> None:
+        self.layers: list[LayerSpec] = []
+        self.place: HostPlace | None = None  # before the first weight came
+        self.rates: Path | None = None  # where they are kept, likewise
+        self.store: HostStore | None = None  # before the last layer is loaded
+        self._vllm_config, self._options, self._reader = vllm_config, options, reader
+        self._checkpoint = checkpoint
+        self._host_memory, self._taken = host_memory, taken
+        self._packed_for = ""  # fingerprint of the model that the checkpoint's own store was made from
+        self._loaded = 0
+        self._turn: Turn | None = None  # among ranks that have the same experts
+        self._packer: ExpertPacker | None = None
+        self._progress: tqdm[Any] | None = None
+
+    @property
+    def dummy(self) -> bool:
+        return bool(self._vllm_config.load_config.load_format == "dummy")
+
+    def add(self, spec: LayerSpec) -> None:
+        """Enter one layer; ConfigError if its experts are of another kind than those before it."""
+        first = self.layers[0] if self.layers else spec
+        if spec.kind != first.kind:
+            raise ConfigError(
+                f"vllm-dymoe: the experts of {spec.name} are of another kind than those of {first.name} "
+                "(hidden size, dtype, biases or gates differ), which is not supported yet; serve this model without "
+                "--quantization dymoe."
+            )
+        if self._reader.held and spec.intermediate != first.intermediate:
+            raise ConfigError(
+                f"vllm-dymoe: the quantized experts of {spec.name} are {spec.intermediate} wide and those of "
+                f"{first.name} {first.intermediate}, which is supported for 16-bit checkpoints only; "
+                "serve this model without --quantization dymoe."
+            )
+        self.layers.append(spec)
+
+    def put(self, layer: int, expert: int, projection: Projection, weight: Given, *, bias: bool = False) -> None:
+        """Take the weight or bias of one projection; nothing to do where a complete store exists."""
+        with self.filling() as packer:
+            if packer is None:
+                return
+            if isinstance(weight, Tensor):
+                missing = max(spec.intermediate for spec in self.layers) - self.layers[layer].intermediate
+                weight = _widened(weight, projection, missing)
+                if bias:
+                    packer.put_bias(layer, expert, projection, weight)
+                    return
+            packer.put(layer, expert, projection, weight)
+
+    @property
+    def experts(self) -> ModelExperts:
+        spec, reader, ours = self.layers[0], self._reader, self._checkpoint or {}
+        width = max(layer.intermediate for layer in self.layers)
+        formats = stored_formats(
+            self._options.stored_bits,
+            lambda bits: ExpertFormat(
+                spec.hidden, width, group_size=self._options.group_size, dtype=spec.dtype, bias=spec.bias,
+                has_gate=spec.activation.has_gate, **format_fields(reader, ours, bits),
+            ),
+        )  # fmt: skip
+        numbers = layer_numbers([layer.name for layer in self.layers])
+        count, top_k = (max(sizes) for sizes in zip(*((s.num_experts, s.top_k) for s in self.layers), strict=True))
+        return ModelExperts(numbers, count, top_k, formats)
+
+    def layer_loaded(self, layer: int) -> bool:
+        self._loaded += 1
+        complete = self._loaded == len(self.layers)
+        with self.filling() as packer:
+            if packer is not None:
+                _fill_up(packer, layer, self.layers[layer].num_experts)
+                if complete:
+                    self.store, self._packer = self._placed(packer.finish()), None
+        if complete and self._progress is not None:
+            self._progress.close()
+        return complete
+
+    @contextlib.contextmanager
+    def filling(self) -> Iterator[ExpertPacker | None]:
+        """What has to be filled, if anything: opened before the first weight, and removed after an error."""
+        try:
+            if self.place is None:
+                self._open()
+            yield self._packer
+        except (StoreError, ConfigError) as error:
+            if self._packer is not None:
+                self._packer.discard()
+            if self._turn is not None:
+                self._turn.end()
+            if isinstance(error, ConfigError):
+                raise
+            raise StoreError(f"vllm-dymoe: {error}") from error
+
+    @cached_property
+    def model_fingerprint(self) -> str:
+        """Sixteen hex digits of the model's weights, whatever was made of its experts."""
+        if self.dummy or self._packed_for:
+            return self._packed_for or self._manifest.model
+        folder = local_folder(self._vllm_config)
+        try:
+            return Checkpoint.open(folder).fingerprint()
+        except CheckpointError:  # vLLM reads more kinds of checkpoints than we do
+            return fingerprint(folder, "its routers")
+
+    def unchanged(self) -> bool:
+        """Whether the checkpoint's files are those that were read at start."""
+        return self.dummy or self._read == fingerprint(local_folder(self._vllm_config), "")
+
+    @cached_property
+    def _manifest(self) -> Manifest:
+        options, spec, experts = self._options, self.layers[0], self.experts
+        quantizer = quantizer_name(self._reader, options.stored_bits, options.quantizer)
+        ranks = spec.rank, spec.ranks, spec.expert_rank, spec.expert_ranks
+        described = json.dumps([Manifest(experts, quantizer, "").to_json(), ranks])
+        if self.dummy:  # of the checkpoint, only the shapes count
+            model = fingerprint(None, f"{described} random with seed {self._vllm_config.model_config.seed}")
+        else:
+            model = fingerprint(local_folder(self._vllm_config), described)
+        return Manifest(experts, "dummy" if self.dummy else quantizer, model, (spec.rank, spec.ranks))
+
+    @property
+    def _folder(self) -> Path:
+        root = self._options.store_dir or Path.home() / ".cache" / "vllm-dymoe"
+        name, spec = Path(self._vllm_config.model_config.model).name, self.layers[0]
+        return root.expanduser() / f"{name}-{self._manifest.model}" / f"rank-{spec.rank}-{spec.expert_rank}"
+
+    def _open(self) -> None:
+        config, experts = self._vllm_config, self.experts
+        device = config.device_config.device_type
+        self._read = "" if self.dummy else fingerprint(local_folder(config), "")
+        self.place = choose_host_place(self._options.host_store, device, experts, self._room)
+        if replicated(config.parallel_config):  # one of them packs, and the others find its store
+            self._turn = Turn(self._folder)
+            self._turn.begin()
+        if self._checkpoint is None or self.dummy:
+            existing = cached_store(self._folder, self._manifest)  # of an earlier start
+        else:
+            existing = FileStore(local_folder(config), experts.layers)  # the checkpoint's own
+            check_belongs(existing, experts, self.layers[0])
+            self._packed_for = existing.manifest.model
+        if existing is not None:
+            logger.info("vllm-dymoe: the experts are packed already; reading them from %s", existing.folder)
+            self.store = self._placed(existing)
+            return
+        writer = StoreWriter(self._folder, self._manifest)
+        total = len(experts.layers) * experts.num_experts * len(experts.projections)
+        what = "Making random experts" if self.dummy else "Quantizing experts"
+        self._progress = tqdm(total=total, desc=what, unit=" projections", dynamic_ncols=True)
+        if self.dummy:
+            self.store = self._placed(random_store(experts, writer, config.model_config.seed, self._progress.update))
+        else:
+            quantizer = QUANTIZERS[self._options.quantizer]
+            self._packer = ExpertPacker(experts, quantizer, writer, self._progress.update)
+
+    @cached_property
+    def _room(self) -> HostRoom:
+        options, parallel = self._options, self._vllm_config.parallel_config
+        ranks, replicas = ranks_of_machine(parallel), replicas_of_machine(parallel)
+        separate = self._vllm_config.device_config.device_type != "cpu" or options.link_gbps is not None
+        available = max(0, self._host_memory - self._taken * ranks)
+        return HostRoom(available, ranks, options.host_memory, self._taken, separate, replicas)
+
+    def _placed(self, files: FileStore) -> HostStore:
+        assert self.place is not None
+        device, self.rates = torch.device(self._vllm_config.device_config.device), files.folder / RATES
+        if not self.place.pinned:
+            files.reading = self._reading(files)
+        options = self._options
+        asked, timeout = options.host_store != "auto", options.transfer_timeout_s or None
+        shared = None if self._turn is None else SharedMemory(files.folder, self._turn)
+        store, self.place = place_experts(files, self.place, device, asked_for=asked, timeout=timeout, shared=shared)
+        if self._turn is not None:
+            self._turn.end()
+        return store
+
+    def _reading(self, files: FileStore) -> Reading:
+        """Past the page cache where that is faster beside what it could hold, or where it may hold nothing."""
+        assert self.place is not None
+        options, experts, room = self._options, files.experts, self._room
+        rate = options.disk_gbps and options.disk_gbps * 1e9
+        plain = Reading(check=options.checksums, bytes_per_second=rate)
+        if options.host_store == "file":
+            return plain
+        mine, rates = room.available // room.ranks, files.rates()
+        used = self.place.host_cache
+        if not room.separate:  # slots are in host memory: half of it, unless the user says how much
+            budget = options.expert_budget
+            used = budget.bytes or int((budget.share or 0) * experts.stored_nbytes) or mine // 2 * budget.is_auto
+        held = min(1.0, max(0, mine - used) / experts.stored_nbytes) if options.host_memory.is_auto else 0.0
+        direct = rates.read_past_cache(held)
+        return replace(plain, direct=direct, depth=rates.depth, drops=not (direct or options.host_memory.is_auto))
+
+
+def _widened(part: Tensor, projection: Projection, missing: int) -> Tensor:
+    """A weight or bias with zeros where a layer's experts are narrower than the widest: columns of down, rows of the
+    others."""
+    if not missing or (projection is Projection.DOWN and part.dim() == 1):
+        return part
+    return F.pad(part, (0, missing) if projection is Projection.DOWN or part.dim() == 1 else (0, 0, 0, missing))
+
+
+def _fill_up(packer: ExpertPacker, layer: int, first: int) -> None:
+    """Store zeros for the experts that a layer lacks, from the first on; no router names them."""
+    experts = packer.experts
+    fmt = next(iter(experts.formats.values()))
+    for expert in range(first, experts.num_experts):
+        for projection in experts.projections:
+            form = fmt.matrices[projection]
+            packer.put(layer, expert, projection, torch.zeros(form.rows, form.columns))
+            if fmt.bias:
+                packer.put_bias(layer, expert, projection, torch.zeros(form.rows))
+
+
+def layer_numbers(names: list[str]) -> tuple[int, ...]:
+    """Indices of layers, which name their files; those of a second stack (images) count on from the highest."""
+    stacks: dict[str, list[int]] = {}
+    for place, name in enumerate(names):
+        stacks.setdefault(re.sub(r"\d+", "", name), []).append(place)
+    numbers = [extract_layer_index(name) for name in names]
+    used: set[int] = set()
+    for places in stacks.values():
+        shift = max(used) + 1 if used.intersection(numbers[place] for place in places) else 0
+        for place in places:
+            numbers[place] += shift
+            used.add(numbers[place])
+    return tuple(numbers)
+
+
+def fingerprint(folder: Path | None, purpose: str) -> str:
+    """Sixteen hex digits of the checkpoint's files (name, size, time of change), and their purpose."""
+    digest = hashlib.sha256(purpose.encode())
+    if folder is None:
+        return digest.hexdigest()[:16]
+    config = folder / "config.json"
+    if config.is_file():
+        digest.update(config.read_bytes())
+    for path in sorted(folder.iterdir()):
+        if path.suffix in _WEIGHT_SUFFIXES:
+            status = path.stat()
+            digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}".encode())
+    return digest.hexdigest()[:16]
+
+
+def cached_store(folder: Path, manifest: Manifest) -> FileStore | None:
+    """The store of an earlier start, if it is the one that would be written now."""
+    if not (folder / MANIFEST).is_file():
+        return None
+    try:
+        store = FileStore(folder)
+    except StoreError as error:
+        logger.warning("vllm-dymoe: %s It is written again now.", error)
+        return None
+    if store.manifest != manifest:
+        logger.warning("vllm-dymoe: the store in %s is another model's; it is replaced", folder)
+        store.close()
+        return None
+    return store
+
+
+def held_bytes(store: HostStore | None) -> int:
+    """Of host memory, by the experts of a model."""
+    return store.slots.nbytes if isinstance(store, HostCache) else 0
+
+
+def place_experts(
+    files: FileStore,
+    place: HostPlace,
+    device: torch.device,
+    *,
+    asked_for: bool,
+    timeout: float | None = None,
+    shared: SharedMemory | None = None,  # for all experts, if other ranks of this machine have the same
+) -> tuple[HostStore, HostPlace]:
+    """Make host memory a level over files, and fill it, with progress, if all of them are to be there.
+
+    Returns:
+        The store, and where it is. What cannot be locked whole, and was not asked for, is locked as far as the policy
+        allows; where there is no memory after all, experts stay in files.
+
+    Raises:
+        StoreError: the files cannot be read, or memory that was ``asked_for`` cannot be had or locked.
+    """
+    if not place.host_cache:
+        return files, place
+    lock = CudaPageLock(device) if device.type == "cuda" else None
+    try:
+        host_cache = HostCache(files, place.host_cache, lock, timeout, shared if place.pinned else None)
+        if place.pinned and asked_for and (refused := host_cache.slots.refused) is not None:
+            host_cache.release()
+            limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+            raise HostMemoryError(
+                f"the experts need {place.host_cache} bytes of pinned host memory, and locking failed ({refused})"
+                + f", the limit on locked memory (ulimit -l) is {limit} bytes" * (limit != resource.RLIM_INFINITY)
+            )
+    except HostMemoryError as error:
+        if asked_for or not place.pinned:
+            raise StoreError(f'{error}; lower host_memory, or use host_store = "file".') from error
+        return files, HostPlace(False, f"auto: {error}")
+    if place.pinned:
+        total, what = files.experts.stored_nbytes, "Reading experts into memory"
+        with tqdm(total=total, desc=what, unit="B", unit_scale=True, dynamic_ncols=True) as progress:
+            host_cache.fill(progress.update)
+    return host_cache, place
+
+
+def check_belongs(store: FileStore, experts: ModelExperts, spec: LayerSpec) -> None:
+    """Refuse, and close, a checkpoint's own store that is not for this model, dtype or rank."""
+    held = store.experts
+    for what, has, needs in (
+        ("tensor-parallel ranks", store.manifest.tensor_parallel, (spec.rank, spec.ranks)),
+        ("experts per layer", held.num_experts, experts.num_experts),
+        ("expert formats", held.formats, experts.formats),
+    ):
+        if has != needs:
+            store.close()
+            raise StoreError(
+                f"the experts in {store.folder} do not fit this model: the store has {what} {has}, the model needs "
+                f"{needs}; write the checkpoint again with `vllm-dymoe quantize` for this model, dtype and parallel "
+                "size."
+            )

@@ -1,0 +1,274 @@
+"""The register of everything in vLLM that we change, with the reason and the day it can go.
+
+A test holds the register against the installed vLLM, so a renamed target is found by CI and not by a user.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.config import get_current_vllm_config_or_none
+
+from vllm_dymoe.server.expert_server import sleep, wake
+from vllm_dymoe.vllm_plugin import data_parallel, failures, prepare
+from vllm_dymoe.vllm_plugin.quant_config import DymoeConfig
+from vllm_dymoe.vllm_plugin.rank_server import RankServer
+from vllm_dymoe.vllm_plugin.sleep import check_reloading
+
+Original = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One change to vLLM."""
+
+    target: tuple[str, str]  # module or class, and attribute that is replaced
+    removable: str  # what upstream would have to offer
+    replacement: Original  # called with the original in front of its arguments; its docstring says why
+
+    @property
+    def why(self) -> str:
+        return inspect.getdoc(self.replacement) or ""
+
+    def wrapped(self, original: Original) -> Original:
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return self.replacement(original, *args, **kwargs)
+
+        wrapper.dymoe_patched = True  # type: ignore[attr-defined]
+        return wrapper
+
+
+PATCHES: list[Patch] = []
+_WORKER, _CPU_WORKER = "vllm.v1.worker.gpu_worker.Worker", "vllm.v1.worker.cpu_worker.CPUWorker"
+_STEP_ERROR = "an exception of a model that fails a step and not the engine"
+_SLEEP_HOOK = "a register of what sleeps and wakes beside its weights and KV cache"
+_CAPTURE_HOOK = "a hook around the capture of graphs"
+_STATS_FIELD = "a field of SchedulerStats for data of a worker's plugin, passed on to stat logger plugins"
+
+
+def _replaces(owner: str, name: str, removable: str) -> Callable[[Original], Original]:
+    def register(replacement: Original) -> Original:
+        PATCHES.append(Patch((owner, name), removable, replacement))
+        return replacement
+
+    return register
+
+
+def apply_patches() -> None:
+    from vllm.platforms import current_platform
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    for patch in PATCHES:
+        if patch.target[0] == _CPU_WORKER and not current_platform.is_cpu():
+            continue  # its module puts placeholders in the place of torch.cuda's events and streams
+        owner = resolve_obj_by_qualname(patch.target[0])
+        original = getattr(owner, patch.target[1])
+        if not getattr(original, "dymoe_patched", False):
+            setattr(owner, patch.target[1], patch.wrapped(original))
+
+
+@_replaces(
+    "vllm.engine.arg_utils.EngineArgs", "create_engine_config",
+    "a hook of QuantizationConfig that sees the finished VllmConfig",
+)  # fmt: skip
+def _create_engine_config(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Options must be refused in the user's process before any weight is loaded, decisions taken on the host must not
+    be captured in a CUDA graph, and the worker methods must be there without another flag. Where the user has not set
+    how many tokens a step may have, what the link costs decides; vLLM then derives everything anew.
+    """
+    # vLLM writes what it derives into its own arguments, and refuses some of that where it meets it again.
+    given = vars(self) | {"speculative_config": self.speculative_config and dict(self.speculative_config)}
+    config = original(self, *args, **kwargs)
+    ours = config.model_config is not None and config.model_config.quantization == "dymoe"
+    if ours and given["max_num_batched_tokens"] is None and (tokens := prepare.tokens_of_step(config)):
+        vars(self).update(given, max_num_batched_tokens=tokens)
+        config = original(self, *args, **kwargs)
+    (prepare.prepare if ours else prepare.refuse_idle_options)(config)
+    return config
+
+
+@_replaces(
+    "vllm.model_executor.model_loader.base_loader", "initialize_model",
+    "a hook of QuantizationConfig that sees the model before its weights",
+)  # fmt: skip
+def _initialize_model(original: Original, vllm_config: Any, **kwargs: Any) -> Any:
+    """A model that computes experts with code of its own would be served as if we were not there; and gates lie beside
+    a model's experts.
+    """
+    from vllm_dymoe.vllm_plugin.moe_method import model_made  # not before vLLM has decided about graphs
+
+    model = original(vllm_config=vllm_config, **kwargs)
+    made = kwargs.get("model_config") or vllm_config.model_config
+    model_made(vllm_config, model, draft=getattr(made, "runner_type", "") == "draft")
+    return model
+
+
+@_replaces("vllm.v1.worker.worker_base.WorkerWrapperBase", "execute_model", _STEP_ERROR)
+def _execute_model(original: Original, self: Any, scheduler_output: Any) -> Any:
+    """An expert that cannot be fetched must fail its step alone, so it has to be known where a step begins.
+
+    Only executors come this way: vLLM's warm-up calls Worker.execute_model itself.
+    """
+    rank = _rank(self.worker.vllm_config.quant_config)
+    if rank is None or not rank.begin_step(scheduler_output):
+        return original(self, scheduler_output)
+    return rank.end_model(self.worker.model_runner, scheduler_output, original(self, scheduler_output))
+
+
+@_replaces(_WORKER, "sample_tokens", _STEP_ERROR)
+def _sample_tokens(original: Original, self: Any, grammar_output: Any) -> Any:
+    """Here a step ends, and its failure has to leave the worker with its output."""
+    output, rank = original(self, grammar_output), _rank(self.vllm_config.quant_config)
+    return output if rank is None else rank.end_step(output)
+
+
+@_replaces(_WORKER, "execute_dummy_batch", "a step for ranks without requests, as execute_model has one")
+def _execute_dummy_batch(original: Original, self: Any) -> Any:
+    """A data-parallel rank without requests computes other ranks' tokens with its experts, which is no warm-up."""
+    rank = _rank(self.vllm_config.quant_config)
+    with contextlib.nullcontext() if rank is None else rank.idle_step():
+        return original(self)
+
+
+_CPU = "vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator"
+_COLLECTIVE = "this collective in CpuCommunicator"
+
+
+@_replaces(_CPU, "all_gatherv", _COLLECTIVE)
+def _all_gatherv(original: Original, self: Any, input_: Any, dim: int = 0, sizes: Any = None) -> Any:
+    """vLLM's expert parallelism over data-parallel ranks gathers rows, and its communicator of CPUs cannot."""
+    return data_parallel.gather_rows(self, input_, sizes)
+
+
+@_replaces(_CPU, "reduce_scatterv", _COLLECTIVE)
+def _reduce_scatterv(original: Original, self: Any, input_: Any, dim: int = 0, sizes: Any = None) -> Any:
+    """As ``all_gatherv``, on the way back."""
+    return data_parallel.add_rows(self, input_, sizes)
+
+
+@_replaces(
+    "vllm.model_executor.layers.fused_moe.config.FusedMoEParallelConfig", "make",
+    "data parallelism of layers with experts that cuts none of them",
+)  # fmt: skip
+def _make_parallel(
+    original: Original, tp_size_: int, pcp_size_: int, dp_size_: int, sp_size_: int, vllm_parallel_config: Any
+) -> Any:
+    """Without expert parallelism vLLM cuts each expert into parts for all data-parallel ranks, whose tokens then have
+    to meet in every layer. An engine's budget holds some of the experts whole, and its tokens stay where they are."""
+    config = get_current_vllm_config_or_none()
+    ours = config is not None and config.model_config is not None and config.model_config.quantization == "dymoe"
+    dp_size_ = 1 if ours and not vllm_parallel_config.enable_expert_parallel else dp_size_
+    return original(tp_size_, pcp_size_, dp_size_, sp_size_, vllm_parallel_config)
+
+
+_replaces("vllm.v1.core.sched.scheduler.Scheduler", "update_from_output", _STEP_ERROR)(failures.update_from_output)
+
+
+@_replaces(_WORKER, "determine_available_memory", _CAPTURE_HOOK)
+@_replaces(_WORKER, "compile_or_warm_up_model", _CAPTURE_HOOK)
+def _warm_up(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """CUDA graphs are captured in here, and a call of CUDA on another thread would make a capture invalid."""
+    rank = _rank(self.vllm_config.quant_config)
+    with contextlib.nullcontext() if rank is None else rank.server.engine.paused():
+        return original(self, *args, **kwargs)
+
+
+def _rank(config: Any) -> RankServer | None:
+    """The rank that a quantization config made; None if it is not ours, loads, or has no MoE layers."""
+    loading = config.loading if isinstance(config, DymoeConfig) else None
+    return None if loading is None else loading.rank_server
+
+
+@_replaces(
+    "vllm.v1.engine.async_llm.AsyncLLM", "generate",
+    "an error message in EngineCoreOutput that servers pass on (vLLM 0.33 has the field)",
+)  # fmt: skip
+async def _generate(original: Original, self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+    """vLLM's servers answer "Internal server error" to a failed request, and its sentence would be lost."""
+    async with contextlib.aclosing(original(self, *args, **kwargs)) as outputs:
+        async for output in outputs:
+            failures.raise_failure(output)
+            yield output
+
+
+@_replaces(_WORKER, "reload_weights", "a way for a quantization method to refuse or to take part in reloading")
+def _reload_weights(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Reloading would exchange the dense layers and leave the packed experts as they are, without asking first."""
+    config = self.vllm_config
+    check_reloading(config, _rank(getattr(config, "quant_config", None)), other=bool(args or kwargs))
+    return original(self, *args, **kwargs)
+
+
+@_replaces(_CPU_WORKER, "sleep", _SLEEP_HOOK)
+@_replaces(_WORKER, "sleep", _SLEEP_HOOK)
+def _sleep(original: Original, self: Any, level: int = 1) -> None:
+    """Slots are no weights of vLLM's, which would leave them where they are."""
+    if (rank := _rank(self.vllm_config.quant_config)) is not None:
+        sleep(rank.server, level)
+    original(self, level)
+
+
+@_replaces(_CPU_WORKER, "wake_up", _SLEEP_HOOK)
+@_replaces(_WORKER, "wake_up", _SLEEP_HOOK)
+def _wake_up(original: Original, self: Any, tags: list[str] | None = None) -> None:
+    """Behind vLLM's memory, which has the first claim on the device's, slots come back."""
+    original(self, tags)
+    rank = _rank(self.vllm_config.quant_config)
+    if rank is not None and (tags is None or "weights" in tags):
+        wake(rank.server)
+
+
+@_replaces(
+    "vllm.lora.worker_manager.WorkerLoRAManager", "_load_adapter",
+    "an error of vLLM's for an adapter of which a part would be left out",
+)  # fmt: skip
+def _load_adapter(original: Original, self: Any, request: Any) -> Any:
+    """vLLM leaves out what an adapter has for layers that --lora-target-modules does not name, without a word."""
+    adapter = original(self, request)
+    prepare.refuse_adapted_experts(self._adapter_manager.model, request.lora_path, adapter)
+    return adapter
+
+
+@_replaces(
+    "vllm.model_executor.layers.attention.Attention", "process_weights_after_loading",
+    "a hook of the attention layer that is called with queries and keys, outside of compiled graphs",
+)  # fmt: skip
+def _process_attention(original: Original, self: Any, act_dtype: Any) -> None:
+    """The policy "dymoe" has to see a prompt's queries and keys, which only implementations get outside of graphs."""
+    original(self, act_dtype)
+    rank = _rank(self.quant_config)  # runs by now: vLLM processes the experts of a model before its attention
+    tap = None if rank is None else rank.prompts
+    attend = self.impl.forward
+    if tap is None or getattr(attend, "dymoe_patched", False):
+        return
+
+    def forward(layer: Any, query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
+        tap.attend(layer, query, key)
+        return attend(layer, query, key, *args, **kwargs)
+
+    forward.dymoe_patched = True  # type: ignore[attr-defined]
+    self.impl.forward = forward
+
+
+@_replaces(
+    "vllm.model_executor.layers.fused_moe.runner.moe_runner.MoERunner", "_select_forward",
+    "an operator of MoE layers with output arguments, or experts that are chosen inside of the graph",
+)  # fmt: skip
+def _select_forward(original: Original, self: Any) -> Original:
+    """Behind vLLM's operator a CUDA graph would read the tensors of its capture (vLLM issue 37363)."""
+    from vllm_dymoe.vllm_plugin.moe_method import entry_with_buffers
+
+    return entry_with_buffers(self) or original(self)
+
+
+@_replaces("vllm.v1.engine.async_llm.AsyncLLM", "do_log_stats", _STATS_FIELD)
+@_replaces("vllm.v1.engine.llm_engine.LLMEngine", "do_log_stats", _STATS_FIELD)
+def _do_log_stats(original: Original, self: Any) -> Awaitable[None] | None:
+    """The counts of the workers have to reach the server's /metrics and log, and that of LLM(), when vLLM's own do."""
+    from vllm_dymoe.vllm_plugin.metrics import publish  # not before vLLM has imported prometheus_client
+
+    return publish(self, original(self))

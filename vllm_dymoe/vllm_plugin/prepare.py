@@ -1,0 +1,254 @@
+"""What is refused and set in the user's process, after vLLM has made its configuration and before anything loads."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from vllm import envs
+from vllm.config import LoRAConfig, VllmConfig
+from vllm.platforms import current_platform
+
+from vllm_dymoe.cache.budget import limit_in_bytes, plan_slots, workspace_bytes
+from vllm_dymoe.cache.pages import available_host_memory
+from vllm_dymoe.cache.store import HostRoom, StoreError, choose_host_place
+from vllm_dymoe.executor.device_planning import plans_on_device, without_device
+from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, stored_formats
+from vllm_dymoe.options import ConfigError, Options
+from vllm_dymoe.plan.model import is_moe
+from vllm_dymoe.policies import make_policy
+from vllm_dymoe.prefetch.checkpoint import PredictorError, read_card
+from vllm_dymoe.quantize.readers.base import PLAIN_READER, format_fields
+from vllm_dymoe.quantize.tensors import CheckpointError
+from vllm_dymoe.vllm_plugin.announcements import logger
+from vllm_dymoe.vllm_plugin.balance import refuse_balancing
+from vllm_dymoe.vllm_plugin.chunks import larger_chunk
+from vllm_dymoe.vllm_plugin.graphs import settle_graphs
+from vllm_dymoe.vllm_plugin.model_files import (
+    check_checkpoint,
+    check_ranks,
+    drafted_by_experts,
+    expert_ranks,
+    host_needed,
+    meets,
+    ranks_of_machine,
+    replicas_of_machine,
+)
+from vllm_dymoe.vllm_plugin.quant_config import expert_width, read_options
+
+WORKER_EXTENSION = "vllm_dymoe.vllm_plugin.worker.DymoeWorkerExtension"
+
+
+def prepare(config: VllmConfig) -> None:
+    """Refuse what cannot work (ConfigError), keep host decisions out of CUDA graphs, and add the worker methods."""
+    ours, reader = _quantized(config)
+    options = read_options(config, ours, reader)
+    try:
+        _refuse_model(config)
+        refuse_unsupported_features(config)
+        if ours is not None and drafted_by_experts(config):
+            raise ConfigError(
+                "vllm-dymoe: this checkpoint was written by `vllm-dymoe quantize`, which leaves out the layers of "
+                "multi-token prediction; serve the checkpoint that it was made from, or leave --speculative-config out."
+            )
+        if ours is not None and config.load_config.load_format != "dummy":
+            check_ranks(Path(config.model_config.model), config.parallel_config.tensor_parallel_size)
+        _refuse_data_parallel(config, options)
+        _refuse_recorded_stages(config, options)
+        drafted, traced = drafted_by_experts(config), options.trace is not None
+        refuse_balancing(config.parallel_config, {"--speculative-config": drafted, "trace": traced})
+        experts = experts_of(config, options)
+        if experts is not None:
+            _check_memory(config, experts, options)
+        if options.predictor is not None:
+            read_card(options.predictor)  # the worker checks that it is this model's
+        check_checkpoint(config, reader)
+    except (StoreError, PredictorError, CheckpointError) as error:
+        raise ConfigError(f"vllm-dymoe: {error}") from error
+    if current_platform.support_static_graph_mode():
+        decides, policy, share = _plans_on_device(config, experts, options), make_policy(options), options.expert_budget
+        there = policy.residency.migrating is not None or (
+            (share.share or 0) >= 1 and len(policy.precision.precisions) == 1
+        )
+        recorded = options.trace is not None
+        settle_graphs(config, plans_on_device=decides, recorded=recorded, complete=there and not recorded)
+    _add_worker_methods(config)
+
+
+def tokens_of_step(config: VllmConfig) -> int | None:
+    """See :func:`~.chunks.larger_chunk`; ConfigError where the options are wrong."""
+    options = read_options(config, *_quantized(config))
+    return larger_chunk(config, experts_of(config, options) if config.model_config.get_num_experts() else None, options)
+
+
+def refuse_idle_options(config: VllmConfig) -> None:
+    """Refuse our options (ConfigError) where the plugin is not in use: a model would not be offloaded."""
+    additional = config.additional_config
+    if isinstance(additional, Mapping) and "dymoe" in additional:
+        raise ConfigError(
+            "vllm-dymoe: additional_config.dymoe is set, but the model is not served with dymoe; "
+            "add --quantization dymoe, or leave additional_config.dymoe out."
+        )
+
+
+def refuse_adapted_experts(model: Any, path: str, adapter: Any) -> None:
+    """Refuse (ConfigError) a LoRAModel with weights for packed experts, which vLLM itself leaves out in silence."""
+    from vllm_dymoe.vllm_plugin.moe_method import DymoeMoEMethod  # not before vLLM has decided about graphs
+
+    changed = [name for name in adapter.loras if _of_experts(name)]
+    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    if changed and any(isinstance(method, DymoeMoEMethod) for method in methods):
+        raise ConfigError(
+            f"vllm-dymoe: the adapter {path} changes experts ({changed[0]} and {len(changed) - 1} more), which are "
+            "packed; train one that leaves them alone, or merge it into the checkpoint and serve that."
+        )
+
+
+def experts_of(config: VllmConfig, options: Options) -> ModelExperts | None:
+    """The experts of one rank as far as the model's config.json tells; None where it names no expert width."""
+    model, parallel, width = config.model_config, config.parallel_config, expert_width(config)
+    if width is None:
+        return None
+    text, experts = model.hf_text_config, model.get_num_experts()
+    if not parallel.enable_eplb:
+        experts = -(-experts // expert_ranks(parallel))
+    # Latent experts read fewer numbers than the model is wide (Nemotron-H, Kimi-K3).
+    narrow = (getattr(text, name, None) for name in ("moe_latent_size", "routed_expert_hidden_size"))
+    hidden = next((size for size in narrow if size), model.get_hidden_size())
+    has_gate = not str(getattr(text, "model_type", "")).startswith("nemotron_h")
+    ours, reader = _quantized(config)
+
+    def make(bits: int) -> ExpertFormat:
+        fields = format_fields(reader, ours or {}, bits)
+        return ExpertFormat(
+            hidden, width, group_size=options.group_size, dtype=model.dtype, has_gate=has_gate, **fields
+        )
+
+    formats = stored_formats(options.stored_bits, make)
+    layers = tuple(range(model.get_num_layers(parallel)))
+    return ModelExperts(layers, experts, getattr(text, "num_experts_per_tok", None) or 1, formats)
+
+
+def _quantized(config: VllmConfig) -> tuple[Any, Any]:
+    """What our quantization config knows: quantization_config of a checkpoint of ours, and the reader of another's."""
+    return getattr(config.quant_config, "checkpoint", None), getattr(config.quant_config, "reader", PLAIN_READER)
+
+
+def _refuse_model(config: VllmConfig) -> None:
+    model = config.model_config
+    if model.get_num_experts() == 0:
+        raise ConfigError(
+            f"vllm-dymoe: vLLM finds no experts in the config.json of {model.model}; leave --quantization dymoe out "
+            "for it."
+        )
+
+
+def _refuse_data_parallel(config: VllmConfig, options: Options) -> None:
+    parallel = config.parallel_config
+    if parallel.data_parallel_size == 1:
+        return
+    refused = {
+        f"exchanges tokens through allgather and reduce-scatter, and not through {parallel.all2all_backend}; leave "
+        "--all2all-backend out": meets(parallel) and parallel.all2all_backend != "allgather_reducescatter",
+        "does not go with stages of a pipeline; leave --pipeline-parallel-size out": parallel.pipeline_parallel_size
+        > 1,
+        "does not go with drafts that have experts; leave --speculative-config out": drafted_by_experts(config),
+        "mixes the tokens of several engines, and a trace is of one; leave trace out": options.trace is not None,
+    }
+    for sentence, is_on in refused.items():
+        if is_on:
+            raise ConfigError(f"vllm-dymoe: data parallelism {sentence}.")
+
+
+def _refuse_recorded_stages(config: VllmConfig, options: Options) -> None:
+    stages = config.parallel_config.pipeline_parallel_size
+    if stages > 1 and options.trace is not None:
+        raise ConfigError(
+            "vllm-dymoe: trace records what all layers choose, and a stage of a pipeline has only some of them; "
+            f"leave --pipeline-parallel-size {stages} out, or use --tensor-parallel-size."
+        )
+
+
+def _check_memory(config: VllmConfig, experts: ModelExperts, options: Options) -> None:
+    device_type = current_platform.device_type
+    if not options.expert_budget.is_auto:
+        workspace = workspace_bytes(experts, device_type)
+        limit = limit_in_bytes(options.expert_budget, experts, options, workspace, automatic=0)
+        plan_slots(experts, options, make_policy(options), limit, workspace)
+    if options.host_store == "pinned":
+        told = config.model_config.hf_text_config.to_dict()
+        surely = replace(experts, layers=tuple(layer for layer in experts.layers if is_moe(told, layer)))
+        choose_host_place(options.host_store, device_type, surely, _room(config, options))
+
+
+def _room(config: VllmConfig, options: Options) -> HostRoom:
+    parallel, available = config.parallel_config, available_host_memory()
+    replicas = replicas_of_machine(parallel)
+    return HostRoom(available, ranks_of_machine(parallel), options.host_memory, replicas=replicas)
+
+
+def _plans_on_device(config: VllmConfig, experts: ModelExperts | None, options: Options) -> bool:
+    """Whether decode steps will need no host, as far as is known here; ConfigError if they have to and cannot."""
+    if options.trace is not None and config.parallel_config.enable_expert_parallel:
+        options = without_device(options)
+    device_type, pinned = current_platform.device_type, options.host_store == "pinned"
+    if options.host_store == "auto" and experts is not None:
+        pinned = choose_host_place("auto", device_type, experts, _room(config, options)).pinned
+    obstacle = host_needed(config)
+    return plans_on_device(options, make_policy(options), device_type, readable=pinned, obstacle=obstacle)[0]
+
+
+def _add_worker_methods(config: VllmConfig) -> None:
+    parallel: Any = config.parallel_config
+    if not parallel.worker_extension_cls:
+        parallel.worker_extension_cls = WORKER_EXTENSION
+    elif parallel.worker_extension_cls != WORKER_EXTENSION:
+        logger.info(
+            "vllm-dymoe: worker_extension_cls is %s, so dymoe_stats and dymoe_resize are not there; "
+            "derive your class from %s to have both.",
+            parallel.worker_extension_cls,
+            WORKER_EXTENSION,
+        )
+
+
+def refuse_unsupported_features(config: VllmConfig) -> None:
+    model, parallel, drafts = config.model_config, config.parallel_config, config.speculative_config
+    unsupported = {
+        "LoRA on the experts is not supported; name the layers that adapters may change with --lora-target-modules, "
+        "for instance q_proj k_proj v_proj o_proj.": _lora_may_reach_experts(config.lora_config),
+        "prefill context parallelism is not supported, because a rank cannot tell which tokens of a step are its own; "
+        "leave --prefill-context-parallel-size out.": parallel.prefill_context_parallel_size > 1,
+        "micro-batches that run at the same time are not supported, because layers have to come one after the other; "
+        "leave --enable-dbo and --ubatch-size out.": parallel.use_ubatching,
+        # vLLM's first executor for Ray, which 0.33 has no more, calls the model runner from its graphs.
+        "Ray's compiled graphs do not call the worker, so that it would not be known where a step begins; set "
+        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1, or use --distributed-executor-backend mp.": (
+            parallel.distributed_executor_backend == "ray"
+            and not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
+        ),
+        "adaptive verification of drafts is not supported, because it leaves out tokens that were scheduled; set "
+        '"enable_adaptive_verification": false in --speculative-config.': (
+            getattr(drafts, "enable_adaptive_verification", False)
+        ),
+        # That of multi-token prediction is in the checkpoint itself.
+        "a speculative draft model with experts that is a checkpoint of its own is not supported; use a dense draft "
+        "model, the model's own multi-token prediction (method mtp), or the method ngram in --speculative-config.": (
+            drafted_by_experts(config)
+            and (drafts.method != "mtp" or str(drafts.draft_model_config.model) != str(model.model))
+        ),
+        "weight transfer is not supported, because the experts are packed in a store; leave --weight-transfer-config "
+        "out.": getattr(config, "weight_transfer_config", None) is not None,
+    }
+    for sentence, is_on in unsupported.items():
+        if is_on:
+            raise ConfigError(f"vllm-dymoe: {sentence}")
+
+
+def _lora_may_reach_experts(lora: LoRAConfig | None) -> bool:
+    """vLLM wraps every layer unless target modules leave it out."""
+    return lora is not None and (lora.target_modules is None or any(map(_of_experts, lora.target_modules)))
+
+
+def _of_experts(module: str) -> bool:
+    # "experts" stands for the whole layer, "experts.3.up_proj" for one of its projections.
+    return "experts" in module.split(".")

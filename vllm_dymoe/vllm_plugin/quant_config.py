@@ -1,0 +1,261 @@
+"""``--quantization dymoe``: what the checkpoint says, of options and of the method of every layer."""
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.platforms import current_platform
+
+from vllm_dymoe.options import CALIBRATED, ConfigError, Options
+from vllm_dymoe.quantize.readers import PLAIN_READER, Reader, make_reader
+from vllm_dymoe.quantize.readers.base import check_compatible, store_group_sizes
+from vllm_dymoe.quantize.readers.configurations import EXPERT_DTYPE, describe_modelopt, with_expert_dtype
+from vllm_dymoe.quantize.tensors import CheckpointError
+from vllm_dymoe.resolve import resolve_options
+from vllm_dymoe.vllm_plugin.dense import check_dense, packed_method
+from vllm_dymoe.vllm_plugin.loading import Loading
+from vllm_dymoe.vllm_plugin.rank_server import RankServer
+
+_DENSE_G_IDX = re.compile(r"^(?!.*\.experts\.).*\.g_idx$")
+
+
+class DymoeConfig(QuantizationConfig):
+    """Gives MoE layers our method, and leaves every other layer as the checkpoint has it.
+
+    ConfigError for a variant that cannot be read, or whose dense layers this vLLM cannot run.
+    """
+
+    def __init__(
+        self,
+        checkpoint: dict[str, Any] | None = None,  # its quantization_config, if it is ours
+        reader: Reader = PLAIN_READER,  # of the experts of a checkpoint that another tool has quantized
+        dense: Mapping[str, Any] | None = None,  # that tool's, by which vLLM runs the other layers
+    ) -> None:
+        self._dense: QuantizationConfig | None = None
+        self._dense_refusal: str | None = None
+        if dense is not None:
+            self._dense, self._dense_refusal = _read_dense(dense)
+        super().__init__()
+        self.checkpoint = checkpoint
+        self.reader = reader
+        self.loading: Loading | None = None  # until the first MoE layer is created, where the weights are
+        self._options: Options | None = None
+
+    def get_name(self) -> str:
+        return "dymoe"
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        dtypes = [torch.bfloat16, torch.float16]
+        dense = dtypes if self._dense is None else self._dense.get_supported_act_dtypes()
+        return [dtype for dtype in dtypes if dtype in dense]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 80  # Ampere, the first with bfloat16
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "DymoeConfig":
+        if config.get("quant_method") == "dymoe":
+            return cls(dict(config), dense=config.get("dense"))
+        with _as_config_error():
+            reader = make_reader(config)
+        return cls(reader=reader, dense=config)
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """Our name for a checkpoint whose experts we read, if the user asks for us; ConfigError for any other."""
+        if user_quant != "dymoe" or hf_quant_cfg.get("quant_method") == "dymoe":
+            return None
+        # vLLM gives this very dictionary to from_config, and no more of the model.
+        model = {key: getattr(hf_config, key, None) for key in ("model_type", EXPERT_DTYPE)}
+        hf_quant_cfg.update(with_expert_dtype(hf_quant_cfg, model))
+        with _as_config_error():
+            make_reader(hf_quant_cfg)
+        return "dymoe"
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """Our method for a MoE layer; for any other the checkpoint's own, else the unquantized one."""
+        from vllm_dymoe.vllm_plugin.moe_method import DymoeMoEMethod, loading_of
+
+        if isinstance(layer, RoutedExperts):
+            config = get_current_vllm_config()
+            self.loading = self.loading or loading_of(config)
+            if self.loading is None:
+                self.loading = Loading(config, self._read_options(config), self.checkpoint, self.reader)
+            return DymoeMoEMethod(layer.moe_config, self.loading)
+        if self._dense is not None:
+            return _dense_method(self._dense, self._dense_refusal, layer, prefix)
+        if not isinstance(layer, LinearBase | ParallelLMHead):
+            return None
+        config = get_current_vllm_config()
+        method = packed_method(layer, prefix, self._read_options(config), config)
+        return method or (UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None)
+
+    def _read_options(self, config: VllmConfig) -> Options:
+        if self._options is None:
+            self._options = read_options(config, self.checkpoint, self.reader)
+            check_dense(self._options, quantized=self._dense is not None)
+        return self._options
+
+    # What vLLM tells a config is for the one of the dense layers.
+
+    @property
+    def packed_modules_mapping(self) -> dict[str, list[str]]:
+        """Which layers vLLM has joined; models set and extend it."""
+        return self._packed if self._dense is None else self._dense.packed_modules_mapping
+
+    @packed_modules_mapping.setter
+    def packed_modules_mapping(self, mapping: dict[str, list[str]]) -> None:
+        self._packed = mapping
+        if self._dense is not None:
+            self._dense.packed_modules_mapping = mapping
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        if self._dense is not None:
+            self._dense.apply_vllm_mapper(hf_to_vllm_mapper)
+
+    def maybe_update_config(self, *args: Any, **kwargs: Any) -> None:
+        if self._dense is not None:
+            self._dense.maybe_update_config(*args, **kwargs)
+
+    def get_cache_scale_mapper(self) -> Any:
+        return super().get_cache_scale_mapper() if self._dense is None else self._dense.get_cache_scale_mapper()
+
+    def get_checkpoint_weight_mapper(self) -> Any:
+        """Tensors that vLLM (0.32 and newer) leaves out: g_idx, but not that of experts, whose reader looks at it."""
+        from vllm.model_executor.models.utils import WeightsMapper
+
+        return WeightsMapper(orig_to_new_regex={_DENSE_G_IDX: None})
+
+    def loaded_model(self) -> RankServer:
+        """This rank; ConfigError if the model has no MoE layers on it."""
+        if self.loading is None or self.loading.rank_server is None:
+            raise ConfigError("vllm-dymoe: this model has no MoE layers, so there is nothing to serve with dymoe.")
+        return self.loading.rank_server
+
+
+def expert_width(config: VllmConfig) -> int | None:
+    """Width of one expert on one rank, as config.json says; None where it names none."""
+    text = config.model_config.hf_text_config
+    names = "moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size"
+    width = next((width for name in names if (width := getattr(text, name, None))), None)
+    return width // _ranks_of_an_expert(config) if isinstance(width, int) else None
+
+
+def _ranks_of_an_expert(config: VllmConfig) -> int:
+    return 1 if config.parallel_config.enable_expert_parallel else config.parallel_config.tensor_parallel_size
+
+
+def read_options(
+    vllm_config: VllmConfig, checkpoint: Mapping[str, Any] | None, reader: Reader = PLAIN_READER
+) -> Options:
+    """The options for a checkpoint that is ours, another tool's, or not quantized; ConfigError if they are wrong."""
+    additional = vllm_config.additional_config
+    asked = additional.get("dymoe") if isinstance(additional, Mapping) else None
+    if reader.held:
+        # The packer checks what config.json does not say.
+        columns = expert_width(vllm_config) or 0, _ranks_of_an_expert(vllm_config)
+        sizes = store_group_sizes(reader, *columns)
+        options = resolve_options(asked, {"high": reader.bits, **({"group_size": sizes[0]} if sizes else {})})
+        with _as_config_error():
+            check_compatible(reader, options.stored_bits, options.group_size, *columns)
+        return options
+    options = resolve_options(asked, checkpoint)
+    if checkpoint is None and options.quantizer in CALIBRATED:
+        raise ConfigError(
+            f'vllm-dymoe: quantizer "{options.quantizer}" needs a calibration, which there is none of while a model '
+            "loads; write a checkpoint with `vllm-dymoe quantize --calibration FOLDER` and serve that."
+        )
+    for option in ("high", "low", "group_size", "quantizer"):
+        stored, wanted = (checkpoint or {}).get(option), getattr(options, option)
+        if stored is not None and stored != wanted:
+            raise ConfigError(
+                f"vllm-dymoe: {option} = {wanted} was asked for, but this checkpoint was written with "
+                f"{option} = {stored}; leave the option out, or write the checkpoint again with `vllm-dymoe quantize`."
+            )
+    return options
+
+
+@contextlib.contextmanager
+def _as_config_error() -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError as error:
+        raise ConfigError(f"vllm-dymoe: {error}") from error
+
+
+def _read_dense(config: Mapping[str, Any]) -> tuple[QuantizationConfig, str | None]:
+    """vLLM's own configuration of a quantized checkpoint, and why no dense layer may be quantized, if none may.
+
+    vLLM 0.32 and newer refuse checkpoints whose columns are ordered before they look which layers are quantized. Where
+    only experts are, that order does not concern vLLM, which gets the configuration without it.
+    """
+    if current_platform.is_cpu():
+        with contextlib.suppress(ImportError):  # older vLLMs have no such register: there its own kernels run
+            from vllm_dymoe.vllm_plugin.dense_kernels import register_kernels
+
+            register_kernels()
+    make = get_quantization_config(_name_in_vllm(config)).from_config
+    try:
+        return make(dict(config)), None
+    except ValueError as error:
+        refusal = (
+            f"vllm-dymoe: this vLLM cannot run the dense layers of the {config['quant_method']} checkpoint "
+            f"({str(error).rstrip('.')}); use a checkpoint that `vllm serve` opens without --quantization dymoe"
+        )
+        unordered = _without_order(config)
+        if unordered != config:
+            with contextlib.suppress(ValueError):
+                return make(unordered), f"{refusal}, or one whose dense layers have 16 bits."
+        raise ConfigError(f"{refusal}.") from error
+
+
+def _dense_method(
+    dense: QuantizationConfig, refusal: str | None, layer: torch.nn.Module, prefix: str
+) -> QuantizeMethodBase | None:
+    """vLLM's method of a layer that is no expert; ConfigError for one that it would quantize against a refusal."""
+    method = dense.get_quant_method(layer, prefix)
+    plain = method is None or isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
+    # What attention asks for is the scales of its cache.
+    if refusal is not None and not plain and isinstance(layer, LinearBase | ParallelLMHead):
+        raise ConfigError(refusal)
+    return method
+
+
+def _name_in_vllm(config: Mapping[str, Any]) -> str:
+    """The method that vLLM makes of a quantization_config; ModelOpt's algorithms are several of them."""
+    if EXPERT_DTYPE in config:
+        return "deepseek_v4_fp8"
+    if config.get("quant_method") == "auto-round":
+        return "inc"
+    algorithm = str(describe_modelopt(config).get("quant_algo") or "").upper()
+    names = {"NVFP4": "modelopt_fp4", "MXFP8": "modelopt_mxfp8", "MIXED": "modelopt_mixed", "FP8": "modelopt"}
+    return next((name for part, name in names.items() if part in algorithm), str(config["quant_method"]))
+
+
+def _without_order(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A quantization_config as it would be if columns had been quantized as they come."""
+    plain = dict(config)
+    if config.get("desc_act"):
+        plain["desc_act"] = False
+    if groups := config.get("config_groups"):
+        ordered = {name: group for name, group in groups.items() if (group.get("weights") or {}).get("actorder")}
+        changed = {
+            name: {**group, "weights": {**group["weights"], "actorder": None}} for name, group in ordered.items()
+        }
+        plain["config_groups"] = {**groups, **changed}
+    return plain

@@ -1,0 +1,152 @@
+"""One rank that serves: the forward of its MoE layers, in the steps of requests and while vLLM warms up."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from vllm_dymoe.cache.transfer import TransferError
+from vllm_dymoe.planner.routing import Routing
+from vllm_dymoe.server import ExpertServer
+from vllm_dymoe.vllm_plugin.announcements import logger
+from vllm_dymoe.vllm_plugin.data_parallel import Gathered, own_tokens
+from vllm_dymoe.vllm_plugin.decode_steps import DecodeSteps
+from vllm_dymoe.vllm_plugin.failures import StepFailures
+from vllm_dymoe.vllm_plugin.gates import PredictorObserver
+from vllm_dymoe.vllm_plugin.graphs import is_captured, refused_capture
+from vllm_dymoe.vllm_plugin.observers import Observation
+from vllm_dymoe.vllm_plugin.step import PromptTap, RankLayer, RunningStep
+
+
+class RankServer:
+    """What vLLM's layers, worker and attention talk to on a rank that has loaded its model."""
+
+    def __init__(
+        self,
+        server: ExpertServer,
+        step: RunningStep,
+        failures: StepFailures,
+        predictor_observer: PredictorObserver,
+        observation: Observation,
+        drafted: int = 0,  # tokens that speculative decoding adds to a request's one
+    ) -> None:
+        self.server, self.step, self.failures = server, step, failures
+        self.predictor_observer, self.observation = predictor_observer, observation
+        self.prompts: PromptTap | None = None  # for a policy that does not ask
+        takes = server.policy.prefetch is not None and server.policy.prefetch.takes_predictor
+        if takes or server.policy.precision.heavy_hitters is not None:
+            self.prompts = PromptTap(lambda: self.server.policy, step, drafted, self._predictor_asks)
+        self._decode: DecodeSteps | None = None
+        if server.small_batches is not None:
+            self._decode = DecodeSteps(server, server.small_batches, step, observation, 1 + drafted, self.prompts)
+        self._num_layers = len(server.experts.layers)  # without a draft's, which come later
+        failures.on_failure = observation.forget
+        if (cpu_queue := server.cpu_execution.cpu_queue) is not None:
+            failures.late, cpu_queue.on_failure = True, failures.record_late
+        predictor_observer.listen(observation, lambda: self.server.drop_predictor())
+
+    def _predictor_asks(self) -> bool:
+        predictor = self.server.predictor
+        return predictor is not None and predictor.predictor.tells_phases
+
+    def forward(self, layer: RankLayer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Run the routed experts of one MoE layer, outside of any compilation: x [rows, hidden] -> [rows, hidden].
+
+        Weights are float32 [rows, top_k], ids int [rows, top_k] of the experts of all ranks. Rows that only fill up a
+        captured graph's batch come out as zeros and are not seen, wherever vLLM has routed them: to expert -1 from 0.32
+        on, before that to some expert. What vLLM makes up to warm up is neither counted nor learnt from.
+
+        A layer that cannot be computed gives zeros and fails the step (``failures``); TransferError in a warm-up that
+        no other rank waits for, ConfigError for a captured layer.
+        """
+        server, step, rows = self.server, self.step, len(x)
+        tokens, capturing = step.real(rows), is_captured(x)
+        if self._decode is not None:
+            here = ids if layer.expert_map is None else layer.expert_map[ids.long()]
+            if self._decode.enter_layer(rows, capturing=capturing):
+                return self._decode.path.forward(layer.position, x, weights, here, layer.activation)
+            return self._decode.run_large(layer, x, weights, ids, here, capturing=capturing)
+        if capturing:
+            raise refused_capture(layer.name)
+        phase, gathered = step.phase, None
+        if layer.meets:
+            part = layer.part
+            own = tokens if part is None or step.warming_up else own_tokens(step.tokens, rows, part)
+            gathered = Gathered(x, weights, ids, own, phase, sequence_parallel=part is not None)
+            x, weights, ids, phase = gathered.x, gathered.weights, gathered.ids, gathered.phase
+        elif tokens < rows:
+            x, weights, ids = x[:tokens], weights[:tokens], ids[:tokens]
+        here = ids if layer.expert_map is None else layer.expert_map[ids.long()]
+        draft = layer.position >= self._num_layers
+        prompts = None if draft or gathered is not None else self.prompts
+        prompt = None if prompts is None else prompts.tokens(tokens, x.device)
+        everywhere = None if here is ids else ids
+        routing = Routing(layer.position, self._num_layers, x, here, weights, phase, prompt, everywhere)
+        routing.weights_on_input = layer.weights_on_input
+        try:
+            if not len(x) or (self.failures.sentence is not None and not step.warming_up):
+                out = torch.zeros_like(x)  # no engine has requests, or the step has failed already
+            elif step.warming_up:
+                with server.host_planned.unobserved():
+                    out = server.host_planned.forward(routing, layer.activation)
+            else:
+                observers = () if draft else self.observation.observers
+                for observer in (one for one in observers if not one.needs_actions):
+                    observer.see(routing)
+                out = server.host_planned.forward(routing, layer.activation)
+                for observer in (one for one in observers if one.needs_actions):
+                    observer.see(routing)
+        except TransferError as error:
+            self._failed(error)
+            out = torch.zeros_like(x)
+        if gathered is not None:
+            return gathered.combine(out)
+        return out if tokens == rows else torch.nn.functional.pad(out, (0, 0, 0, rows - tokens))
+
+    def begin_step(self, scheduler_output: Any) -> bool:
+        for observer in self.observation.observers:
+            observer.begin_step(scheduler_output)
+        if scheduler_output.total_num_scheduled_tokens == 0:
+            return False
+        self.step.begin(scheduler_output)
+        self.server.host_planned.begin_step(self.step.phase)
+        if self._decode is not None:
+            self._decode.begin()
+        return True
+
+    @contextlib.contextmanager
+    def idle_step(self) -> Iterator[None]:
+        """This rank has no requests and computes a dummy batch: its experts serve the tokens of other ranks."""
+        self.step.begin_idle()
+        self.server.host_planned.begin_step(self.step.phase)
+        try:
+            yield
+        finally:
+            self.failures.finish(None)
+
+    def end_model(self, runner: Any, scheduler_output: Any, output: Any) -> Any:
+        """The model of a step has run; returns its output, declared failed if the step is."""
+        failed = self.failures.sentence is not None
+        if self._decode is not None:
+            self._decode.end()
+        for observer in self.observation.observers:
+            observer.end_step(runner, scheduler_output, self.step.number, failed=failed)
+        return None if output is None else self.failures.finish(output)  # without one, sample_tokens comes next
+
+    def end_step(self, output: Any) -> Any:
+        """A step has sampled its tokens; returns its output as ``end_model`` does. Observers were told there."""
+        return output if self.step.warming_up else self.failures.finish(output)
+
+    def extend(self, server: ExpertServer) -> None:
+        """Go on with a draft's layers behind the model's; the host plans in all of them."""
+        assert server.small_batches is None
+        self.server, self._decode = server, None
+
+    def _failed(self, error: TransferError) -> None:
+        if not self.step.warming_up:
+            self.failures.record(f"vllm-dymoe: {error}")
+        elif self.failures.alone:
+            raise error  # the start ends with this sentence
+        else:
+            logger.error("vllm-dymoe: %s", error)  # the other ranks wait for this one; the first step fails as well

@@ -47,10 +47,10 @@ class CpuKernel:
     ) -> None:  # fmt: skip
         if workspace_bytes < MINIMUM_WORKSPACE_BYTES:
             raise ValueError(f"workspace has {workspace_bytes} bytes, expected at least {MINIMUM_WORKSPACE_BYTES}")
-        self.workspace_bytes, self._threads = workspace_bytes, threads
+        self.workspace_bytes, self._threads, self.activations = workspace_bytes, threads, activations
         self._workspace = torch.empty(workspace_bytes, dtype=torch.uint8)
         self._address = self._workspace.data_ptr()
-        self._library = None if isa == "torch" else native.load(isa)
+        self.library = self._library = None if isa == "torch" else native.load(isa)
         if self._library is None:
             self.name = "cpu, torch (slow: no native library; with a C++ compiler install vllm-dymoe again)"
         else:
@@ -63,6 +63,15 @@ class CpuKernel:
         self._kept: dict[str, Tensor] = {}
         self._inputs: Tensor | None = None  # holds what a step's tokens are read as; None before its first experts
         self._forms = Forms()
+
+    def most_positions(self, row_floats: int) -> int:
+        """Positions whose activations, so many floats each, are computed at a time."""
+        return max(_MOST_ACTIVATION_BYTES // (4 * row_floats), 1)
+
+    def scratch(self, floats: int) -> Tensor:
+        """float32 [at least floats]: the workspace, or memory of its own for a step that needs more."""
+        workspace = self._workspace.view(torch.float32)
+        return workspace if floats <= len(workspace) else torch.empty(floats, dtype=torch.float32)
 
     def begin(self, x: Tensor, plan: LayerPlan, out: Tensor, activation: Activation) -> None:
         """As in :class:`ExpertKernel`."""
@@ -91,7 +100,7 @@ class CpuKernel:
         products = 3 * (last - first) * layer.hidden * layer.inter
         layer.threads = min(self._threads or torch.get_num_threads(), 1 + products // _PRODUCTS_OF_A_THREAD)
         layer.matrices = forms.address
-        most, behind = max(_MOST_ACTIVATION_BYTES // (4 * floats), 1), floats * layer.tokens
+        most, behind = self.most_positions(floats), floats * layer.tokens
         pieces = [(fields, first, last)] if last - first <= most else _parts(fields, most)
         for part, first, last in pieces:
             activations, _held = self._room("activations", behind, floats * (last - first))

@@ -7,6 +7,7 @@ threads are those of the OpenMP that torch has loaded: no second pool competes w
 import ctypes
 from collections.abc import Sequence
 from ctypes import Structure, c_double, c_int64, c_void_p
+from enum import IntEnum
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,44 @@ class Layer(Structure):
 class Sum(Structure):
     """The weighted sum of a token's experts: ``Sum`` of layer.h."""
 
-    _fields_ = _integers("tokens top_k hidden dtype rows weights into threads next")
+    _fields_ = _integers("tokens top_k hidden dtype rows weights into present threads next")
+
+
+class CacheTable(Structure):
+    """Addresses of the columns of ``planner.table.Table`` that planning uses: ``CacheTable`` of planner.h."""
+
+    _fields_ = _integers(
+        "layers experts slices held slot score used_at step quotas reuse_high counters critical prompt_threshold "
+        "threshold cpu_costs bits offsets pool slot_bytes source"
+    )
+
+
+class MoeLayer(Structure):
+    """One MoE layer of one step: ``MoeLayer`` of moe_layer.h."""
+
+    _fields_ = (
+        *_integers("layer tokens rows top_k wide_ids ids weights x into expert_map mapped marks actions versions"),
+        *_integers("observed"),
+        ("table", CacheTable),
+        *_integers("ages executes renormalizes weights_on_input plans_only"),
+        ("form", c_int64 * 3),
+        ("slice_bytes", c_int64 * 3),
+        *_integers("in_memory_until lost_pages uses"),
+        ("kernel", Layer),
+        *_integers("scratch scratch_floats piece_positions pair_rows pair_capacity threads"),
+        *_integers("count experts wanted places bad_expert"),
+    )
+
+
+class Outcome(IntEnum):
+    """What ``Library.moe_layer`` returns: ``Outcome`` of moe_layer.h."""
+
+    DONE = 0
+    FETCH = 1  # planned; some experts have to be brought into slots first, and nothing is computed or counted
+    VERIFY = 2  # nothing is planned: bytes of missing experts in files have to be checked first
+    LOST = 3  # done, but a page of a mapped file could not be read
+    BAD_EXPERT = 4  # nothing is planned: a number is no expert of the model
+    BAD_ROOM = 5  # nothing is planned: scratch is too small
 
 
 class Rounding(Structure):
@@ -101,7 +139,11 @@ class Library:
         library = ctypes.CDLL(str(path))
         library.dymoe_row_floats.restype = library.dymoe_sizes.restype = c_int64
         library.dymoe_row_floats.argtypes = [c_int64]
-        sizes = [ctypes.sizeof(Matrix), 8 * ITEM_FIELDS, *map(ctypes.sizeof, (Layer, Sum, Rounding, QueueControl))]
+        sizes = [
+            ctypes.sizeof(Matrix),
+            8 * ITEM_FIELDS,
+            *map(ctypes.sizeof, (Layer, Sum, Rounding, QueueControl, MoeLayer)),
+        ]
         built = [library.dymoe_sizes(which) for which in range(len(sizes))]
         if sizes != built:
             raise OSError(
@@ -109,6 +151,9 @@ class Library:
             )
         library.dymoe_experts.argtypes = library.dymoe_weighted_sum.argtypes = [c_void_p, ctypes.c_int, c_void_p]
         library.dymoe_round_block.argtypes = [c_void_p, ctypes.c_int]
+        # Of a MoeLayer's address, an instruction set, and the threads' function: an Outcome.
+        self.moe_layer = library.dymoe_moe_layer
+        self.moe_layer.argtypes = [c_void_p, ctypes.c_int, c_void_p]
         # Of the Bell at an address: write a number behind all that was written before; wait until it is answered, 1 if
         # it was given up instead; give up the entry that is waited for, and return its number, or 0 if none is.
         self.post, self.wait, self.give_up = library.dymoe_post, library.dymoe_await, library.dymoe_give_up
@@ -143,7 +188,7 @@ class Library:
     def weighted_sum(self, rows: torch.Tensor, weights: torch.Tensor, into: torch.Tensor) -> None:
         """into [tokens, hidden] = the sum over k of weights [tokens, top_k] times rows [tokens * top_k, hidden]."""
         tokens, top_k = weights.shape
-        addresses = rows.data_ptr(), weights.data_ptr(), into.data_ptr()
+        addresses = rows.data_ptr(), weights.data_ptr(), into.data_ptr(), 0
         threads = torch.get_num_threads() if into.numel() > 1 << 14 else 1
         job = Sum(tokens, top_k, into.shape[1], into.dtype is torch.float16, *addresses, threads, 0)
         self._library.dymoe_weighted_sum(ctypes.addressof(job), self.isa, self.parallel)

@@ -578,6 +578,7 @@ static void weighted_sum(void* argument) {
     for (i64 t; (t = __atomic_fetch_add(&s.next, 1, __ATOMIC_RELAXED)) < s.tokens;) {
         for (i64 c = 0; c < s.hidden; c++) total[c] = 0;
         for (i64 j = 0; j < s.top_k; j++) {
+            if (s.present != nullptr && !s.present[t * s.top_k + j]) continue;  // its row holds anything
             const uint16_t* row = s.rows + (t * s.top_k + j) * s.hidden;
             const F weight = all(s.weights[t * s.top_k + j]);
             i64 c = 0;

@@ -234,8 +234,9 @@ API void dymoe_round_block(Rounding* block, int isa) {
 
 #include "cpu_queue.h"
 #include "mapped.h"
+#include "moe_layer.h"
 
 API i64 dymoe_sizes(int which) {
-    const i64 sizes[] = {sizeof(Matrix), sizeof(Item), sizeof(Layer), sizeof(Sum), sizeof(Rounding), sizeof(QueueControl)};
+    const i64 sizes[] = {sizeof(Matrix), sizeof(Item), sizeof(Layer), sizeof(Sum), sizeof(Rounding), sizeof(QueueControl), sizeof(MoeLayer)};
     return sizes[which];
 }

@@ -54,6 +54,7 @@ struct Sum {               // see weighted_sum
     const uint16_t* rows;
     const float* weights;
     uint16_t* into;
+    const char* present;   // [tokens * top_k], which rows there are; null if all
     i64 threads, next;
 };
 

@@ -170,7 +170,7 @@ class WatchedPolicy:
 
     def __init__(self, policy: Any) -> None:
         self._policy = policy
-        self.precision = Instead(policy.precision, select=self._select)
+        self.precision = Instead(policy.precision, select=self._select, planned=False)
         self.seen: list[tuple[Any, Any]] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -180,6 +180,13 @@ class WatchedPolicy:
         plan = self._policy.precision.select(routing)
         self.seen.append((routing, plan))
         return plan
+
+
+def watch(server: Any) -> WatchedPolicy:
+    """Serve on by a watched policy."""
+    watched = WatchedPolicy(server.policy)
+    server.serve(server.options, watched)
+    return watched
 
 
 @contextlib.contextmanager

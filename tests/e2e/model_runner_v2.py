@@ -11,7 +11,7 @@ import pytest
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.gpu import warmup
 
-from tests.e2e.engines import WatchedPolicy, answer, answers_at_budgets, engine, prompts, server_of
+from tests.e2e.engines import answer, answers_at_budgets, engine, prompts, server_of, watch
 from tests.e2e.test_precision import DYMOE, LAYERS, WATCHED, _as_at_start, change, stats_of  # noqa: F401
 
 
@@ -83,7 +83,7 @@ def test_nothing_is_made_of_what_vllm_computes_to_warm_up(llm, monkeypatch):
             answer(llm, prompts()[:1], max_tokens=3, logprobs=None)
         assert bool(heard) == served
         before, recorded, told = stats_of(llm), tokens_recorded(llm), len(heard)
-        watched = server.host_planned.policy = WatchedPolicy(server.policy)
+        watched = watch(server)
         warm_up(llm)
         server.host_planned.policy = watched._policy
         assert len(watched.seen) >= 2 * LAYERS  # a dummy batch has no tokens of this engine

@@ -7,7 +7,6 @@ import pytest
 
 from tests.e2e.engines import (
     MODEL,
-    WatchedPolicy,
     answer,
     answers_at_budgets,
     check_logprobs_close,
@@ -15,6 +14,7 @@ from tests.e2e.engines import (
     equal_share,
     prompts,
     server_of,
+    watch,
 )
 from tests.quantize.recordings import write_recording
 from vllm_dymoe.experts.encoding import E8_BASE, E8_NESTED
@@ -42,7 +42,7 @@ def answers_of(**settings):
         exact, server = every_budget(llm), server_of(llm)
         server.resize("25%")
         llm.collective_rpc("dymoe_precision", kwargs={"retention": 0.5})
-        watched = server.host_planned.policy = WatchedPolicy(server.policy)
+        watched = watch(server)
         less = answer(llm, prompts())
         assert server.stats().planned["low"] > 0
         return exact, less, [routing.prompt.heavy for routing, _ in watched.seen if routing.prompt is not None]

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from tests.cache.store.stores import read
 from tests.e2e.architectures import ARCHITECTURES, NEMOTRON_H
 from tests.e2e.engines import (
-    WatchedPolicy,
     answer,
     answers_at_budgets,
     check_first_logprobs_close,
@@ -23,6 +22,7 @@ from tests.e2e.engines import (
     server_of,
     share_of_likeliest,
     small_engine,
+    watch,
 )
 from vllm_dymoe.cache.store import FileStore
 from vllm_dymoe.experts.format import all_keys
@@ -65,7 +65,7 @@ def check_precisions_by_load(llm):
     llm.collective_rpc("dymoe_precision", kwargs={"retention": 0.5})
     texts = [{"prompt_token_ids": list(tokens)} for tokens in (range(5, 35), range(90, 101))]
     answers_at_budgets(llm, ("100%", "minimum"), lambda: answer(llm, texts, max_tokens=6))
-    watched = server.host_planned.policy = WatchedPolicy(server.policy)
+    watched = watch(server)
     answer(llm, texts, max_tokens=6)
     read = [(routing, plan) for routing, plan in watched.seen if routing.prompt is not None]
     assert len(read) == len(server.experts.layers) < len(watched.seen)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from vllm import SamplingParams
 
+from tests.e2e import engines
 from tests.e2e.engines import (
-    WatchedPolicy,
     answer,
     answers_at_budgets,
     engine,
@@ -51,9 +51,7 @@ def stats_of(llm):
 
 
 def watch(llm):
-    server = server_of(llm)
-    server.host_planned.policy = WatchedPolicy(server.policy)
-    return server.policy.seen
+    return engines.watch(server_of(llm)).seen
 
 
 def test_precisions_follow_the_schedule_in_both_phases(llm):

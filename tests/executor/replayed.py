@@ -30,4 +30,4 @@ def replay(server, actions):
         places[:, [found[expert] % LOW_VERSION == Action.CPU for expert in wanted]] = CPU
         return wanted, skipped, places
 
-    serving._decide = device_planned
+    serving._decide, serving.cpu = device_planned, None

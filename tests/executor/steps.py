@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 
@@ -23,6 +24,7 @@ BUDGETS = ["100%", "50%", "25%", "minimum"]
 class NumberPrecision(PrecisionPolicy):
     low: frozenset[int] = frozenset()
     skipped: frozenset[int] = frozenset()
+    planned: ClassVar[bool] = False
 
     def shares(self, num_layers, top_k):
         return dict.fromkeys(self.precisions, [1.0] * num_layers)

@@ -109,7 +109,7 @@ def test_what_computes_on_a_side_stream_is_read_when_experts_compute(later):
 
 def test_its_memory_is_part_of_the_budget():
     def slots(nbytes, budget):
-        server = with_budget(STORE, budget, predictor=Names(nbytes))
+        server = with_budget(STORE, budget, predictor=Names(nbytes), link_gbps=LINK)
         stats = server.stats()
         assert stats.predictor_bytes == nbytes
         assert server.budget.reserved == server.kernel.workspace_bytes + nbytes + stats.slots["high"] * FORMAT.nbytes
@@ -157,7 +157,7 @@ def test_hits_of_a_layer_are_counted_when_its_predictor_hears_of_it(budget):
             counts = server.host_planned.counts
             heard.append(counts.hits + counts.misses)
 
-    server = with_budget(STORE, budget, predictor=Hears())
+    server = with_budget(STORE, budget, predictor=Hears(), link_gbps=LINK)
     x, weights, ids = random_step(0, 1, STORE.experts)
     for _ in range(3):  # all of them are there from the second time on
         forward(server, 0, x, weights, ids)

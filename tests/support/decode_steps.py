@@ -22,6 +22,7 @@ COSTS = {
     "fetch": None,
     "compute": [[0] * 4, [1 << 40, 1, 0, 64], [1 << 40, 1, 0, 64]],
     "share": [[10, 0, 0, 0], [60, 20, 5, 64], [100, 33, 8, 64]],
+    "ties": [[0] * 4, [2, 1, 1, 64], [4, 2, 1, 64]],
     "few rows of high": [[0] * 4, [60, 0, 0, 64], [100, 10, 8, 2]],
 }
 """What fetching and computing there cost, see Table.cpu_costs."""

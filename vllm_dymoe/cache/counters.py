@@ -2,8 +2,10 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm_dymoe.planner.precision import Precision
+from vllm_dymoe.planner.table import Counter as Column
 
 
 @dataclass
@@ -18,6 +20,21 @@ class ResidencyCounts:
     promotions: int = 0  # misses of a high version where the low one was there
     reuses: int = 0  # hits that used a high version where a low one would have done
     evictions: int = 0  # experts that made room for others
+
+    def take(self, counters: Any) -> None:
+        """Add what planned steps have counted, int64 [layers, Counter], which begins anew."""
+        values = counters.sum(0).tolist()
+        counters[:] = 0
+        low = values[Column.NEEDED_LOW] - values[Column.SKIPPED]
+        self.planned.update(
+            {Precision.HIGH: values[Column.NEEDED_HIGH], Precision.LOW: low, Precision.SKIPPED: values[Column.SKIPPED]}
+        )
+        self.hits += values[Column.HITS]
+        self.misses += values[Column.NEEDED_HIGH] + low - values[Column.HITS]
+        self.cpu_executed += values[Column.CPU]
+        self.reuses += values[Column.REUSES]
+        self.promotions += values[Column.PROMOTIONS]
+        self.evictions += values[Column.EVICTIONS]
 
     @property
     def hit_rate(self) -> float:

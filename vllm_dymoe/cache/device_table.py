@@ -100,21 +100,7 @@ class DeviceTable:
         """Add what the device has counted since the last time; waits for it. An expert that is read through again for
         each two tokens is one transfer here, and so is one that came in part ahead."""
         values = self.table.counters.sum(0).tolist()
-        self.table.counters.zero_()
-        low = values[Counter.NEEDED_LOW] - values[Counter.SKIPPED]
-        counts.planned.update(
-            {
-                Precision.HIGH: values[Counter.NEEDED_HIGH],
-                Precision.LOW: low,
-                Precision.SKIPPED: values[Counter.SKIPPED],
-            }
-        )
-        counts.hits += values[Counter.HITS]
-        counts.misses += values[Counter.NEEDED_HIGH] + low - values[Counter.HITS]
-        counts.cpu_executed += values[Counter.CPU_EXECUTED]
-        counts.reuses += values[Counter.REUSES]
-        counts.promotions += values[Counter.PROMOTIONS]
-        counts.evictions += values[Counter.EVICTIONS]
+        counts.take(self.table.counters)
         fetched = {HIGH: values[Counter.FETCHED_HIGH], LOW: values[Counter.FETCHED_LOW]}
         transfers.transfers[Reason.DEMAND] += sum(fetched.values())
         for code, bits in self._sources:

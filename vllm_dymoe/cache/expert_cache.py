@@ -138,7 +138,11 @@ class ExpertCache:
             self.pools.make(precision, self.experts.formats[bits[precision]], count, sum(plan.quotas[precision]))
         self.table = Table.allocate(len(self.experts.layers), self.experts.num_experts, nested=self.nested)
         self.table.reuse_high[:] = reuse_high
-        sizes = {CODES[precision]: (0, pool.format.nbytes, pool.count) for precision, pool in self.pools.items()}
+        pools = self.pools.items()
+        sizes = {
+            CODES[precision]: (pool.slots[0].packed.data_ptr(), pool.format.nbytes, pool.count)
+            for precision, pool in pools
+        }
         set_pools(self.table, sizes, {CODES[precision]: plan.quotas[precision] for precision in self.pools})
         if self.device_table is not None:
             self.device_table.set_slots(self.pools, plan.quotas)

@@ -82,13 +82,13 @@ class Migration:
         self._memory, self._fetcher, self._engine, self._migrating = cache, fetcher, fetcher.engine, migrating
         self._agree, self._clock, self._decoded = agree, clock, decoded
         self._stats = MigrationStats()
-        self._chosen: list[tuple[int, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]] = []
         shape = cache.table.precision.shape
         places = cache.table.quotas[:, HIGH]
         self._places = int(places.sum())
         self._worth = expert_worth(cache.experts, migrating, [1.0] * shape[0])
         self._changes: LayerChanges | None = LayerChanges(shape[0] - cache.experts.draft_layers)
         self._counts = np.zeros((2, *shape), np.int64)  # uses, and squared gates
+        self.uses = np.zeros_like(self._counts)  # the same since rows last changed
         self._seen, self._least = 0, migrating.window_uses * self._counts[0].size
         self.hotness = np.zeros(shape) if hotness is None else hotness  # in even shares, of the last window
         self._planned: deque[Swap] = deque()
@@ -106,27 +106,27 @@ class Migration:
 
     def count(self, routing: Routing, experts: NDArray[np.int64], uses: NDArray[np.int64]) -> None:
         """What a layer's router chose in a step of requests: experts int64 [n], each once, and by how many tokens."""
-        self._chosen.append((routing.layer, experts, uses, routing.squared_gates[experts]))
+        self.uses[0, routing.layer, experts] += uses
+        self.uses[1, routing.layer, experts] += routing.squared_gates[experts]
+        self.see(routing)
+
+    def see(self, routing: Routing) -> None:
+        """Learn what a layer's experts change, as long as it is not known; its choices are in ``uses`` already."""
         if self._changes is not None:
             self._changes.see(routing.layer, routing.x)
 
     def _count(self) -> None:
-        """Enter what was chosen since rows last changed, of all layers at once: one by one would cost a step 1 %."""
-        if not self._chosen:
-            return
-        layers, experts, *numbers = zip(*self._chosen, strict=True)
-        self._chosen.clear()
-        each = self._counts.shape[2]
-        places = np.concatenate([layer * each + row for layer, row in zip(layers, experts, strict=True)])
-        size = self._counts[0].size
-        found = [np.bincount(places, np.concatenate(of), size).astype(np.int64).reshape(-1, each) for of in numbers]
-        self._counts += found
-        counts = found[0]
+        """Enter what was chosen since rows last changed."""
+        counts = self.uses[0]
         total = int(counts.sum())
+        if not total:
+            return
+        self._counts += self.uses
         high = int(counts[self._memory.table.precision == HIGH].sum())
         self._seen += total
         self._stats.choices[Precision.HIGH] += high
         self._stats.choices[Precision.LOW] += total - high
+        self.uses.fill(0)
 
     def count_decoded(self, tokens: int, *, large: bool = False) -> None:
         """The same of all layers, behind a step without the host; layers of a large one have been counted."""

@@ -28,7 +28,9 @@ from vllm_dymoe.planner.rule import CPU, HIT, Ints, actions_of
 from vllm_dymoe.planner.table import CODES
 from vllm_dymoe.policies import Policy
 from vllm_dymoe.prefetch import Measured, PredictionStats
+from vllm_dymoe.server.cpu_executor import CpuExecutor, LayerPlanned
 
+_PRECISIONS = {code: precision for precision, code in CODES.items()}
 _FAR = 1 << 40  # rows of an expert that is never computed by the CPU
 
 
@@ -40,6 +42,7 @@ class HostPlannedLayers:
     executes_on_cpu: bool  # some experts without a slot are computed in host memory, as the table's costs say
     cpu_worker: CpuWorker | None = None  # cores that do it while a device computes; None where the device is the host
     records_actions = False  # routings are told what becomes of their experts
+    cpu: CpuExecutor | None = None  # runs layers whose experts are in memory, on a CPU; None where there is a device
     fetcher: Fetcher  # gives slots to what is fetched
     prefetcher: Prefetcher | None = None  # fetches ahead; None without a predictor
     migration: Migration | None = None  # moves versions between steps; None where steps fetch what they need
@@ -59,6 +62,7 @@ class HostPlannedLayers:
         self.cache, self.kernel, self.engine = cache, kernel, engine
         self.predictor = predictor
         self.counts, self.prefetch_stats = ResidencyCounts(), PrefetchStats()
+        self._observed = True  # tokens are requests'
 
     # -- between steps ----------------------------------------------------------------------------
 
@@ -109,7 +113,15 @@ class HostPlannedLayers:
         if an expert could not be fetched; the server can serve the next step."""
         if len(routing.ids) == 0:
             return torch.empty_like(routing.x)
-        wanted, skipped, places = self._decide(routing)
+        if self.fetcher.orphaned:
+            self.fetcher.collect()
+        planned = None
+        if self.cpu is not None:
+            planned = self.cpu.run(routing, activation, observed=self._observed)
+            if isinstance(planned, torch.Tensor):
+                self._served(routing)
+                return planned
+        wanted, skipped, places = self._decide(routing, planned)
         x, weights = routing.inputs()
         out = x.new_empty((routing.ids.numel(), x.shape[1]))
         look_ahead = None
@@ -150,19 +162,44 @@ class HostPlannedLayers:
             return combine(out, weights)
         return combine(out, weights, routing.ids, skipped, renormalize=self.policy.precision.renormalizes)
 
-    def _decide(self, routing: Routing) -> tuple[dict[int, Precision], set[int], Ints]:
+    def _served(self, routing: Routing) -> None:
+        """The CPU executor has run a layer: predictions for it were not needed, and those of later layers are asked."""
+        if self.migration is not None:
+            self.migration.see(routing)
+        if self.predictor is None or self.engine.occupies_cores:
+            return
+        if self.prefetcher is not None:
+            self.prefetcher.claim(routing.layer, {})
+        if routing.layer < routing.num_layers:
+            self._look_ahead(routing)
+        if self.prefetcher is not None:
+            self.prefetcher.answer()
+            self.prefetcher.fill()
+
+    def _decide(
+        self, routing: Routing, planned: LayerPlanned | None = None
+    ) -> tuple[dict[int, Precision], set[int], Ints]:
         """The precision of each expert that is computed, those that are skipped, and what the rule makes of the
         former."""
-        bits, layer = self.bits, routing.layer
-        precisions = self.policy.precision.select(routing)
-        wanted = {expert: precision for expert in routing.active if bits[precision := precisions[expert]] > 0}
-        planned = self.counts.planned
-        planned.update(wanted.values())
-        planned[Precision.SKIPPED] += len(precisions) - len(wanted)
+        counts, active = self.counts.planned, routing.active
+        if planned is not None:
+            versions = map(_PRECISIONS.__getitem__, planned.wanted.tolist())
+            wanted = dict(zip(planned.experts.tolist(), versions, strict=True))
+        else:
+            precisions = self.policy.precision.select(routing)
+            wanted = {expert: precision for expert in active if self.bits[precision := precisions[expert]] > 0}
+        counts.update(wanted.values())
+        counts[Precision.SKIPPED] += len(active) - len(wanted)
+        places = planned.places if planned is not None else self._plan(routing, wanted)
+        if self.host_cache is not None:
+            expect(self.host_cache, self.cache, routing.layer, wanted, places)
+        return wanted, set(active) - wanted.keys(), places
+
+    def _plan(self, routing: Routing, wanted: Mapping[int, Precision]) -> Ints:
+        """What the rule makes of each wanted expert."""
+        layer = routing.layer
         active = np.fromiter(wanted, np.int64, len(wanted))
         codes = np.fromiter(map(CODES.__getitem__, wanted.values()), np.int8, len(wanted))
-        if self.fetcher.orphaned:
-            self.fetcher.collect()
         if self.migration is not None:
             uses = np.fromiter(map(routing.counts.__getitem__, wanted), np.int64, len(wanted))
             self.migration.count(routing, active, uses)
@@ -175,9 +212,7 @@ class HostPlannedLayers:
         if self.records_actions:
             held = self.cache.table.precision[layer]
             routing.actions = torch.from_numpy(actions_of(routing.host_ids, active, codes, held, places))
-        if self.host_cache is not None:
-            expect(self.host_cache, self.cache, layer, wanted, places)
-        return wanted, precisions.keys() - wanted.keys(), places
+        return places
 
     def _on_cpu(self, layer: int, wanted: Mapping[int, Precision], places: Ints) -> dict[int, PackedExpert]:
         """What is computed by the CPU."""
@@ -236,10 +271,11 @@ class HostPlannedLayers:
         before, disk = (self.counts, self.engine.stats, self.predictor, self.migration), self.disk
         read = disk.reads, disk.nbytes, disk.seconds
         self.counts, self.engine.stats, self.predictor = ResidencyCounts(), TransferStats(), None
-        self.migration = None
+        self.migration, self._observed = None, False
         try:
             yield
         finally:
+            self._observed = True
             self.counts, self.engine.stats, self.predictor, self.migration = before
             disk.reset(read)
 

@@ -38,7 +38,8 @@ def averaged(score: NDArray[np.float64], counts: NDArray[np.int64], alpha: float
 def squared_gates(weights: Tensor) -> Tensor:
     """Of each choice, with weights [..., top_k], the square of its share of its token's routing weights in units of 1 /
     GATE_UNIT: int64, whole numbers, since the order of additions must not decide on which rank an expert is hot."""
-    share = weights.float() / weights.float().sum(-1, keepdim=True).clamp(min=1e-9)
+    exact = weights.double()  # so that no order of additions shows
+    share = exact / exact.sum(-1, keepdim=True).clamp(min=1e-9)
     return (share * share * GATE_UNIT).long()
 
 

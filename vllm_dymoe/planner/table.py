@@ -273,7 +273,7 @@ def set_precision(
     critical: NDArray[np.int32],  # int32 [layers, experts + 1], by the number of active experts
     thresholds: Sequence[NDArray[np.int64]] = (),
 ) -> None:
-    """What precisions mean in steps of the device, and how many experts of a step are high; ValueError if versions are
+    """What precisions mean in planned steps, and how many experts of a step are high; ValueError if versions are
     nested where the table is not, or the other way round. Thresholds are of prompts' tokens and of others, int64 [2]
     each, or none; one that is in use for the same retention stays where it has settled."""
     bits, offsets = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 3, dtype=torch.int64)
@@ -287,14 +287,13 @@ def set_precision(
     for code, fmt in ((HIGH, high), (LOW, low)):
         if fmt is not None:
             offsets[code] = torch.tensor([section.start for section in fmt.sections])
-    table.bits.copy_(bits)
-    table.offsets.copy_(offsets)
-    table.critical.copy_(torch.from_numpy(critical))
+    for column, values in ((table.bits, bits), (table.offsets, offsets), (table.critical, torch.from_numpy(critical))):
+        column[:] = values
     columns = table.prompt_threshold, table.threshold
     none = np.array(NO_THRESHOLD, np.int64)
     for column, threshold in zip(columns, thresholds or (none, none), strict=True):
         if int(column[1]) != int(threshold[1]):
-            column.copy_(torch.as_tensor(threshold))
+            column[:] = torch.as_tensor(threshold)
 
 
 def set_pools(

@@ -61,13 +61,16 @@ class PrecisionPolicy:
             )
         return {precision: [*layers, *[layers[-1]] * experts.draft_layers] for precision, layers in shares.items()}
 
+    planned: ClassVar[bool] = True
+    """Whether ``critical_counts`` and ``thresholds`` say all that ``select`` does, so that a planner can choose."""
+
     def select(self, routing: Routing) -> Mapping[int, Precision]:
         """A precision for each active expert of a layer; called once for every MoE layer of every step."""
         return dict.fromkeys(routing.active, Precision.HIGH)
 
     def critical_counts(self, num_layers: int, experts: int) -> NDArray[np.int32]:
-        """Where devices plan: how many experts of a decode step are high, int32 [num_layers, experts + 1], by layer
-        and number of active experts. The most important by :func:`~.importance.Importance` are."""
+        """For a planner: how many experts of a step are high, int32 [num_layers, experts + 1], by layer and number of
+        active experts. The most important by :func:`~.importance.Importance` are."""
         return np.tile(np.arange(experts + 1, dtype=np.int32), (num_layers, 1))
 
     def begin(self, curves: Sequence[Sequence[float]]) -> None:

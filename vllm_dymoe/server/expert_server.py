@@ -36,8 +36,10 @@ from vllm_dymoe.kernels import CpuKernel, ExpertKernel, make_kernel
 from vllm_dymoe.options import ConfigError, ExpertBudget, Options
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.planner.precision import Precision
+from vllm_dymoe.planner.table import CODES
 from vllm_dymoe.policies import Policy, make_policy
 from vllm_dymoe.prefetch import Measured, Predictor
+from vllm_dymoe.server.cpu_executor import CpuExecutor
 from vllm_dymoe.server.precision import changed_precision
 from vllm_dymoe.server.stats import ServerStats
 
@@ -119,6 +121,7 @@ class ExpertServer:
         rates: Path | None = None,
     ) -> None:
         self.store, self.experts, self.device = store, store.experts, device
+        self._plain = engine is None and parts is None  # nothing stands in for what the device has
         self._parts = parts = parts or Parts(device)
         formats, policy = self.experts.formats.values(), policy or make_policy(options).of_stage(*around)
         matrices = [matrix for fmt in formats for matrix in fmt.matrices]
@@ -132,7 +135,8 @@ class ExpertServer:
         obstacle = DRAFTED if self.experts.draft_layers else obstacle
         if store.readable and not obstacle and not parts.device_memory.shares_addresses():
             obstacle = "this device has other addresses for pinned host memory than the host"
-        _check_misses(options, store, on_cpu=device.type == "cpu" and options.link_gbps is None)
+        on_cpu = device.type == "cpu" and options.link_gbps is None
+        _check_misses(options, store, on_cpu=on_cpu)
         decides, why_not = plans_on_device(options, policy, device.type, readable=store.readable, obstacle=obstacle)
         decoding = None
         if decides:
@@ -149,7 +153,9 @@ class ExpertServer:
             self.small_batches = SmallBatches(
                 self.experts, side.table, decoding, device, parts.branch(), recorded=recorded
             )
-        measured = None if predictor is None or decoding is not None else Measured(predictor)  # a device asks none
+        # A device that plans asks no predictor, and neither does a CPU whose cores would bring what it names.
+        unasked = decoding is not None or (self._plain and on_cpu and self.engine.occupies_cores)
+        measured = None if predictor is None or unasked else Measured(predictor)
         self.host_cache = store if isinstance(store, HostCache) and not store.whole else None
         self.host_planned = HostPlannedLayers(self.cache, self.kernel, self.engine, measured, self.host_cache)
         self.host_planned.records_actions = options.trace is not None
@@ -187,7 +193,7 @@ class ExpertServer:
         self._take_decode_counts()  # of the bit-widths that they had
         plan = self._spending.plan(self.slot_plan.limit, options, policy, self.overhead)
         if plan == self.slot_plan and slot_bits(self.experts, options, policy.precision.precisions) == self.cache.bits:
-            self._serve_with(options, policy)
+            self.serve(options, policy)
         else:
             self._replace("precision", options, policy, plan)
 
@@ -214,6 +220,8 @@ class ExpertServer:
     def _allocate(self, options: Options, policy: Policy, plan: SlotPlan) -> None:
         """Serve with other slots; the old ones are gone, so that there is one arena at a time."""
         cache, serving, migrating = self.cache, self.host_planned, policy.residency.migrating
+        if serving.cpu is not None:  # which counts in the table that goes
+            self._take_decode_counts()
         before = serving.migration
         bits = slot_bits(self.experts, options, policy.precision.precisions)
         cache.allocate(plan, bits, reuse_high=policy.precision.reuses_high)
@@ -232,6 +240,13 @@ class ExpertServer:
                 decoded.clear()
             known = before.hotness if before and before.hotness.any() else None
             serving.migration = Migration(serving.fetcher, migrating, known, self._agree, decoded)
+        serving.cpu = self._make_cpu_executor()
+
+    def serve(self, options: Options, policy: Policy) -> None:
+        """Go on with the slots that there are by other options and another policy."""
+        self._take_decode_counts()
+        self._serve_with(options, policy)
+        self.host_planned.cpu = self._make_cpu_executor()
 
     def _serve_with(self, options: Options, policy: Policy) -> None:
         self.options = options
@@ -251,6 +266,25 @@ class ExpertServer:
             if self.small_batches is not None:  # actions of a trace are of whole steps
                 self.small_batches.costs = costs if shares and costs.any() else None
             self.cache.table.reuse_high[:] = policy.precision.reuses_high
+
+    def _make_cpu_executor(self) -> CpuExecutor | None:
+        """What runs layers in one native call; None beside a device or an emulated link, or without a native
+        library."""
+        serving, kernel, cache = self.host_planned, self.kernel, self.cache
+        on_cpu = (
+            self._plain and self.device.type == "cpu" and self.options.link_gbps is None and cache.writer is Writer.HOST
+        )
+        if not (on_cpu and isinstance(kernel, CpuKernel) and kernel.library is not None):
+            return None
+        formats = {
+            CODES[precision]: self.experts.formats.get(serving.bits[precision])
+            for precision in (Precision.HIGH, Precision.LOW)
+        }
+        if cache.bits.get(Precision.HIGH) is None:
+            formats[CODES[Precision.HIGH]] = None
+        uses = None if serving.migration is None else serving.migration.uses
+        executes, records = serving.executes_on_cpu, serving.records_actions
+        return CpuExecutor(cache, kernel, self.policy, formats, executes=executes, uses=uses, records=records)
 
     # -- seeing inside ----------------------------------------------------------------------------
 
@@ -279,6 +313,8 @@ class ExpertServer:
         return ServerStats.collect(self.host_planned)
 
     def _take_decode_counts(self) -> None:
+        if self.host_planned.cpu is not None:
+            self.host_planned.counts.take(self.cache.table.counters)
         if self.cache.device_table is not None:
             self.cache.read_device()
             self.cache.device_table.take_counts(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from vllm_dymoe.cache.transfer import TransferError
-from vllm_dymoe.planner.routing import Routing
+from vllm_dymoe.planner.routing import Phase, Routing
 from vllm_dymoe.server import ExpertServer
 from vllm_dymoe.vllm_plugin.announcements import logger
 from vllm_dymoe.vllm_plugin.data_parallel import Gathered, own_tokens
@@ -79,7 +79,8 @@ class RankServer:
             x, weights, ids = x[:tokens], weights[:tokens], ids[:tokens]
         here = ids if layer.expert_map is None else layer.expert_map[ids.long()]
         draft = layer.position >= self._num_layers
-        prompts = None if draft or gathered is not None else self.prompts
+        reads_prompts = phase is Phase.PREFILL and not draft and gathered is None
+        prompts = self.prompts if reads_prompts else None
         prompt = None if prompts is None else prompts.tokens(tokens, x.device)
         everywhere = None if here is ids else ids
         routing = Routing(layer.position, self._num_layers, x, here, weights, phase, prompt, everywhere)

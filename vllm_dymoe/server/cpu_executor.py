@@ -1,0 +1,235 @@
+"""The CPU executor: a layer's step in one native call, which groups, plans, computes and adds up.
+
+Experts are computed where their bytes are: in a slot, in host memory, or in a file that the page cache has. Only a step
+that needs an expert from disk comes back with a plan, for the caller to fetch by it (``serving``).
+"""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_dymoe.cache.expert_cache import ExpertCache
+from vllm_dymoe.cache.transfer import TransferError
+from vllm_dymoe.experts.format import ExpertFormat, SliceKey
+from vllm_dymoe.kernels import Activation, CpuKernel, native
+from vllm_dymoe.kernels.base import check_formats
+from vllm_dymoe.kernels.native import Outcome
+from vllm_dymoe.planner.routing import Routing
+from vllm_dymoe.planner.rule import CPU, HIGH, LOW, Ints
+from vllm_dymoe.planner.table import CODES, Table, set_precision
+from vllm_dymoe.policies import Policy
+
+FOREVER = np.iinfo(np.int64).max
+# Other values of MoeLayer.in_memory_until: to be checked; not found in memory; checked, and perhaps not in memory any
+# more.
+_TO_CHECK, _ON_DISK, _LOOK_AGAIN = -2, -1, 1
+_KEPT_BYTES = 32 << 20  # scratch that is kept from step to step; what a larger step needs is given back after it
+
+
+@dataclass(frozen=True)
+class LayerPlanned:
+    """What the planner made of a layer's step, where something has to be fetched."""
+
+    experts: Ints  # int64 [n], those that are computed, ascending
+    wanted: NDArray[np.int8]  # int8 [n], LOW or HIGH
+    places: Ints  # int64 [slices, n], see :func:`~vllm_dymoe.planner.rule.decide`
+
+
+class CpuExecutor:
+    """Runs the layers of one rank on a CPU, for one allocation of slots and one policy; another has another executor.
+
+    Args:
+        memory: slots and table; the native call writes scores, thresholds and counters.
+        kernel: of the CPU, with its native library.
+        formats: of the LOW and HIGH versions that are computed; None for one that is skipped.
+        executes: misses whose bytes are in memory are computed by the CPU, as the table's costs say.
+        records: routings are told what becomes of their experts.
+        uses: int64 [2, layers, experts], uses and squared gates of requests' tokens are added; None where nobody asks.
+    """
+
+    def __init__(
+        self, memory: ExpertCache, kernel: CpuKernel, policy: Policy, formats: dict[int, ExpertFormat | None],
+        *, executes: bool, uses: Ints | None = None, records: bool = False,
+    ) -> None:  # fmt: skip
+        library = kernel.library
+        assert library is not None
+        self._memory, self._kernel, self._library, self._policy = memory, kernel, library, policy
+        self._records = records
+        table, experts = memory.table, memory.experts
+        layers = len(experts.layers) - experts.draft_layers
+        critical = policy.precision.critical_counts(layers, experts.num_experts)
+        critical = np.concatenate([critical, np.repeat(critical[-1:], experts.draft_layers, axis=0)])
+        set_precision(table, formats, critical)
+        widths = {code: fmt.bits for code, fmt in formats.items() if fmt is not None}
+        self._slice_bits = widths | {
+            CODES[precision]: bits for precision, bits in memory.bits.items()
+        }  # by LOW and HIGH
+        self._call = call = native.MoeLayer(executes=executes, ages=policy.residency.ages, top_k=experts.top_k)
+        call.renormalizes, call.lost_pages = policy.precision.renormalizes, library.lost_pages()
+        self._memory_until = np.zeros((table.layers, table.experts, 3), np.int64)
+        if executes:
+            self._find_sources(table)
+            call.in_memory_until = self._memory_until.ctypes.data
+        thresholds = policy.precision.thresholds or (table.prompt_threshold, table.threshold)
+        call.table = native_table(table, *thresholds)
+        self._thresholds = thresholds  # their memory is the call's
+        self.uses = uses
+        self._describe(formats)
+        n = table.experts
+        self._experts, self._wanted = np.empty(n, np.int32), np.empty(n, np.int8)
+        self._places = np.empty(n * call.table.slices, np.int64)
+        call.experts, call.wanted, call.places = (a.ctypes.data for a in (self._experts, self._wanted, self._places))
+        self._address = ctypes.addressof(call)
+        self._activation: Activation | None = None
+        self._tokens = 0  # that there is scratch for
+        self._scratch: torch.Tensor | None = None
+        self._pair_rows: torch.Tensor | None = None
+
+    def _find_sources(self, table: Table) -> None:
+        """Write where the slices of every expert are in host memory; what is in files is checked before its first
+        use."""
+        store = self._memory.store
+        for layer, expert in np.ndindex(table.layers, table.experts):
+            for code, bits in self._slice_bits.items():
+                table.source[layer, expert, code] = store.packed(SliceKey(layer, expert, bits)).data_ptr()
+        self._memory_until[:] = FOREVER if store.whole else 0
+
+    def _describe(self, formats: dict[int, ExpertFormat | None]) -> None:
+        """Tell the call how experts are packed."""
+        call, used = self._call, {code: fmt for code, fmt in formats.items() if fmt is not None}
+        matrices = [matrix for fmt in used.values() for matrix in fmt.matrices]
+        described = [native.matrix(matrix) for matrix in matrices]
+        self._matrices = (native.Matrix * len(described))(*described)
+        for number, code in enumerate(used):
+            call.form[code] = number
+        for code, bits in self._slice_bits.items():
+            call.slice_bytes[code] = self._memory.experts.formats[bits].nbytes
+        self._formats, self._any = used, next(iter(used.values()))
+        columns = max(max(matrix.padded_columns, matrix.columns, matrix.rows) for matrix in matrices)
+        layer, fmt = call.kernel, self._any
+        layer.hidden, layer.inter, layer.dtype = fmt.hidden, fmt.intermediate, fmt.dtype is torch.float16
+        layer.width = -(-columns // 256) * 256
+        layer.floats = any(matrix.encoding in (native.E4M3, native.PLAIN) for matrix in described)
+        layer.outer, layer.inner = fmt.matrices[1].rotation, fmt.matrices[2].rotation
+        layer.matrices, layer.digits = ctypes.addressof(self._matrices), self._kernel.activations // 8
+        self._row_floats = self._library.row_floats(layer.width)
+        call.piece_positions = self._kernel.most_positions(self._row_floats)
+
+    def run(self, routing: Routing, activation: Activation, *, observed: bool = True) -> torch.Tensor | LayerPlanned:
+        """Compute a layer: [tokens, hidden] like x; or, where an expert has to come from disk, its plan alone.
+
+        TypeError and ValueError for a tensor that does not fit, or for a number that is no expert of the model;
+        TransferError where a page of a file could not be read while it was computed with.
+        """
+        call, x, ids, weights = self._call, routing.x, routing.ids, routing.weights
+        tokens, top_k = ids.shape
+        if activation is not self._activation:
+            self._check(x, activation)
+        if not (x.is_contiguous() and ids.is_contiguous() and weights.is_contiguous()):
+            x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
+        into = torch.empty_like(x)
+        call.layer, call.tokens, call.rows, call.top_k = routing.layer, tokens, tokens, top_k
+        call.ids, call.weights, call.x, call.into = ids.data_ptr(), weights.data_ptr(), x.data_ptr(), into.data_ptr()
+        call.wide_ids, call.weights_on_input, call.observed = (
+            ids.dtype is torch.int64,
+            routing.weights_on_input,
+            observed,
+        )
+        call.uses = 0 if self.uses is None else self.uses.ctypes.data
+        call.threads = torch.get_num_threads()
+        held: list[Any] = []
+        call.marks = call.actions = call.versions = 0
+        if (prompt := routing.prompt) is not None:
+            held.append(prompt.rows.to(torch.int8).add_(prompt.rows & prompt.heavy))
+            call.marks = held[-1].data_ptr()
+        if not self._policy.precision.planned:
+            held.append(self._selected(routing))
+            call.versions = held[-1].ctypes.data
+        if self._records:
+            routing.actions = torch.empty(ids.shape, dtype=torch.uint8)
+            call.actions = routing.actions.data_ptr()
+        outcome = self._library.moe_layer(self._address, self._library.isa, self._library.parallel)
+        while outcome not in (Outcome.DONE, Outcome.FETCH):
+            if outcome == Outcome.BAD_ROOM:
+                self._grow(tokens * (top_k if routing.weights_on_input else 1), tokens * top_k)
+            elif outcome == Outcome.VERIFY:
+                self._verify(routing.layer)
+            elif outcome == Outcome.BAD_EXPERT:
+                raise ValueError(f"the router chose expert {call.bad_expert}, but the model has {self._experts.size}")
+            else:
+                break
+            outcome = self._library.moe_layer(self._address, self._library.isa, self._library.parallel)
+        if self._scratch is not None and self._scratch.nbytes > _KEPT_BYTES:
+            self._scratch = self._pair_rows = None
+            call.scratch_floats = call.pair_capacity = 0
+        if outcome == Outcome.FETCH:
+            return self._planned()
+        if outcome == Outcome.LOST and (sentence := self._lost(routing.layer)):
+            raise TransferError(sentence)
+        return into
+
+    def _planned(self) -> LayerPlanned:
+        n, slices = int(self._call.count), int(self._call.table.slices)
+        places = self._places[: slices * n].reshape(slices, n).copy()
+        return LayerPlanned(self._experts[:n].astype(np.int64), self._wanted[:n].copy(), places)
+
+    def _parts(self, version: int) -> tuple[int, ...]:
+        return (LOW, HIGH)[:version] if self._call.table.slices == 2 else (version,)
+
+    def _lost(self, layer: int) -> str:
+        """Why bytes of experts that were computed in files could not be had; empty if they were others'."""
+        planned = self._planned()
+        executed = (planned.places == CPU).any(0)
+        wanted = zip(planned.experts[executed].tolist(), planned.wanted[executed].tolist(), strict=True)
+        return self._memory.store.lost(
+            SliceKey(layer, expert, self._slice_bits[part])
+            for expert, version in wanted
+            for part in self._parts(version)
+        )
+
+    def _verify(self, layer: int) -> None:
+        """Check the slices of a layer that are in the page cache and were not checked; the others are on disk."""
+        until, store = self._memory_until[layer], self._memory.store
+        for expert, code in np.argwhere(until == _TO_CHECK).tolist():
+            found = store.in_memory(SliceKey(layer, expert, self._slice_bits[code]))
+            until[expert, code] = _LOOK_AGAIN if found else _ON_DISK
+
+    def _selected(self, routing: Routing) -> NDArray[np.int8]:
+        """int8 [experts], the versions that a policy of its own chooses."""
+        versions = np.zeros(len(self._experts), np.int8)
+        for expert, precision in self._policy.precision.select(routing).items():
+            versions[expert] = CODES[precision]
+        return versions
+
+    def _check(self, x: torch.Tensor, activation: Activation) -> None:
+        """Refuse activations and layers that do not fit the experts, and tell the call of those that do."""
+        for fmt in self._formats.values():
+            check_formats(*fmt.matrices, x, activation)
+        native.set_activation(self._call.kernel, activation)
+        self._activation = activation
+
+    def _grow(self, inputs: int, positions: int) -> None:
+        """Have scratch for a step of so many input rows and pairs of a token and an expert."""
+        call = self._call
+        floats = self._row_floats * (inputs + min(positions, call.piece_positions))
+        self._scratch = self._kernel.scratch(floats)
+        self._pair_rows = torch.empty(positions, self._any.hidden, dtype=self._any.dtype)
+        call.scratch, call.scratch_floats = self._scratch.data_ptr(), self._scratch.numel()
+        call.pair_rows, call.pair_capacity = self._pair_rows.data_ptr(), positions
+
+
+def native_table(table: Table, prompt_threshold: Ints, threshold: Ints) -> native.CacheTable:
+    """Where a table's columns are, and the thresholds that move; both have to outlive what is returned."""
+    columns = {
+        "held": table.precision, "slot": table.slot, "score": table.score, "used_at": table.used_at, "step": table.step,
+        "quotas": table.quotas, "reuse_high": table.reuse_high, "counters": table.counters, "critical": table.critical,
+        "prompt_threshold": prompt_threshold, "threshold": threshold, "cpu_costs": table.cpu_costs, "bits": table.bits,
+        "offsets": table.offsets, "pool": table.pool, "slot_bytes": table.slot_bytes, "source": table.source,
+    }  # fmt: skip
+    assert all(column.flags.c_contiguous for column in columns.values())
+    addresses = {name: column.ctypes.data for name, column in columns.items()}
+    return native.CacheTable(table.layers, table.experts, len(table.slot), **addresses)

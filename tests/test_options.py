@@ -1,8 +1,10 @@
 """Options: the order of their sources, and one clear sentence for each mistake."""
 
+from pathlib import Path
+
 import pytest
 
-from vllm_dymoe.options import ConfigError, ExpertBudget
+from vllm_dymoe.options import ConfigError, ExpertBudget, Options, cache_folder
 from vllm_dymoe.resolve import resolve_options
 
 
@@ -11,7 +13,7 @@ def load(additional=None, checkpoint=None, environment=None):
 
 
 def test_the_nearest_source_wins():
-    checkpoint = {"quant_method": "dymoe", "format_version": 5, "high": 8, "group_size": 128, "store_dir": "a"}
+    checkpoint = {"quant_method": "dymoe", "format_version": 5, "high": 8, "group_size": 128}
     environment = {"DYMOE_GROUP_SIZE": "32", "DYMOE_STORE_DIR": "b", "PATH": "/bin"}
     options = load({"store_dir": "c"}, checkpoint, environment)
     assert (options.high, options.group_size, str(options.store_dir)) == (8, 32, "c")
@@ -74,7 +76,7 @@ def test_mistakes_are_one_sentence_that_names_the_place(additional, environment,
 
 
 def test_a_checkpoint_of_another_version_is_refused():
-    with pytest.raises(ConfigError, match="has format_version 1, but this vllm-dymoe reads versions 5 and 6"):
+    with pytest.raises(ConfigError, match="has format_version 1, but this vllm-dymoe reads versions 5, 6, 7"):
         load(checkpoint={"quant_method": "dymoe", "format_version": 1, "high": 4})
     assert load(checkpoint={"quant_method": "dymoe", "format_version": 5, "high": 8}).high == 8
 
@@ -97,3 +99,122 @@ def test_a_trace_is_a_folder_or_what_is_recorded_there():
     assert load({"trace": "a"}).trace == load({"trace": {"folder": "a"}}).trace
     trace = load(environment={"DYMOE_TRACE": '{"folder": "a", "limit": "1GiB", "inputs": true}'}).trace
     assert (str(trace.folder), trace.limit, trace.inputs) == ("a", 2**30, True)
+
+
+FORMAT_AND_PRECISION = {"high", "low", "group_size", "quantizer"}
+
+
+@pytest.mark.parametrize("option", sorted(Options.model_fields.keys() - FORMAT_AND_PRECISION))
+def test_a_checkpoint_sets_its_format_and_precision_and_nothing_else(option):
+    """Whoever publishes a checkpoint must not choose which folders are written, and how much."""
+    field = Options.model_fields[option]
+    checkpoint = {"quant_method": "dymoe", "format_version": 6, "high": 8, option: field.default}
+    if option == "dense":  # describes the layers that are no experts
+        return
+    with pytest.raises(ConfigError, match=rf"quantization_config.{option} \(config.json\)"):
+        load(checkpoint=checkpoint)
+
+
+def test_a_trace_in_a_checkpoint_is_refused():
+    trace = {"folder": "/tmp/x", "limit": "10TiB", "inputs": True}
+    with pytest.raises(ConfigError, match=r"quantization_config\.trace"):
+        load(checkpoint={"quant_method": "dymoe", "high": 8, "trace": trace})
+    with pytest.raises(ConfigError, match="quantization_config"):
+        load(checkpoint=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("DYMOE_PORT", "tcp://10.0.0.1:8000"),
+        ("DYMOE_PORT_8000_TCP", "tcp://10.0.0.1:8000"),
+        ("DYMOE_PORT_8000_TCP_ADDR", "10.0.0.1"),
+        ("DYMOE_PORT_8000_TCP_PORT", "8000"),
+        ("DYMOE_PORT_8000_TCP_PROTO", "tcp"),
+        ("DYMOE_PORT_53_UDP", "udp://10.0.0.1:53"),
+        ("DYMOE_SERVICE_HOST", "10.0.0.1"),
+        ("DYMOE_SERVICE_PORT", "8000"),
+        ("DYMOE_SERVICE_PORT_HTTP", "8000"),
+        ("DYMOE_QWEN_SERVICE_HOST", "10.0.0.1"),
+        ("DYMOE_QWEN_PORT", "tcp://10.0.0.1:8000"),
+        ("DYMOE_QWEN_PORT_8000_TCP", "tcp://10.0.0.1:8000"),
+    ],
+)
+def test_what_kubernetes_injects_for_a_service_is_no_option(name, value):
+    assert load(environment={name: value, "DYMOE_HIGH": "8"}).high == 8
+
+
+def test_an_option_that_resembles_a_service_is_still_refused():
+    for name, value in (("DYMOE_PORT", "8000"), ("DYMOE_PORTS", "tcp://a:1"), ("DYMOE_SERVICE", "a")):
+        with pytest.raises(ConfigError, match=f"{name} is not an option"):
+            load(environment={name: value})
+
+
+@pytest.mark.parametrize("option", sorted(Options.model_fields))
+def test_an_empty_variable_is_one_that_is_not_set(option):
+    assert load(environment={f"DYMOE_{option.upper()}": ""}) == load()
+
+
+@pytest.mark.parametrize("value", ["", " ", "~nosuchuser/x"])
+@pytest.mark.parametrize("option", ["store_dir", "predictor", "trace"])
+def test_a_path_names_a_place(option, value):
+    with pytest.raises(ConfigError, match=f"dymoe.{option}"):
+        load({option: value})
+    if option == "trace":
+        with pytest.raises(ConfigError, match=r"dymoe\.trace\.folder"):
+            load({option: {"folder": value}})
+
+
+def test_a_home_is_found_in_every_path(monkeypatch):
+    monkeypatch.setenv("HOME", "/there")
+    options = load({"store_dir": "~/a", "predictor": "~/b", "trace": "~/c"})
+    assert [options.store_dir, options.predictor, options.trace.folder] == [Path("/there") / x for x in "abc"]
+
+
+@pytest.mark.parametrize("value", [1e300, float("inf"), float("nan"), 10**400])
+@pytest.mark.parametrize("option", ["transfer_timeout_s", "disk_gbps", "link_gbps", "misses_rows"])
+def test_numbers_that_no_clock_or_counter_holds_are_refused(option, value):
+    if option.endswith("gbps") and value == 1e300:
+        return
+    with pytest.raises(ConfigError, match=f"dymoe.{option}"):
+        load({option: value})
+
+
+@pytest.mark.parametrize(
+    ("policy", "parameter"),
+    [("dynaexq", name) for name in ("window_s", "window_uses", "margin", "in_flight")] + [("exact", "look_ahead")],
+)
+def test_parameters_that_no_clock_or_counter_holds_are_refused(policy, parameter):
+    for value in (float("inf"), float("nan"), 10**400):
+        with pytest.raises(ConfigError, match=f"dymoe.system_options.*{parameter}"):
+            load({"policy": policy, "low": 2, "policy_options": {parameter: value}})
+
+
+def test_deep_and_long_json_is_text():
+    for text in ("[" * 100_000, '{"a":' * 100_000, "9" * 5000):
+        with pytest.raises(ConfigError, match="DYMOE_POLICY_OPTIONS"):
+            load(environment={"DYMOE_POLICY_OPTIONS": text})
+
+
+@pytest.mark.parametrize(
+    ("environment", "folder"),
+    [
+        ({}, "/home/me/.cache/vllm-dymoe"),
+        ({"XDG_CACHE_HOME": "/x"}, "/x/vllm-dymoe"),
+        ({"XDG_CACHE_HOME": ""}, "/home/me/.cache/vllm-dymoe"),
+        ({"XDG_CACHE_HOME": "relative"}, "/home/me/.cache/vllm-dymoe"),  # which the specification says to ignore
+        ({"XDG_CACHE_HOME": "/x", "VLLM_CACHE_ROOT": "/v"}, "/v/vllm-dymoe"),
+        ({"VLLM_CACHE_ROOT": "~/v"}, "/home/me/v/vllm-dymoe"),
+        ({"VLLM_CACHE_ROOT": ""}, "/home/me/.cache/vllm-dymoe"),
+    ],
+)
+def test_the_cache_is_where_the_environment_has_caches(environment, folder, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert cache_folder(environment) == Path(folder)
+
+
+def test_no_home_is_a_sentence(monkeypatch):
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # an unmapped user id without HOME
+    with pytest.raises(ConfigError, match="store_dir"):
+        cache_folder({})
+    assert cache_folder({"XDG_CACHE_HOME": "/x"}) == Path("/x/vllm-dymoe")

@@ -9,7 +9,7 @@ import tomllib
 import types
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -46,6 +46,8 @@ def values(field: FieldInfo, choices: Iterable[str] = ()) -> str:
     kind = field.annotation
     if get_origin(kind) in (Union, types.UnionType):
         kind = next(part for part in get_args(kind) if part is not type(None))
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
     if get_origin(kind) is Literal:
         return ", ".join(map(code, get_args(kind)))
     limits = {limit: getattr(bound, limit) for bound in field.metadata for limit in _LIMITS if hasattr(bound, limit)}

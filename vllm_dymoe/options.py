@@ -1,11 +1,15 @@
 """Every option that a user can set, as plain data; :mod:`vllm_dymoe.resolve` reads them, see docs/options.md."""
 
 import contextlib
+import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
+    BeforeValidator,
     ByteSize,
     ConfigDict,
     Field,
@@ -19,8 +23,59 @@ CALIBRATED = ("gptq", "e8")
 """Quantizers that need a calibration."""
 
 
+_LONGEST_S = 366 * 24 * 3600  # of a timeout: a year; clocks and locks overflow far above
+_MOST_ROWS = 1 << 20  # that the host computes of an expert; more than any step has
+
+
 class ConfigError(ValueError):
     """An option that cannot be honoured; the message is one sentence for the user."""
+
+
+def _check_named(value: Any) -> Any:
+    if isinstance(value, str) and not value.strip():
+        raise ValueError("names no place; write a path, or leave it out")
+    return value
+
+
+def _find_home(path: Path) -> Path:
+    try:
+        return path.expanduser()
+    except RuntimeError as error:  # no such user, or no home
+        raise ValueError(f"{path} has no home directory ({error}); write the path from / on") from error
+
+
+Place = Annotated[Path, BeforeValidator(_check_named), AfterValidator(_find_home)]
+"""A path that a user wrote: never the current folder by accident."""
+
+
+def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
+    """The folder for packed experts where ``store_dir`` is not set: in vLLM's cache, else in the user's.
+
+    ConfigError if there is no home directory to put it in.
+    """
+    variables = os.environ if environment is None else environment
+    root = Path(variables.get("VLLM_CACHE_ROOT") or variables.get("XDG_CACHE_HOME") or "~/.cache")
+    if not variables.get("VLLM_CACHE_ROOT") and not root.is_absolute():  # the XDG specification ignores such a path
+        root = Path("~/.cache")
+    try:
+        folder = root.expanduser() / "vllm-dymoe"
+        if root.parts[:1] == ("~",) and variables.get("HOME") == "":
+            raise RuntimeError("HOME is empty")
+    except RuntimeError as error:
+        raise ConfigError(
+            "vllm-dymoe: there is no home directory for packed experts; set store_dir (DYMOE_STORE_DIR) to a folder."
+        ) from error
+    return folder
+
+
+def store_root(store_dir: Path | None) -> Path:
+    """The folder of all packed experts: the option ``store_dir``, or a cache; ConfigError without a home."""
+    if store_dir is None:
+        return cache_folder()
+    try:
+        return store_dir.expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"vllm-dymoe: store_dir is {store_dir}, which has no home directory ({error}).") from error
 
 
 class ExpertBudget(BaseModel):
@@ -46,7 +101,9 @@ class ExpertBudget(BaseModel):
         if value in ("top-k", "layer"):
             return cls(slots=value)
         if isinstance(value, bool):
-            raise ConfigError("a truth value is no budget")
+            raise ConfigError(
+                "vllm-dymoe: a truth value is no budget; write a share such as 25%, or bytes such as 8GiB."
+            )
         try:
             if isinstance(value, float) and value <= 1:
                 return cls(share=value)
@@ -71,7 +128,7 @@ class TraceOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    folder: Path
+    folder: Place
     """Where every token's experts are recorded to."""
     limit: ByteSize = ByteSize(256 * 2**20)
     """Bytes that the folder may have; recording ends there."""
@@ -82,7 +139,7 @@ class TraceOptions(BaseModel):
 class Options(BaseModel):
     """The options of vllm-dymoe. See the module for where they are read from."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     high: Literal[16, 8, 4, 2] = 4
     """Bits per weight of the high precision."""
@@ -103,23 +160,23 @@ class Options(BaseModel):
     host_memory: ExpertBudget = AUTO
     """Host memory for experts, on each rank: "auto", bytes ("16GiB"), or a share of all."""
     checksums: Literal["first", "always"] = "first"
-    """When an expert's bytes are checked: as they are first read from the disk, or each time."""
+    """When an expert's bytes are checked: whenever they come from the disk, or from the page cache, too."""
     misses: Literal["auto", "fetch", "compute", "share"] = "auto"
     """Experts without a slot are fetched, or, free slots filled, computed by the host where they lie in its memory, or
     shared between both as their measured rates say; "auto" computes on a CPU what memory or the page cache has."""
-    misses_rows: int = Field(default=16, ge=1)
+    misses_rows: int = Field(default=16, ge=1, le=_MOST_ROWS)
     """Rows of an expert that the host computes beside a device at most; with more it is fetched."""
     planning: Literal["auto", "host", "device"] = "auto"
     """What decides in decode which experts are kept and fetched: [CUDA graphs](#cuda-graphs)."""
-    store_dir: Path | None = None
-    """For what is quantized while it loads (default: ~/.cache/vllm-dymoe)."""
+    store_dir: Place | None = None
+    """For what is quantized while it loads; else `vllm-dymoe` in `VLLM_CACHE_ROOT`, `XDG_CACHE_HOME` or ~/.cache."""
     policy: str = "exact"
     """How experts are served: [policies](#policies)."""
     policy_options: dict[str, Any] = {}
     """Parameters of the policy, by name."""
-    predictor: Path | None = None
+    predictor: Place | None = None
     """File of a predictor that `vllm-dymoe train` has trained, in place of the policy's own."""
-    transfer_timeout_s: float = Field(default=60, ge=0)
+    transfer_timeout_s: float = Field(default=60, ge=0, le=_LONGEST_S)
     """Seconds of one expert's transfer, after which requests that wait for it fail; 0 for ever."""
     disk_gbps: float | None = Field(default=None, gt=0)
     """1e9 bytes per second of an emulated disk, slower than the real one."""
@@ -140,11 +197,6 @@ class Options(BaseModel):
         raise ValueError(
             f'must be "auto", {slots}bytes such as "4GiB", or a share above 0% and up to 100% such as "25%"'
         )
-
-    @field_validator("predictor")
-    @classmethod
-    def _find_home(cls, value: Path | None) -> Path | None:
-        return value and value.expanduser()
 
     @field_validator("trace", mode="before")
     @classmethod

@@ -6,6 +6,7 @@ Each refusal says where an option was written, what is wrong and what to do.
 import difflib
 import json
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,10 @@ from vllm_dymoe.policies import POLICIES, PolicyOptionError, make_policy
 ENVIRONMENT_PREFIX = "DYMOE_"
 # Keys of a checkpoint's quantization_config that describe the checkpoint, not an option.
 _CHECKPOINT_ONLY_KEYS = frozenset({"quant_method", "format_version", "zeros_in_steps", "ordered", "codebooks", "dense"})
+# Options that a checkpoint may set: how its experts are stored. Everything else is for whoever serves it.
+_CHECKPOINT_OPTIONS = frozenset({"high", "low", "group_size", "quantizer"})
+# What Kubernetes and Docker's links inject for a service whose name begins with "dymoe"; no option is named so.
+_OF_A_SERVICE = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 _ADDITIONAL = "additional_config.dymoe."
 
 
@@ -35,14 +40,25 @@ def resolve_options(
             'vllm-dymoe: additional_config.dymoe must be an object of options such as {"high": 4}, '
             f"but is {additional!r}."
         )
+    if not isinstance(checkpoint or {}, Mapping):
+        raise ConfigError(
+            f"vllm-dymoe: quantization_config in config.json must be an object, but is {checkpoint!r}; download the "
+            "checkpoint again."
+        )
     version = (checkpoint or {}).get("format_version", STORE_VERSION)
     if version not in READABLE_VERSIONS:
         raise ConfigError(
             f"vllm-dymoe: this checkpoint has format_version {version}, but this vllm-dymoe reads versions "
-            f"{' and '.join(map(str, READABLE_VERSIONS))}; install the version that wrote it, or write it again with "
+            f"{', '.join(map(str, READABLE_VERSIONS))}; install the version that wrote it, or write it again with "
             "`vllm-dymoe quantize`."
         )
     stored = {key: value for key, value in (checkpoint or {}).items() if key not in _CHECKPOINT_ONLY_KEYS}
+    if foreign := sorted(map(str, stored.keys() - _CHECKPOINT_OPTIONS)):
+        raise ConfigError(
+            f"vllm-dymoe: quantization_config.{foreign[0]} (config.json) cannot be set by a checkpoint, which says how "
+            f"its experts are stored ({', '.join(sorted(_CHECKPOINT_OPTIONS))}) and nothing else; remove it there, and "
+            f"set {_ADDITIONAL}{foreign[0]} if you want it."
+        )
     variables = _read_environment(os.environ if environment is None else environment)
     values = stored | variables | dict(additional or {})
     # Each option as the user wrote it.
@@ -70,13 +86,20 @@ def resolve_options(
 def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     options = {}
     for name, text in environment.items():
-        if name.startswith(ENVIRONMENT_PREFIX):
-            try:
-                value = json.loads(text)
-            except json.JSONDecodeError:
-                value = text
-            options[name.removeprefix(ENVIRONMENT_PREFIX).lower()] = value
+        option = name.removeprefix(ENVIRONMENT_PREFIX)
+        if option == name or not text or _is_of_a_service(option, text):
+            continue
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):  # no JSON, a number of too many digits, or too deep
+            value = text
+        options[option.lower()] = value
     return options
+
+
+def _is_of_a_service(name: str, text: str) -> bool:
+    """Whether an orchestrator may have set a variable; ``_PORT`` only if it holds an address."""
+    return _OF_A_SERVICE.fullmatch(name) is not None or (f"_{name}".endswith("_PORT") and "://" in text)
 
 
 def _sentence(error: ValidationError, written: Mapping[str, str]) -> str:

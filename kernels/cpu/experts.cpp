@@ -197,9 +197,12 @@ static void run(Body body, void* argument, i64 threads, Parallel parallel) {
     else parallel(body, argument, unsigned(threads), 0);
 }
 
+#include "mapped.h"
+
 // Runs the phases from layer->phase to layer->last: READ fills layer->inputs, GATE_UP layer->activations, DOWN layer->out;
 // each waits for all threads. Returns 1, and has done nothing, if READ finds a row that there is not.
 API int dymoe_experts(Layer* layer, int isa, Parallel parallel) {
+    keep_guard();
     if (layer->phase == READ)
         for (i64 p = 0; p < layer->positions; p++)
             if (uint64_t(layer->rows[p]) >= uint64_t(layer->tokens) || uint64_t(layer->pairs[p]) >= uint64_t(layer->out_rows)) return 1;
@@ -233,7 +236,6 @@ API void dymoe_round_block(Rounding* block, int isa) {
 }
 
 #include "cpu_queue.h"
-#include "mapped.h"
 #include "moe_layer.h"
 
 API i64 dymoe_sizes(int which) {

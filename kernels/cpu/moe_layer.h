@@ -62,7 +62,7 @@ constexpr i64 GATE_UNIT = 1 << 20, MEMORY_SECONDS = 1, PRODUCTS_OF_A_THREAD = 1 
 struct Work {  // of one thread, from step to step
     planner::Scratch planning;
     planner::Phase prompts, others;
-    std::vector<i64> count, next, used, rows, rows_of, pairs;
+    std::vector<i64> count, uses, next, used, rows, rows_of, pairs;
     std::vector<int32_t> chosen;
     std::vector<char> high, present;
     std::vector<float> weights;
@@ -82,6 +82,7 @@ bool read_choices(MoeLayer& m, Work& w) {
     const i64 n = m.tokens * m.top_k, experts = m.table.experts, known = m.expert_map ? m.mapped : experts;
     w.chosen.resize(n);
     w.count.assign(experts, 0);
+    w.uses.assign(experts, 0);
     for (i64 p = 0; p < n; p++) {
         i64 id = m.wide_ids ? ((const i64*)m.ids)[p] : ((const int32_t*)m.ids)[p];
         if (id >= known) {
@@ -90,7 +91,7 @@ bool read_choices(MoeLayer& m, Work& w) {
         }
         if (id >= 0 && m.expert_map) id = m.expert_map[id];
         w.chosen[p] = id < 0 ? -1 : int32_t(id);
-        if (id >= 0) w.count[id]++;
+        if (id >= 0) w.count[id]++, w.uses[id] += planner::usable(m.weights[p]);
     }
     return true;
 }
@@ -124,9 +125,11 @@ void choose_versions(const MoeLayer& m, Work& w, i64 thresholds[2]) {
         if (e < 0) continue;
         const int8_t mark = m.marks ? m.marks[p / m.top_k] : 0;
         planner::Phase& phase = mark ? w.prompts : w.others;
+        const i64 units = planner::units(m.weights[p]);
         phase.uses[e]++;
-        phase.hits[e] += mark == 2;
-        if (mark != 1) phase.sums[e] += i64(m.weights[p] * planner::WEIGHT_UNIT);
+        phase.every[e] += units;
+        phase.hits[e] += mark == 2 && planner::usable(m.weights[p]);
+        if (mark != 1) phase.sums[e] += units;
     }
     if (m.marks) thresholds[0] = planner::mark_high(t, m.layer, w.prompts, t.prompt_threshold, w.used, w.high);
     thresholds[1] = planner::mark_high(t, m.layer, w.others, t.threshold, w.used, w.high);
@@ -173,11 +176,13 @@ int8_t version_of_hit(const planner::CacheTable& t, int8_t held, int8_t wanted) 
 void add_uses(const MoeLayer& m, const Work& w) {
     const i64 experts = m.table.experts;
     i64 *uses = m.uses + m.layer * experts, *gates = uses + m.table.layers * experts;
-    for (i64 e = 0; e < experts; e++) uses[e] += w.count[e];
+    for (i64 e = 0; e < experts; e++) uses[e] += w.uses[e];
     for (i64 token = 0; token < m.tokens; token++) {
         const float* weights = m.weights + token * m.top_k;
         double total = 0;
-        for (i64 k = 0; k < m.top_k; k++) total += weights[k];
+        bool counts = true;
+        for (i64 k = 0; k < m.top_k; k++) total += weights[k], counts &= planner::usable(weights[k]);
+        if (!counts) continue;
         if (total < 1e-9) total = 1e-9;
         for (i64 k = 0; k < m.top_k; k++) {
             const int32_t e = w.chosen[token * m.top_k + k];
@@ -331,7 +336,7 @@ API int dymoe_moe_layer(MoeLayer* call, int isa, Parallel parallel) {
     // From here on the step is counted.
     t.prompt_threshold[0] = thresholds[0], t.threshold[0] = thresholds[1];
     if (m.uses && m.observed) add_uses(m, w);
-    const planner::Plan plan{m.count, m.experts, m.wanted, m.executes ? w.rows.data() : nullptr, m.places};
+    const planner::Plan plan{m.count, m.experts, m.wanted, m.executes ? w.rows.data() : nullptr, w.uses.data(), m.places};
     planner::record_uses(t, m.layer, plan, m.ages);
     planner::decide(t, m.layer, plan, w.planning);
     if (m.actions) write_actions(m, w);

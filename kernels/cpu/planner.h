@@ -20,8 +20,8 @@ enum Counter {
     AHEAD, AHEAD_BYTES, AHEAD_USED, AHEAD_USED_BYTES, EXECUTED, COUNTERS
 };
 constexpr int AGING = 4, GAIN = 10, LOW_VERSION = 8;
-constexpr i64 USE = 1 << 16, NEVER_FETCHED = i64(1) << 40, STEP_RANGE = i64(1) << 40, MOST_THRESHOLD = i64(64) << 32;
-constexpr float WEIGHT_UNIT = 0x1p40f;
+constexpr i64 USE = 1 << 16, NEVER_FETCHED = i64(1) << 40, STEP_RANGE = i64(1) << 40, MOST_THRESHOLD = i64(16) << 32;
+constexpr float WEIGHT_UNIT = 0x1p40f, MOST_WEIGHT = 0x1p15f;
 
 // The columns of planner/table.py that planning reads and writes; native.CacheTable is its twin.
 struct CacheTable {
@@ -46,6 +46,7 @@ struct Plan {
     const int32_t* experts;                // [count], ascending
     const int8_t* wanted;                  // [count], LOW or HIGH
     const i64* rows;                       // [count], or null where nothing is executed on the CPU
+    const i64* uses;                       // [experts], by how many tokens with weights that count in statistics
     i64* places;                           // [slices, count], written
 };
 
@@ -69,7 +70,7 @@ inline void record_uses(const CacheTable& table, i64 layer, const Plan& plan, bo
             const int32_t e = plan.experts[n];
             if (!ages) {
                 if (table.held[layer * experts + e] == ABSENT) score[e] = step;
-            } else if (slice == 0 || plan.wanted[n] == HIGH) {
+            } else if (plan.uses[e] > 0 && (slice == 0 || plan.wanted[n] == HIGH)) {
                 score[e] += USE;
                 used_at[e] = step;
             }
@@ -211,13 +212,17 @@ inline void decide(const CacheTable& table, i64 layer, const Plan& plan, Scratch
 
 // Importance of one phase's experts (DyMoE 4.2, Eqs. 1 to 3): by expert of the layer.
 struct Phase {
-    std::vector<i64> uses, hits, sums;
+    std::vector<i64> uses, hits, sums, every;  // every: the sums of all tokens, heavy hitters or not
     void clear(i64 experts) {
-        uses.assign(experts, 0);
-        hits.assign(experts, 0);
-        sums.assign(experts, 0);
+        for (auto* column : {&uses, &hits, &sums, &every}) column->assign(experts, 0);
     }
 };
+
+// NaN, infinite and absurd weights, which a request's own numbers may give, count in no statistic.
+inline bool usable(float weight) { return weight > -MOST_WEIGHT && weight < MOST_WEIGHT; }
+
+// A weight in whole numbers; one that counts adds one more unit, so that a sum of 0 says that none did.
+inline i64 units(float weight) { return usable(weight) ? i64(weight * WEIGHT_UNIT) + 1 : 0; }
 
 // Mark the experts of a phase that are high: those above its threshold, whose new value is returned, or the most
 // important ones, as many as are critical.
@@ -227,6 +232,8 @@ inline i64 mark_high(const CacheTable& table, i64 layer, const Phase& phase, con
         if (phase.uses[e] > 0) used.push_back(e);
     const i64 n = i64(used.size());
     if (n == 0) return threshold[0];
+    i64 active = 0;  // experts of which any weight counts
+    for (i64 e : used) active += phase.every[e] != 0;
     if (table.threshold[1] >= 0) {
         i64 total = 0, largest = used[0], marked = 0;
         for (i64 e : used) {
@@ -234,14 +241,16 @@ inline i64 mark_high(const CacheTable& table, i64 layer, const Phase& phase, con
             if (phase.sums[e] > phase.sums[largest]) largest = e;
         }
         for (i64 e : used) {
-            const bool above = e == largest || ((phase.sums[e] >> 20) * n) << 16 > (threshold[0] >> 16) * total;
-            marked += above;
+            const bool above = e == largest || ((phase.sums[e] >> 20) * active) << 16 > (threshold[0] >> 16) * total;
+            marked += above && phase.every[e] != 0;
             high[e] |= above;
         }
-        const i64 error = (marked << 16) / n - threshold[1];
+        if (active == 0 || active * threshold[1] < 1 << 16) return threshold[0];  // even the one that always is high is too many
+        const i64 error = (marked << 16) / active - threshold[1];
         return std::min(std::max(threshold[0] + (error << GAIN), i64(0)), MOST_THRESHOLD);
     }
-    const i64 critical = std::min(n, i64(table.critical[layer * (table.experts + 1) + n]));
+    i64 critical = table.critical[layer * (table.experts + 1) + active];
+    if (critical >= active) critical = n;
     if (critical < n)
         std::sort(used.begin(), used.end(), [&](i64 a, i64 b) {
             if (phase.hits[a] != phase.hits[b]) return phase.hits[a] > phase.hits[b];

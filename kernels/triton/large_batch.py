@@ -24,6 +24,7 @@ from vllm_dymoe.kernels.triton.planner import (
 )
 from vllm_dymoe.kernels.triton.start import Start, run_kernel
 from vllm_dymoe.planner.constants import experts_width
+from vllm_dymoe.planner.hotness import usable
 from vllm_dymoe.planner.large_batch import LargeBatchShape
 
 _OF_TABLE = "precision", "staged", "staged_for", "staging", "offsets", "pool", "slot_bytes", "source", "counters"
@@ -59,7 +60,8 @@ def plan_large_batch_on_gpu(
     chunks = {**sizes, "CHUNK": min(width, ELEMENTS_AT_ONCE // width)}
     parts = ids
     if marks is not None:
-        parts = torch.stack((ids, *(torch.where(marks[:, None] >= least, ids, -1) for least in (1, 2))))
+        heavy = (marks[:, None] > 1) & usable(weights)
+        parts = torch.stack((ids, torch.where(marks[:, None] > 0, ids, -1), torch.where(heavy, ids, -1)))
     counted = parts, weights, rows, scratch, shape.chunk, shape.chunks, shape.positions, shape.counted
     start(count_kernel, (shape.chunks, 3 if shape.marked else 1), counted, chunks, options)
     plan_small_batch_on_gpu(

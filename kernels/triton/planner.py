@@ -17,7 +17,15 @@ from torch import Tensor
 
 from vllm_dymoe.experts.checks import check_tensor
 from vllm_dymoe.kernels.triton.start import Start, run_kernel
-from vllm_dymoe.planner.constants import AGING, POSITIONS_AT_ONCE, USE, WEIGHT_UNIT, check_experts, experts_width
+from vllm_dymoe.planner.constants import (
+    AGING,
+    MOST_WEIGHT,
+    POSITIONS_AT_ONCE,
+    USE,
+    WEIGHT_UNIT,
+    check_experts,
+    experts_width,
+)
 from vllm_dymoe.planner.threshold import GAIN, MOST
 
 # Of a chunk of pairs times experts: 16 for each thread, and twice as many registers where they are int64.
@@ -30,6 +38,7 @@ _NONE = tl.constexpr((1 << 63) - 1)
 _STEP_BITS = tl.constexpr(40)
 _GAIN = tl.constexpr(GAIN)
 _MOST = tl.constexpr(MOST)
+_MOST_WEIGHT = tl.constexpr(float(MOST_WEIGHT))
 _UNIT = tl.constexpr(float(WEIGHT_UNIT))
 _USE = tl.constexpr(USE)
 
@@ -239,6 +248,7 @@ def decide_kernel(
             tl.store(ring_rows + at, real)
         sizes, sums = count_pairs(ids, weights, ranks, real * TOP_K, expert, EXPERTS, WIDTH, CHUNK)
     active = sizes > 0
+    counted = sums != 0  # whose weights are usable
     others = active
     of_prompts = expert < 0  # none
     wanted_prompts = tl.zeros([WIDTH], tl.int32)
@@ -248,14 +258,17 @@ def decide_kernel(
         prompt_sizes, prompt_sums = _add_chunks(ranks + part, chunks, expert, WIDTH)
         hits, heavy_sums = _add_chunks(ranks + 2 * part, chunks, expert, WIDTH)
         of_prompts = prompt_sizes > 0
+        counted_prompts = number_of(of_prompts & (prompt_sums != 0))
         wanted_prompts = precisions_of(
-            of_prompts, heavy_sums, prompt_threshold, at_critical, item_scratch, expert, WIDTH, CHUNK, hits
-        )
+            of_prompts, counted_prompts, heavy_sums, prompt_threshold, at_critical, item_scratch, expert, WIDTH, CHUNK,
+            hits,
+        )  # fmt: skip
         others = sizes > prompt_sizes
         sums = sums - prompt_sums
         tl.debug_barrier()
-    wanted = precisions_of(others, sums, threshold, at_critical, item_scratch, expert, WIDTH, CHUNK)
-    number_high = number_of(wanted == 2)
+    counted_others = number_of(others & (sums != 0))
+    wanted = precisions_of(others, counted_others, sums, threshold, at_critical, item_scratch, expert, WIDTH, CHUNK)
+    number_high = number_of((wanted == 2) & (sums != 0))
     wanted = tl.where(wanted > wanted_prompts, wanted, wanted_prompts)
     width = tl.where(wanted == 2, tl.load(bits + 2), tl.load(bits + 1))
     uses = active & (width != 0)
@@ -264,8 +277,8 @@ def decide_kernel(
     held = tl.load(precision + row, mask=known, other=0).to(tl.int32)
     own_slot = tl.load(slot + row, mask=known, other=-1)
     warmth = tl.load(score + row, mask=known, other=0)
-    warmth = warmth - (warmth >> _AGING) + tl.where(uses, _USE, 0)
-    last_use = tl.where(uses, number, tl.load(used_at + row, mask=known, other=0))
+    warmth = warmth - (warmth >> _AGING) + tl.where(uses & counted, _USE, 0)
+    last_use = tl.where(uses & counted, number, tl.load(used_at + row, mask=known, other=0))
     key = (warmth << _STEP_BITS) + last_use
     reuse = tl.load(reuse_high) != 0
     wants_high = uses & (wanted == 2)
@@ -276,8 +289,8 @@ def decide_kernel(
         residual_row = layers * EXPERTS + row
         own_residual = tl.load(slot + residual_row, mask=known, other=-1)
         residual_warmth = tl.load(score + residual_row, mask=known, other=0)
-        residual_warmth = residual_warmth - (residual_warmth >> _AGING) + tl.where(wants_high, _USE, 0)
-        residual_use = tl.where(wants_high, number, tl.load(used_at + residual_row, mask=known, other=0))
+        residual_warmth = residual_warmth - (residual_warmth >> _AGING) + tl.where(wants_high & counted, _USE, 0)
+        residual_use = tl.where(wants_high & counted, number, tl.load(used_at + residual_row, mask=known, other=0))
         hit = uses & (held >= wanted)
         computed_precision = tl.where(hit & reuse, held, wanted)
         low_misses = uses & (held == 0)
@@ -328,9 +341,9 @@ def decide_kernel(
     tl.debug_barrier()  # where warps hold the same experts, none may load what another has stored
     if real > 0:
         tl.store(step + layer, number)
-        _follow(threshold, number_high, number_of(others))
+        _follow(threshold, number_high, counted_others)
         if MARKED:
-            _follow(prompt_threshold, number_of(wanted_prompts == 2), number_of(of_prompts))
+            _follow(prompt_threshold, number_of((wanted_prompts == 2) & (prompt_sums != 0)), counted_prompts)
         tl.store(score + row, warmth, mask=known)
         tl.store(used_at + row, last_use, mask=known)
         tl.store(precision + row, now.to(tl.int8), mask=known)
@@ -610,7 +623,7 @@ def _record(ids, weights, ring_ids, ring_weights, at, count, WIDTH: tl.constexpr
 def count_pairs(ids, weights, ranks, count, expert, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
     """Each expert's positions and sum of weights, int32 and int64 [WIDTH]; a pair's number among its expert's to ranks.
 
-    Weights are summed as whole multiples of 1 / _UNIT.
+    Weights are summed as whole multiples of 1 / _UNIT, with one more for each that is usable: 0 for none.
     """
     sizes = tl.zeros([WIDTH], tl.int32)
     sums = tl.zeros([WIDTH], tl.int64)
@@ -618,7 +631,9 @@ def count_pairs(ids, weights, ranks, count, expert, EXPERTS: tl.constexpr, WIDTH
     for first in range(0, count, CHUNK):
         one_id, inside = ids_of(ids, first + lane, count, EXPERTS)
         one_id = tl.where(inside, one_id, -1)
-        units = (tl.load(weights + first + lane, mask=inside, other=0.0) * _UNIT).to(tl.int64)
+        weight = tl.load(weights + first + lane, mask=inside, other=0.0)
+        usable = tl.abs(weight) < _MOST_WEIGHT
+        units = (tl.where(usable, weight, 0.0) * _UNIT).to(tl.int64) + usable.to(tl.int64)
         chosen = one_id[:, None] == expert[None, :]
         other_id, others = ids_of(ids, first + lane, count, EXPERTS)
         before = (one_id[:, None] == tl.where(others, other_id, -1)[None, :]) & (lane[:, None] > lane[None, :])
@@ -646,14 +661,13 @@ def _add_chunks(counted, chunks, expert, WIDTH: tl.constexpr):
 
 @triton.jit
 def precisions_of(
-    active, sums, threshold, critical, scratch, expert, WIDTH: tl.constexpr, CHUNK: tl.constexpr, hits=None
+    active, number, sums, threshold, critical, scratch, expert, WIDTH: tl.constexpr, CHUNK: tl.constexpr, hits=None
 ):
-    """int32 [WIDTH]: 2 for the most important, 1 for other active.
+    """int32 [WIDTH]: 2 for the most important, 1 for other active, of which so many have weights that are usable.
 
     These are the ones above the threshold; without one as many as are critical, of equal ones the first. With hits
     these come first, and then sums. Of scratch int32 [3 * WIDTH] are used.
     """
-    number = number_of(active)
     high = tl.load(critical + number)
     wanted = tl.where(active, 2, 0)
     if tl.load(threshold + 1) >= 0:
@@ -687,7 +701,7 @@ def precisions_of(
 def _follow(threshold, high, active):
     """Move it after a layer, as ``planner.threshold.follow`` does."""
     retention = tl.load(threshold + 1)
-    if (retention >= 0) & (active > 0):
+    if (retention >= 0) & ((active > 0) & (active * retention >= 65536)):
         error = (high << 16) // tl.maximum(active, 1) - retention
         tl.store(threshold, tl.minimum(tl.maximum(tl.load(threshold) + (error << _GAIN), 0), _MOST))
 

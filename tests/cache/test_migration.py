@@ -36,6 +36,7 @@ from tests.support.instead import Instead
 from tests.support.patience import becomes
 from tests.support.recorded_device import record_reads
 from vllm_dymoe.cache.budget import expert_worth, minimum_budget, plan_slots, workspace_bytes
+from vllm_dymoe.cache.device_table import DeviceCounts
 from vllm_dymoe.cache.fetcher import Fetcher
 from vllm_dymoe.cache.migration import ARRIVED, FAILED, UNDER_WAY, Migration
 from vllm_dymoe.cache.transfer import Reason
@@ -49,6 +50,7 @@ from vllm_dymoe.planner.hotness import Swap
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.routing import Phase
 from vllm_dymoe.planner.rule import HIGH, LOW
+from vllm_dymoe.planner.table import Table
 from vllm_dymoe.policies.dynaexq import DynaExq
 from vllm_dymoe.server import ExpertServer
 
@@ -442,3 +444,66 @@ def test_a_transfer_that_is_not_wanted_holds_no_other_up():
     assert becomes(lambda: engine.arrived(other))
     store.gate.set()
     engine.close()
+
+
+def planned_and_moved(reset):
+    """The moves under way behind every step, where no copy ever arrives and each is late after a window."""
+    store = make_store(make_experts(layers=LAYERS, num_experts=EXPERTS, nested=True))
+    server, moves = dynaexq(store, 3, plain_engine(store, CPU, 0, io_threads=0)), []
+    for _ in serve(server, random_steps(7) * 3):
+        moves.append([move.swap for move in server.host_planned.migration._flying])
+        if reset:
+            server.reset_stats()
+    server.engine.close()
+    return moves
+
+
+def test_a_reset_of_statistics_changes_no_move():
+    moves = planned_and_moved(reset=False)
+    assert len({tuple(some) for some in moves}) > 3, "moves come and go"
+    assert planned_and_moved(reset=True) == moves
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("where", ["weights", "x"])
+def test_a_row_that_is_not_finite_leaves_no_trace_in_hotness_and_layer_worth(where, poison):
+    """One such request, and every later one would be served by what it left."""
+
+    def hotness_and_worth(poisoned):
+        server = dynaexq(STORES[True], alpha=0.5)
+        for seed in range(80):
+            server.host_planned.begin_step(Phase.DECODE)
+            for layer in range(LAYERS):
+                x, weights, ids = random_step(seed + layer, 9, server.experts)
+                if layer == 2:  # which hardly turns its tokens, and so the layer before is worth little
+                    x = random_step(seed + 1, 9, server.experts)[0] * 1.01
+                if poisoned and seed % 8 == 3:
+                    (weights if where == "weights" else x)[4] = poison
+                elif where == "weights" and seed % 8 == 3:
+                    x, weights, ids = (torch.cat((part[:4], part[5:])) for part in (x, weights, ids))
+                forward(server, layer, x, weights, ids)
+        migration = server.host_planned.migration
+        server.engine.close()
+        return migration.hotness, migration._worth
+
+    hotness, worth = hotness_and_worth(True)
+    clean_hotness, clean_worth = hotness_and_worth(False)
+    assert np.array_equal(hotness, clean_hotness)
+    assert np.isfinite(worth).all()
+    assert worth == pytest.approx(clean_worth, rel=0.1)
+
+
+def test_counts_of_steps_without_the_host_leave_out_what_is_not_finite():
+    table = Table.allocate(2, 6, rows=4, top_k=2, depth=1, device="cpu")
+    found, clean = DeviceCounts(table), DeviceCounts(table)
+    ids, weights = torch.tensor([[0, 1], [2, 3], [4, 5]]), torch.rand(3, 2)
+    for layer in range(2):
+        clean.add_layer(layer, torch.tensor([[0, 1], [-1, -1], [4, 5]]), weights)
+    for layer, poison in enumerate((float("nan"), float("inf"))):
+        found.add_layer(layer, ids, weights.index_fill(0, torch.tensor([1]), poison))
+    for counts in (found, clean):
+        counts.ask()
+    assert np.array_equal(found.take(), clean.take())
+    table.ring_ids[0, :, :3], table.ring_weights[0, :, :3] = ids.int(), weights.index_fill(0, torch.tensor([1]), poison)
+    found.add(3), found.ask()
+    assert np.array_equal(found.take(), clean.take())

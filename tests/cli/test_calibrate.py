@@ -88,7 +88,7 @@ def test_without_texts_link_and_host_are_measured_and_kept_for_the_next_start(mo
     result = command("calibrate", store, "--link", "1MB/s")
     assert result.exit_code == 0, result.output + result.stderr
     assert "misses are shared, as measured, between 0.0 GB/s of the link and" in result.stdout
-    kept = json.loads((store / RATES).read_text())
+    (kept,) = json.loads((store / RATES).read_text()).values()
     assert kept["link"] == pytest.approx(1e6, rel=0.3)
     assert len(kept["first_row"]) == 2
     assert "--out" in refused("calibrate", model, "--texts", tmp_path / "any.txt")

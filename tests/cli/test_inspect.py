@@ -1,13 +1,15 @@
 """``vllm-dymoe inspect``: the numbers it prints, and the damage that ``--verify`` finds."""
 
+import errno
 import json
+import os
 import shutil
 
 import pytest
 
 from tests.cli.checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, MOE_LAYERS, command, make_model, refused
 from vllm_dymoe.cache.budget import plan_slots, workspace_bytes
-from vllm_dymoe.cache.store import MANIFEST, FileStore
+from vllm_dymoe.cache.store import MANIFEST, FileStore, files
 from vllm_dymoe.cache.store.files import file_name
 from vllm_dymoe.options import ConfigError, Options
 from vllm_dymoe.policies.dymoe import Dymoe
@@ -164,3 +166,21 @@ def test_what_cannot_be_inspected_is_refused(model, tmp_path):
     assert "no config.json" in refused("inspect", tmp_path)
     assert "does not exist" in refused("inspect", tmp_path / "nowhere")
     assert "25x is no budget" in refused("inspect", tmp_path, "--budget", "25x")
+
+
+@pytest.mark.parametrize("readonly", [False, True])
+def test_an_older_store_is_verified_and_then_says_which_shards_are_its_own(checkpoint, readonly, monkeypatch):
+    manifest = json.loads((checkpoint / MANIFEST).read_text()) | {"version": 6}
+    del manifest["shards"]
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
+    assert "would not be noticed" in report(checkpoint)["shards"]
+
+    def refuse(path, content):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    if readonly:
+        monkeypatch.setattr(files, "replace_file", refuse)
+    found = report(checkpoint, "--verify")
+    assert found["verified"]
+    assert (os.strerror(errno.EROFS) in found["shards"]) == readonly
+    assert report(checkpoint)["format_version"] == (6 if readonly else 7)

@@ -14,7 +14,7 @@ def replay(server, actions):
     actions, residency = actions.numpy(), serving.policy.residency
     server.cache.table.reuse_high[:] = False  # actions say where a better version served
 
-    def device_planned(routing):
+    def device_planned(routing, planned=None):
         layer, ids = routing.layer, routing.host_ids
         told = actions[done[layer] :, layer][: len(ids)]
         done[layer] += len(ids)

@@ -22,6 +22,7 @@ from tests.executor.steps import BUDGETS, STEPS, ByNumber, forward, random_step,
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.cache.transfer import TransferError
 from vllm_dymoe.executor import cpu_execution
+from vllm_dymoe.executor import rates as rates_module
 from vllm_dymoe.kernels import CpuKernel, native
 from vllm_dymoe.planner.constants import LOW_VERSION, SMALL_BATCH_ROWS, Action, Cost
 from vllm_dymoe.planner.large_batch import small_batch_parts
@@ -167,6 +168,9 @@ def test_the_first_starts_measure_rates_and_the_best_is_kept(memory_store, tmp_p
         assert rates() == replace(measured[0], measured=3), "the best of three"
         assert rates() == replace(measured[0], measured=3)
         assert measure.call_count == 2
+    with mock.patch.object(rates_module, "machine", return_value="another one"):
+        assert rates().measured == 1, "what travels with the folder does not count"
+    assert rates() == replace(measured[0], measured=3)
     assert rates(link_gbps=0.002).measured == 1, "of another link"
     kept.write_text(json.dumps({"link": 3}))
     assert rates().measured == 1

@@ -18,7 +18,7 @@ from tests.support.recorded_device import RecordedStreams
 from vllm_dymoe.cache.transfer.cuda import StreamDelivery
 from vllm_dymoe.cache.transfer.engine import TransferEngine
 from vllm_dymoe.experts.identity import ModelIdentity
-from vllm_dymoe.planner.routing import Phase, PromptTokens
+from vllm_dymoe.planner.routing import Phase, PromptTokens, Routing
 from vllm_dymoe.policies.duoserve import DuoServe
 from vllm_dymoe.policies.dymoe import Dymoe
 from vllm_dymoe.policies.exact import Exact
@@ -41,6 +41,8 @@ class OnDevice(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func == torch.Tensor.is_cpu.__get__:
+            return False
         name = getattr(func, "__name__", str(func))
         mask = name in ("__getitem__", "__setitem__") and any(
             isinstance(index, torch.Tensor) and index.dtype is torch.bool
@@ -147,3 +149,13 @@ def test_a_wait_would_be_noted(wait):
     OnDevice.log = []
     wait(torch.ones(2, 2, dtype=torch.int64).as_subclass(OnDevice) * 2)
     assert len(OnDevice.log) >= 1
+
+
+def test_numbers_of_experts_and_which_weights_are_usable_come_in_one_copy():
+    ids, weights = torch.tensor([[3, -1], [0, 5]]), torch.tensor([[0.5, float("nan")], [float("inf"), 0.5]])
+    there = Routing(0, 1, torch.zeros(2, 8), ids.as_subclass(OnDevice), weights.as_subclass(OnDevice))
+    here = Routing(0, 1, torch.zeros(2, 8), ids, weights)
+    OnDevice.log = []
+    assert there.host_ids.tolist() == here.host_ids.tolist() == ids.tolist()
+    assert there.uses.tolist() == here.uses.tolist() == [0, 0, 0, 1, 0, 1]
+    assert OnDevice.log == ["wait for cpu"]

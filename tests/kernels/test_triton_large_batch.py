@@ -52,3 +52,20 @@ def test_sizes_of_models(experts, top_k, tokens, nested):
     assert shape.chunks > 1 or tokens < 100
     for seed in range(2):
         twins.large_batch_step(0, *random_step(seed, tokens, top_k, experts), shape, seed, tokens)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_rows_that_are_not_finite_count_in_no_statistic(nested):
+    """Also where tokens of prompts have a measure of their own."""
+    quotas, policy = {LOW: [4, 4], HIGH: [3, 3]}, Dymoe(retention=0.5)
+    twins, alone = (Twins(quotas, policy=policy, staging=4, nested=nested) for _ in range(2))
+    for seed in range(8):
+        ids, weights = random_step(seed, 20, absent=0)
+        marks = (torch.arange(20) % 3).to(torch.int8)
+        poisoned = torch.tensor([2, 4, 9])
+        shape = LargeBatchShape(20, 3, 12, 1 + nested, 2, 2, True)
+        alone.large_batch_step(seed % LAYERS, ids.index_fill(0, poisoned, -1), weights, shape, 0, 20, marks)
+        poison = (float("nan"), float("inf"), -float("inf"), 1e30)[seed % 4]
+        twins.large_batch_step(seed % LAYERS, ids, weights.index_fill(0, poisoned, poison), shape, 0, 20, marks)
+        for name in ("score", "used_at", "threshold", "prompt_threshold", "step"):
+            assert torch.equal(getattr(twins.plain, name), getattr(alone.plain, name)), name

@@ -9,6 +9,7 @@ from tests.kernels.sections import DEVICE, at_the_edge
 from tests.kernels.twins import Twins
 from tests.support import recorded_routing
 from tests.support.decode_steps import COSTS, EXPERTS, LAYERS, TOKENS, make_table, random_step, rows
+from tests.support.decode_steps import plan_small_batch_on_gpu as decide_step
 from vllm_dymoe.kernels.triton.planner import plan_small_batch_on_gpu
 from vllm_dymoe.planner.plan import LayerPlan
 from vllm_dymoe.planner.rule import HIGH, LOW
@@ -136,3 +137,20 @@ def test_what_the_program_does_not_hold_is_refused():
         )
     with pytest.raises(TypeError, match=r"weights is torch.float64, expected torch.float32"):
         plan_small_batch_on_gpu(vars(table), 0, ids, weights.double(), rows(1), plan.tensors)
+
+
+@pytest.mark.parametrize("high_by", ["threshold", "depth"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_rows_that_are_not_finite_count_in_no_statistic(nested, high_by):
+    """Their experts are computed, and leave neither a score nor a threshold behind: as if they had been no rows."""
+    options = {"policy": Dymoe(retention=0.5, high_by=high_by), "nested": nested}
+    quotas = {LOW: [3, 3], HIGH: [4, 4]}
+    twins, alone = Twins(quotas, **options), make_table(quotas, **options)
+    for seed in range(12):
+        ids, weights = random_step(seed, TOKENS, absent=0)
+        poison = (float("nan"), float("inf"), -float("inf"), 1e30)[seed % 4]
+        weights[2], ids[4], weights[4, 1:] = poison, -1, poison
+        twins.step(seed % LAYERS, ids, weights)
+        decide_step(alone, seed % LAYERS, torch.cat((ids[:2], ids[3:])), torch.cat((weights[:2], weights[3:])))
+        for name in ("score", "used_at", "threshold", "step"):
+            assert torch.equal(getattr(twins.plain, name), getattr(alone, name)), name

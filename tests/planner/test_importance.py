@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from vllm_dymoe.planner.constants import WEIGHT_UNIT
 from vllm_dymoe.planner.importance import Importance, attention_mass, importance, mark_heavy_hitters
-from vllm_dymoe.planner.routing import PromptTokens
+from vllm_dymoe.planner.routing import PromptTokens, Routing
 
 
 def naive_mass(query, key, scale, window, reach=None):
@@ -112,5 +112,10 @@ def test_sums_do_not_depend_on_the_order_of_tokens():
 
 def test_heavy_hitters_count_first_then_their_weights_then_the_lower_number():
     numbers = np.array([1, 3, 5, 7, 9])
-    some = Importance(numbers, np.array([1, 1, 2, 0, 1]), np.array([4, 6, 1, 99, 6]))
+    some = Importance(numbers, np.array([1, 1, 2, 0, 1]), np.array([4, 6, 1, 99, 6]), numbers > 0)
     assert [numbers[some.first(count)].tolist() for count in range(5)] == [[], [5], [3, 5], [3, 5, 9], [1, 3, 5, 9]]
+
+
+def test_weights_of_16_bits_are_looked_at_as_others():
+    ids, weights = torch.tensor([[0, 1], [2, 1]]), torch.tensor([[0.5, 0.5], [float("nan"), 0.5]]).bfloat16()
+    assert Routing(0, 1, torch.zeros(2, 8), ids, weights).uses.tolist() == [1, 2, 0]

@@ -58,3 +58,14 @@ def test_a_prefill_is_told_of_more_than_a_decode_step():
     assert len(predictor.predict(0)) == 2
     see(predictor, 0, [[0, 1], [2, 3]], Phase.PREFILL)
     assert {candidate.expert for candidate in predictor.predict(0)} == {0, 1, 2, 3, 4}
+
+
+def test_the_first_layer_is_foreseen_for_the_phase_that_begins():
+    """No router has spoken yet: what the last step was for says nothing."""
+    predictor = Popularity(2, 8, decode_experts=2)
+    see(predictor, 0, [[0, 1], [0, 2], [3, 4]])
+    predictor.begin_step(Phase.PREFILL)
+    assert {candidate.expert for candidate in predictor.predict(-1)} == {0, 1, 2, 3, 4}
+    see(predictor, 0, [[0, 1], [2, 3]], Phase.PREFILL)
+    predictor.begin_step(Phase.DECODE)
+    assert len(predictor.predict(-1)) == 2

@@ -130,3 +130,12 @@ def test_manifests_that_cannot_be_read(tmp_path, content, why):
         Recording.read(tmp_path)
     with pytest.raises(CalibrationError, match="holds no calibration"):
         Recording.read(tmp_path / "nowhere")
+
+
+def test_a_part_is_not_written_through_a_link(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"mine")
+    (tmp_path / "part-0.safetensors.unfinished").symlink_to(victim)
+    with pytest.raises(CalibrationError):
+        PartWriter(tmp_path / "part-0.safetensors", LAYERS, HIDDEN, TOP_K, torch.bfloat16, 4)
+    assert victim.read_bytes() == b"mine"

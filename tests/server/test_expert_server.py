@@ -15,6 +15,7 @@ from tests.support.faulty_store import FaultyStore
 from tests.support.memory_writer import staged
 from vllm_dymoe.cache.transfer import TransferError
 from vllm_dymoe.options import ConfigError
+from vllm_dymoe.planner.routing import RoutingError
 from vllm_dymoe.resolve import resolve_options
 
 
@@ -162,3 +163,19 @@ def test_a_failed_read_fails_its_step_and_no_other(failing, budget, threads, pol
 
 
 STORE = make_store(make_experts())
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 40])
+@pytest.mark.parametrize("wrong", [6, 32768, 65536, 65537, 1 << 40])
+def test_an_expert_outside_the_model_is_an_error_and_the_next_step_runs(memory_store, tokens, wrong):
+    """Also where it wraps in 16 bits: two tokens of expert 65537 were computed as expert 1."""
+    server = with_budget(memory_store, "50%")
+    x, weights, ids = random_step(1, tokens, memory_store.experts)
+    want = forward(server, 0, x, weights, ids)
+    bad = ids.long().clone()
+    bad[-1, -1] = wrong
+    with pytest.raises(RoutingError, match=f"expert {wrong}"):
+        forward(server, 0, x, weights, bad)
+    assert torch.equal(forward(server, 0, x, weights, ids), want)
+    server.check_integrity()
+    server.close(keep_store=True)

@@ -317,3 +317,35 @@ def test_what_is_in_force_can_be_asked_for():
     assert (answer["high"], answer["low"], answer["stored_bits"]) == (4, 2, [4, 2])
     assert answer["slots"] == {precision.value: count for precision, count in server.slot_plan.slots.items()}
     assert answer["share_of_precisions_in_decode"] == pytest.approx({"high": 0.5, "low": 0.5})
+
+
+def learnt(server):
+    """Everything that a step leaves behind which later steps are served by, but where experts lie."""
+    table = server.cache.table
+    thresholds = [threshold.tolist() for threshold in server.policy.precision.thresholds]
+    return table.score.tolist(), table.used_at.tolist(), table.step.tolist(), thresholds
+
+
+@pytest.mark.parametrize("policy", ["exact", "dymoe", "duoserve"])
+def test_a_warm_up_moves_neither_scores_nor_thresholds(policy):
+    server = make_server(policy=policy)
+    run(server)
+    before = learnt(server)
+    with server.host_planned.unobserved():
+        run(server, [(seed, layer, 64) for seed in range(5) for layer in range(LAYERS)])
+    assert learnt(server) == before
+    run(server)
+    assert learnt(server) != before
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("policy", ["exact", "dymoe"])
+def test_a_row_that_is_not_finite_leaves_neither_scores_nor_thresholds(policy, poison):
+    poisoned, clean = (make_server(policy=policy) for _ in range(2))
+    for seed in range(30):
+        x, weights, ids = random_step(seed, 5)
+        forward(clean, seed % LAYERS, x, weights, ids.index_fill(0, torch.tensor([3]), -1))
+        out = forward(poisoned, seed % LAYERS, x, weights.index_fill(0, torch.tensor([3]), poison), ids)
+        assert out[:3].isfinite().all()
+        assert not out[3].isfinite().any(), "what is wrong is not hidden"
+        assert learnt(poisoned) == learnt(clean)

@@ -42,7 +42,7 @@ class Layer(torch.nn.Module):
         self.loader = ExpertLoader(self, (sink, 3), sizes[0], sizes[1] // ranks, reader)
         self.loader.register(self, torch.bfloat16, bias=bias)
 
-    def put(self, layer, expert, projection, tensor, *, bias=False):
+    def put(self, layer, expert, projection, tensor, *, bias=False, parts=None):
         place = ("bias" if bias else "weight", expert, projection)
         assert layer == 3
         if self.wanted:  # no complete store exists

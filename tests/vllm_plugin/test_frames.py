@@ -6,12 +6,14 @@ from types import SimpleNamespace
 import pytest
 
 from tests.executor.device_planned import device_planned_server
-from tests.executor.steps import make_server, random_step
+from tests.executor.steps import CPU, make_server, random_step
 from tests.vllm_plugin.steps import rank_of, scheduled
 from tests.vllm_plugin.test_decode_steps import LAYERS
+from vllm_dymoe.cache.transfer import make_engine
 from vllm_dymoe.executor.plain_kernels import PlainKernels
 from vllm_dymoe.kernels.cpu import CpuKernel
 from vllm_dymoe.kernels.native import Library
+from vllm_dymoe.server.cpu_executor import CpuExecutor
 from vllm_dymoe.vllm_plugin import moe_method
 
 
@@ -38,9 +40,20 @@ def frames_of(monkeypatch, server, owner, launch):
     return max(found, key=len)
 
 
+def test_on_a_cpu_three_frames_lie_before_the_native_call(monkeypatch, memory_store):
+    server = make_server(memory_store, misses="compute")
+    if server.host_planned.cpu is None:
+        pytest.skip("the native library was not built")
+    random = random_step(0, 1, server.experts)
+    for _ in range(2):  # which fetches what layers keep
+        rank_of(server).forward(LAYERS[0], *random)
+    found = frames_of(monkeypatch, server, CpuExecutor, "run")
+    assert len(found) <= 3, found
+
+
 @pytest.mark.parametrize(("budget", "most"), [("100%", 5), ("minimum", 7)])
 def test_the_hosts_way_is_short_and_shortest_where_no_expert_is_missing(monkeypatch, memory_store, budget, most):
-    server = make_server(memory_store)
+    server = make_server(memory_store, engine=make_engine(memory_store, CPU, 0))
     if budget == "100%":
         random = random_step(0, 1, server.experts)
         for _ in range(2):  # which fetches

@@ -232,3 +232,17 @@ def test_policies_without_gates_look_for_none(options, foresees, warnings):
     assert (rank.predictor is not None) == foresees
     assert rank.observation.observers == (), "listening would cost time"
     assert not warnings()
+
+
+def test_rows_that_are_not_finite_say_nothing_about_a_gate():
+    """One request of NaN at the start, and nothing would ever be fetched ahead again."""
+    rank, x = Rank([good], policy="exact"), torch.randn(8, HIDDEN)
+    ids = rank.blocks[0].gate(x).topk(TOP_K).indices
+    x[1:], ids[1:], weights = float("nan"), (ids[1:] + 1) % EXPERTS, torch.ones(ids.shape)
+    for observer in rank.observation.observers:
+        observer.see(Routing(0, 1, x[1:], ids[1:], weights[1:]))
+    assert rank.observation.observers, "nothing was said: it is asked again"
+    for observer in rank.observation.observers:
+        observer.see(Routing(0, 1, x, ids, weights))
+    assert not rank.observation.observers
+    assert not rank.turned_off

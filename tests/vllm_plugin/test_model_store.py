@@ -1,22 +1,34 @@
 """Which packed experts belong to a rank, and where they live: those that are refused, and memory that cannot be had."""
 
 import dataclasses
+import errno
 import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.cache.store.locks import RecordedLock
 from tests.cache.store.stores import write
+from tests.cli.checkpoints import EXPERTS as EXPERTS_OF_MODEL
+from tests.cli.checkpoints import HIDDEN, INTERMEDIATE, MOE_LAYERS, expert_tensors, make_model
 from tests.small_model import make_experts
-from vllm_dymoe.cache.store import FileStore, HostPlace, Manifest, StoreError, whole_host_cache
+from vllm_dymoe.cache.store import MANIFEST, FileStore, HostPlace, Manifest, StoreError, durable, whole_host_cache
+from vllm_dymoe.cache.store import files as model_files_of_store
 from vllm_dymoe.cache.store.files import file_name
 from vllm_dymoe.cache.store.writer import StoreWriter
 from vllm_dymoe.cache.transfer import HostCache
 from vllm_dymoe.experts.format import all_keys
+from vllm_dymoe.options import ConfigError, Options, store_root
+from vllm_dymoe.quantize.checkpoint import Checkpoint, content_fingerprint
+from vllm_dymoe.quantize.convert import convert
 from vllm_dymoe.quantize.dummy import random_store
+from vllm_dymoe.quantize.readers import PLAIN_READER
+from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.vllm_plugin import model_store
-from vllm_dymoe.vllm_plugin.model_store import LayerSpec, cached_store, check_belongs, place_experts
+from vllm_dymoe.vllm_plugin.model_store import LayerSpec, ModelStore, cached_store, check_belongs, place_experts
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 EXPERTS = make_experts()
@@ -124,3 +136,201 @@ def test_a_damaged_or_another_models_store_of_an_earlier_start_is_written_again_
     again.close()
     assert cached_store(tmp_path / "store", dataclasses.replace(manifest, quantizer="hqq")) is None
     assert "is another model's; it is replaced" in warnings()[1]
+
+
+def vllm_config(model, load_format="auto", **parallel):
+    """As much of vLLM's as a model's store asks for."""
+    ranks = {
+        "enable_eplb": False, "data_parallel_size": 1, "enable_expert_parallel": False, "local_world_size": 1,
+        "data_parallel_size_local": 1,
+    }  # fmt: skip
+    return SimpleNamespace(
+        model_config=SimpleNamespace(model=str(model), seed=0, revision=None),
+        load_config=SimpleNamespace(load_format=load_format, download_dir=None),
+        parallel_config=SimpleNamespace(**ranks | parallel),
+        device_config=SimpleNamespace(device_type="cpu", device="cpu"),
+    )
+
+
+def load(model, root, *, load_format="auto", weights=None, host_store="file", **parallel):
+    """Load a model as vLLM does: its store, and whether its experts were packed now."""
+    options = Options(high=4, low=2, group_size=32, store_dir=root, host_store=host_store)
+    loading = ModelStore(vllm_config(model.folder, load_format, **parallel), options, None, PLAIN_READER, 1 << 30)
+    for number in MOE_LAYERS:
+        name = f"model.layers.{number}.mlp.experts"
+        loading.add(LayerSpec(name, EXPERTS_OF_MODEL, 2, HIDDEN, INTERMEDIATE, torch.bfloat16, False, 0, 1, 0, 1))
+    packed = False
+    for position in range(len(MOE_LAYERS)):
+        for (layer, expert, projection), weight in (weights or model.experts).items():
+            if layer == position:
+                loading.put(layer, expert, projection, weight)
+                packed |= loading._packer is not None
+        loading.layer_loaded(position)
+    return loading.store, packed
+
+
+def experts_of(store):
+    slices = []
+    for key in all_keys(store.experts):
+        slices.append(torch.empty(store.experts.formats[key.bits].nbytes, dtype=torch.uint8))
+        store.read_into(key, slices[-1])
+    return torch.cat(slices)
+
+
+def doubled(model):
+    return {place: weight * 2 for place, weight in model.experts.items()}
+
+
+@pytest.fixture
+def model(tmp_path):
+    model = make_model(tmp_path / "models" / "model")
+    model.folder.parent.mkdir()
+    model.save()
+    return model
+
+
+def test_a_store_is_found_again_and_a_mere_copy_of_the_model_finds_it(model, tmp_path):
+    first, packed = load(model, tmp_path / "cache")
+    assert packed
+    assert not load(model, tmp_path / "cache")[1]
+    copy = dataclasses.replace(model, folder=tmp_path / "another-name")
+    shutil.copytree(model.folder, copy.folder)
+    for path in copy.folder.iterdir():
+        os.utime(path, (1, 1))
+    store, packed = load(copy, tmp_path / "cache")
+    assert not packed
+    assert store.folder == first.folder
+
+
+def test_other_weights_with_equal_names_sizes_and_times_have_another_store(model, tmp_path):
+    """As of reproducible images, Nix, squashfs or ``touch -d @0``."""
+    first, _ = load(model, tmp_path / "cache")
+    other = dataclasses.replace(model, experts=doubled(model))
+    other.tensors = model.dense | expert_tensors(other.experts, "separate")
+    before = (model.folder / "model.safetensors").stat()
+    other.save()
+    os.utime(model.folder / "model.safetensors", ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (model.folder / "model.safetensors").stat().st_size == before.st_size
+    second, packed = load(other, tmp_path / "cache")
+    assert packed
+    assert not torch.equal(experts_of(second), experts_of(first))
+
+
+@pytest.mark.parametrize("load_format", ["auto", "runai_streamer"])
+def test_weights_that_come_from_elsewhere_are_compared_with_those_of_the_store(model, tmp_path, load_format):
+    """By an object store's loader, or a custom one, beside a folder with only the configuration, or other weights."""
+    if load_format == "auto":
+        (model.folder / "model.safetensors").unlink()
+    first, packed = load(model, tmp_path / "cache", load_format=load_format)
+    assert packed
+    again, packed = load(model, tmp_path / "cache", load_format=load_format)
+    assert (packed, again.folder) == (False, first.folder)
+    with pytest.raises(StoreError, match="vllm-dymoe cache clean"):
+        load(model, tmp_path / "cache", load_format=load_format, weights=doubled(model))
+
+
+def test_weights_that_can_only_be_sampled_as_files_make_a_difference(tmp_path):
+    """Of a kind that is not read here, as torch's."""
+    found = set()
+    for content in (b"a" * 10_000, b"a" * 5_000 + b"b" + b"a" * 4_999, b"a" * 10_001):
+        (tmp_path / "pytorch_model.bin").write_bytes(content)
+        os.utime(tmp_path / "pytorch_model.bin", (0, 0))
+        found.add(content_fingerprint(tmp_path))
+    assert len(found) == 3
+    (tmp_path / "pytorch_model.bin").unlink()
+    assert content_fingerprint(tmp_path) == ""
+
+
+def test_a_link_to_absent_is_a_sentence(model, tmp_path):
+    (model.folder / "model.safetensors").rename(tmp_path / "packed")
+    (model.folder / "model.safetensors").symlink_to(tmp_path / "gone")
+    with pytest.raises(StoreError, match="download it again"):
+        load(model, tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "model.safetensors.index.json"])
+def test_a_fifo_among_a_models_files_does_not_hang(model, tmp_path, name):
+    (model.folder / name).unlink(missing_ok=True)
+    os.mkfifo(model.folder / name)
+    if name == "model.safetensors":
+        with pytest.raises(StoreError):
+            load(model, tmp_path / "cache")
+    with pytest.raises(CheckpointError):
+        Checkpoint.open(model.folder)
+
+
+def test_a_file_beside_the_weights_that_is_a_link_to_absent_is_named(model, tmp_path):
+    (model.folder / "tokenizer.json").symlink_to(tmp_path / "gone")
+    with pytest.raises(CheckpointError, match="tokenizer"):
+        convert(Checkpoint.open(model.folder), tmp_path / "out", Options(high=4, low=2, group_size=32))
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE, errno.ESTALE])
+def test_a_store_that_cannot_be_opened_now_is_left_as_it_is(model, tmp_path, monkeypatch, code):
+    store, _ = load(model, tmp_path / "cache")
+    before = {path.name: path.stat().st_ino for path in store.folder.iterdir()}
+    for failing in (MANIFEST, file_name(1)):
+        real = durable.open_regular
+
+        def fail(path, real=real, failing=failing):
+            if Path(path).name == failing:
+                raise OSError(code, os.strerror(code))
+            return real(path)
+
+        for module in (durable, model_files_of_store):
+            monkeypatch.setattr(module, "open_regular", fail)
+        monkeypatch.setattr(model_store, "StoreWriter", lambda *_: pytest.fail("written again"))
+        with pytest.raises(StoreError):
+            load(model, tmp_path / "cache")
+        monkeypatch.undo()
+    assert {path.name: path.stat().st_ino for path in store.folder.iterdir()} == before
+
+
+def test_every_start_removes_what_ended_ones_left(model, tmp_path):
+    store, _ = load(model, tmp_path / "cache")
+    left = store.folder.parent.parent / "another-model" / "rank-0-0.partial-"
+    for name in (f"{left}{durable._boot()}-0", f"{left}{durable._boot()}-1-replaced"):
+        Path(name).mkdir(parents=True)
+    living = StoreWriter(left.with_name("rank-0-1"), Manifest(EXPERTS, "rtn", "a model"))
+    load(model, tmp_path / "cache")
+    assert list(left.parent.iterdir()) == [living.partial]
+    living.discard()
+
+
+@pytest.mark.parametrize("host_store", ["file", "pinned"])
+def test_ranks_with_the_same_experts_read_a_store_that_nobody_may_write(model, tmp_path, monkeypatch, host_store):
+    many = {"data_parallel_size": 2, "data_parallel_size_local": 2}
+    first, packed = load(model, tmp_path / "cache", host_store="file", **many)
+    assert packed
+    for lock in first.folder.parent.glob("*.lock"):
+        lock.unlink()
+    real = os.open
+
+    def read_only(path, flags, *mode, **more):
+        if str(tmp_path / "cache") in str(path) and flags & (os.O_CREAT | os.O_WRONLY | os.O_RDWR):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return real(path, flags, *mode, **more)
+
+    monkeypatch.setattr(os, "open", read_only)
+    store, packed = load(model, tmp_path / "cache", host_store=host_store, **many)
+    assert not packed
+    assert torch.equal(experts_of(store), experts_of(first))
+    store.close()
+
+
+@pytest.mark.parametrize("home", [None, ""])
+def test_without_a_home_the_folder_has_to_be_named(monkeypatch, home):
+    monkeypatch.delenv("HOME", raising=False)
+    if home is not None:
+        monkeypatch.setenv("HOME", home)
+
+    def unknown(number):
+        raise KeyError(number)
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    with pytest.raises(ConfigError, match="store_dir"):
+        store_root(None)
+    with pytest.raises(ConfigError, match="store_dir"):
+        store_root(Path("~nosuch/x"))
+    assert store_root(Path("/there")) == Path("/there")

@@ -184,3 +184,15 @@ def test_a_codebook_has_no_low_version_inside(codebook, nested):
     assert formats[4].nested is nested
     assert formats[4].encoding is (codebook or NESTED[4])
     assert not formats[2].encoding.floats
+
+
+def test_vllm_is_to_refuse_a_checkpoint_that_lacks_a_weight():
+    """By default it looks at checkpoints only where nothing is quantized."""
+    assert configure().load_config.model_loader_extra_config == {"enable_weights_track": True}
+    for given in ({"enable_weights_track": False}, {"enable_weights_track": True}):
+        assert configure(model_loader_extra_config=given).load_config.model_loader_extra_config == given
+    more = {"enable_multithread_load": True, "num_threads": 2}
+    found = configure(model_loader_extra_config=more).load_config.model_loader_extra_config
+    assert found == more | {"enable_weights_track": True}
+    assert configure(load_format="dummy").load_config.model_loader_extra_config == {}
+    assert configure(quantization=None).load_config.model_loader_extra_config == {}

@@ -77,7 +77,7 @@ def test_rows_behind_a_steps_tokens_are_padding():
 class Server:
     """As much of a server, and of what serves its steps, as a rank looks at; its layers return their input."""
 
-    experts, cpu_execution = SimpleNamespace(layers=(0,)), SimpleNamespace(cpu_queue=None)
+    experts, cpu_execution = SimpleNamespace(layers=(0,), num_experts=64), SimpleNamespace(cpu_queue=None)
     policy = SimpleNamespace(precision=PrecisionPolicy(), prefetch=None)
     decode = None
 

@@ -10,7 +10,10 @@ from fastapi.testclient import TestClient
 from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from vllm_dymoe.vllm_plugin.worker import PATH, PrecisionEndpoint
+from tests.executor.steps import make_server
+from vllm_dymoe.options import ConfigError
+from vllm_dymoe.vllm_plugin import worker
+from vllm_dymoe.vllm_plugin.worker import PATH, DymoeWorkerExtension, PrecisionEndpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 REFUSED = "vllm-dymoe: the precision stays as it was: no."
@@ -63,3 +66,24 @@ def test_what_is_refused_is_the_clients_mistake_and_what_fails_otherwise_is_not(
     assert client.post(PATH, json=[1]).status_code == 422
     assert client.post(PATH, json={"crash": 1}).status_code == 500
     assert client.get(PATH).json()["ranks"][0] == {"retention": 0.75}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"self": 1}, {"changes": {}}, {"": 1}, {"high": [4]}, {"high": {"a": 1}}, {"low": None}]
+)
+def test_changes_of_any_name_and_kind_are_refused_with_a_sentence(changes, memory_store, monkeypatch):
+    """As vLLM hands them over: by keyword."""
+    server = make_server(memory_store, "100%", "dymoe")
+    monkeypatch.setattr(worker, "_server", lambda extension: server)
+    name = next(iter(changes))
+    with pytest.raises(ConfigError, match=f"vllm-dymoe: .*{name}"):
+        DymoeWorkerExtension().dymoe_precision(**changes)
+
+
+@pytest.mark.parametrize("budget", [[4], {"a": 1}, "", "nan", -1, True])
+def test_a_budget_of_any_kind_is_refused_with_a_sentence(budget, memory_store, monkeypatch):
+    server = make_server(memory_store, "100%")
+    monkeypatch.setattr(worker, "_server", lambda extension: server)
+    for option in ("expert_budget", "host_memory"):
+        with pytest.raises(ConfigError, match="vllm-dymoe: "):
+            DymoeWorkerExtension().dymoe_resize(**{option: budget})

@@ -16,7 +16,7 @@ from vllm_dymoe.cache.store import HostStore
 from vllm_dymoe.cache.transfer import Reason, TransferStats
 from vllm_dymoe.experts.format import SliceKey
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
-from vllm_dymoe.planner.hotness import squared_gates
+from vllm_dymoe.planner.hotness import squared_gates, usable
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.rule import HIGH, LOW
 from vllm_dymoe.planner.table import CODES, Counter, Table, set_pools, set_precision
@@ -139,7 +139,7 @@ class DeviceCounts:
         place = torch.where(ids >= 0, ids + first, self._bins - 1)
         high = self._table.precision.flatten()[place.clamp(max=self._bins - 2)] == HIGH
         index = (place + self._bins * high).flatten()
-        self._uses.scatter_add_(0, index, torch.ones_like(index))
+        self._uses.scatter_add_(0, index, usable(weights).flatten().long())
         gates = squared_gates(weights)
         self._uses.scatter_add_(0, (place + 2 * self._bins).flatten(), gates.flatten())
 

@@ -2,7 +2,8 @@
 
 An error of a layer's experts counts as much as their output does beside the residual stream, and that changes its
 direction by as much: by 1 - cos^2 between the inputs of a layer's router and of the next one's (against KL of single
-layers: benchmarks/LOG.md). The last layer is worth what the one before it is.
+layers: benchmarks/LOG.md). The last layer is worth what the one before it is. A token of which an input is not finite
+counts in no layer.
 """
 
 import torch
@@ -19,6 +20,7 @@ class LayerChanges:
 
     def __init__(self, layers: int) -> None:
         self._sums = torch.zeros(max(1, layers - 1), dtype=torch.float64)
+        self._counted = torch.zeros((), dtype=torch.int64)  # tokens that count, where they are computed
         self._tokens, self._before = 0, torch.empty(0)
 
     @property
@@ -30,10 +32,17 @@ class LayerChanges:
         if self.enough or layer > len(self._sums):
             return
         before, self._before = self._before, x[:_AT_ONCE].float()  # another layer may overwrite x
-        self._sums = self._sums.to(x.device)
+        self._sums, self._counted = self._sums.to(x.device), self._counted.to(x.device)
+        finite = torch.ones(len(self._before), dtype=torch.bool, device=x.device)
         if layer and len(before) == len(self._before):
-            self._sums[layer - 1] += (1 - cosine_similarity(before, self._before, dim=1).square()).sum()
-        self._tokens += len(self._before) * (layer == len(self._sums))
+            changes = 1 - cosine_similarity(before, self._before, dim=1).square()
+            finite = changes.isfinite()
+            self._sums[layer - 1] += changes.where(finite, 0.0).sum()
+        if layer == len(self._sums):
+            self._tokens += len(self._before)
+            self._counted += finite.sum()
+            if self.enough:  # as far as the host knows; only now it waits for the device
+                self._tokens = int(self._counted)
 
     def parts(self) -> list[int]:
         """Of each layer but the last, in whole numbers; waits for the device."""

@@ -81,7 +81,7 @@ class Migration:
         cache = fetcher.cache
         self._memory, self._fetcher, self._engine, self._migrating = cache, fetcher, fetcher.engine, migrating
         self._agree, self._clock, self._decoded = agree, clock, decoded
-        self._stats = MigrationStats()
+        self._stats, self._windows = MigrationStats(), 0  # windows that have ended, whatever statistics are reset
         shape = cache.table.precision.shape
         places = cache.table.quotas[:, HIGH]
         self._places = int(places.sum())
@@ -194,7 +194,7 @@ class Migration:
             ):  # an earlier plan's move has failed
                 self.stats.moves["outdated"] += 1
                 continue
-            self._flying.append(_Move(swap, self._begin(swap), self.stats.windows))
+            self._flying.append(_Move(swap, self._begin(swap), self._windows))
 
     def stop(self) -> None:
         self._planned.clear()
@@ -254,8 +254,9 @@ class Migration:
 
     def _end_window(self, now: float) -> None:
         """Plan anew; what has been on its way for a whole window is given up."""
-        for move in [move for move in self._flying if move.window < self.stats.windows]:
+        for move in [move for move in self._flying if move.window < self._windows]:
             self._give_up(move, "late")
+        self._windows += 1
         self.stats.windows += 1
         self.stats.moves["outdated"] += len(self._planned)
         if self._decoded is not None:

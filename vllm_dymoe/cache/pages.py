@@ -5,9 +5,12 @@ torch's allocator of pinned memory rounds up to a power of two, 512 MiB where a 
 
 import contextlib
 import ctypes
+import hashlib
+import math
 import mmap
 import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -17,6 +20,12 @@ _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 # Limit and use of a container's memory: version 2 of control groups, then version 1.
 _LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+
+# Microseconds of all cores together, in each period: version 2 of control groups ("max 100000"), then version 1.
+_QUOTA = "cpu.max"
+_QUOTA_AND_PERIOD = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+_MACHINE = (Path("/etc/machine-id"), Path("/sys/class/dmi/id/product_name"), Path("/sys/class/dmi/id/board_name"))
+_PROCESSORS = Path("/proc/cpuinfo")
 
 _NODES = Path("/sys/devices/policy/node/online")
 _MBIND = {"x86_64": 237, "aarch64": 235}  # libc has no function for it
@@ -36,15 +45,44 @@ def available_host_memory() -> int:
     return available
 
 
+def usable_cores(cores: int | None = None) -> int:
+    """Cores that this process may keep busy: those that this thread may run on, or so many, or what a container's limit
+    leaves of them."""
+    cores = len(os.sched_getaffinity(0)) if cores is None else cores
+    for group in _groups():
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            if (group / _QUOTA).exists():
+                quota, period = map(int, (group / _QUOTA).read_text().split())
+            else:
+                quota, period = (int((group / name).read_text()) for name in _QUOTA_AND_PERIOD)
+            if quota > 0 and period > 0:  # -1 is no limit
+                cores = min(cores, max(1, math.ceil(quota / period)))
+    return cores
+
+
+@cache
+def machine() -> str:
+    """Twelve hex digits that tell machines apart, the same in all containers of one as far as they show it: what was
+    measured on another machine says nothing."""
+    said = [str(os.cpu_count()), str(psutil.virtual_memory().total >> 30), os.uname().machine]
+    for path in _MACHINE:
+        with contextlib.suppress(OSError):
+            said.append(path.read_text().strip())
+    with contextlib.suppress(OSError):
+        said += [line for line in _PROCESSORS.read_text().splitlines() if line.startswith("model name")][:1]
+    return hashlib.sha256("\n".join(said).encode()).hexdigest()[:12]
+
+
 def _groups() -> Iterator[Path]:
     """Control groups that may limit this process: its own and those around it, as far as they are mounted."""
-    yield from (_CGROUP, _CGROUP / "memory")
+    mounted = {"": _CGROUP} | {name: _CGROUP / name for name in ("memory", "cpu", "cpu,cpuacct")}
+    yield from mounted.values()
     try:
         lines = _OWN_CGROUPS.read_text().splitlines()
     except OSError:
         return
     for _, controllers, path in (line.split(":", 2) for line in lines):
-        root = {"": _CGROUP, "memory": _CGROUP / "memory"}.get(controllers)
+        root = mounted.get(controllers)
         if root is not None:
             own = root / path.lstrip("/")
             yield from (group for group in (own, *own.parents) if group.is_relative_to(root) and group != root)

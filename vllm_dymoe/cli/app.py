@@ -63,7 +63,7 @@ def json_object(option: str, text: str) -> dict[str, Any]:
 
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{option} is not JSON ({error}).") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{option} has to be a JSON object, such as '{{\"high\": 16}}'.")
@@ -157,6 +157,35 @@ def inspect(
     from vllm_dymoe.cli.inspect import run
 
     run(path, budget, host_memory, verify=verify, as_json=as_json)
+
+
+cache = typer.Typer(cls=Commands, name="cache", help="Packed experts that earlier starts keep.", no_args_is_help=True)
+app.add_typer(cache)
+StoreDir = Annotated[Path | None, typer.Option(help="Folder of the stores, if it is not that of the option store_dir.")]
+
+
+@cache.command("list")
+def list_(
+    store_dir: StoreDir = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list instead of a table.")] = False,
+) -> None:
+    """Show what is kept, and whether a start can use it."""
+    from vllm_dymoe.cli.cache import list_stores
+
+    list_stores(store_dir, as_json=as_json)
+
+
+@cache.command("clean")
+def clean_(
+    names: Annotated[list[str] | None, typer.Argument(help="Stores to remove, as `list` names them.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Remove all stores.")] = False,
+    unused_days: Annotated[int | None, typer.Option(min=0, help="Remove those that were not used for so long.")] = None,
+    store_dir: StoreDir = None,
+) -> None:
+    """Remove stores; without arguments those that are damaged or unfinished, which no start can use."""
+    from vllm_dymoe.cli.cache import clean_stores
+
+    clean_stores(names or (), store_dir, everything=everything, unused_days=unused_days)
 
 
 @app.command()

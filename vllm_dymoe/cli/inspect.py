@@ -10,7 +10,15 @@ from rich.markup import escape
 
 from vllm_dymoe.cache.budget import limit_in_bytes, minimum_budget, plan_slots, used_precisions, workspace_bytes
 from vllm_dymoe.cache.pages import available_host_memory
-from vllm_dymoe.cache.store import MANIFEST, FileStore, HostRoom, Manifest, choose_host_place, whole_host_cache
+from vllm_dymoe.cache.store import (
+    MANIFEST,
+    FileStore,
+    HostRoom,
+    Manifest,
+    StoreError,
+    choose_host_place,
+    whole_host_cache,
+)
 from vllm_dymoe.cache.store.disk import known_rates
 from vllm_dymoe.cli.display import byte_progress, print_table
 from vllm_dymoe.experts.format import ModelExperts, all_keys
@@ -50,6 +58,8 @@ def run(path: Path, budget: str = "25%", host_memory: str = "auto", *, verify: b
             if verify:
                 _verify(store)
                 report["verified"] = True
+                if not store.manifest.binds:
+                    report["shards"] = _bind(store)
         finally:
             store.close()
     elif verify:
@@ -82,6 +92,8 @@ def _describe_store(store: FileStore) -> dict[str, Any]:
         "tensor_parallel": {"rank": rank, "size": ranks},
         **({"dense_bytes": sum(p.nbytes for p in read_tensors(store.folder).values())} if checkpoint else {}),
         **_describe_experts(experts),
+        "format_version": manifest.version,
+        "shards": "bound to layer and model" if manifest.binds else "an exchanged one would not be noticed; --verify",
         "alignment": manifest.alignment,
         "disk": None if rates is None else {**asdict(rates), "depth": rates.depth},
         "errors": _describe_errors(manifest),
@@ -185,6 +197,15 @@ def _verify(store: FileStore) -> None:
         for key in all_keys(experts):
             store.read_into(key, buffers[key.bits])
             advance(buffers[key.bits].nbytes)
+
+
+def _bind(store: FileStore) -> str:
+    """Have an older store that was verified say from now on which shards are its own, where it can be written."""
+    try:
+        store.bind()
+    except StoreError as error:
+        return f"not bound to layer and model: {error}"
+    return f"bound to layer and model from now on; the manifest was of version {store.manifest.version}"
 
 
 def _print(report: dict[str, Any]) -> None:

@@ -5,7 +5,6 @@ lock answers; steps that the host plans hand them to a thread as they come, whil
 """
 
 import itertools
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from vllm_dymoe.cache.pages import map_bytes
+from vllm_dymoe.cache.pages import map_bytes, usable_cores
 from vllm_dymoe.cache.transfer import TransferError
 from vllm_dymoe.experts.format import ModelExperts, PackedExpert
 from vllm_dymoe.kernels import Activation, CpuKernel
@@ -37,7 +36,7 @@ def cpu_worker_threads(device_type: str) -> int:
 
     Ranks of one machine have equal parts.
     """
-    cores, ranks = len(os.sched_getaffinity(0)), 1
+    cores, ranks = usable_cores(), 1
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         ranks = torch.distributed.get_world_size()
     return max(1, cores // ranks // 2 if device_type == "cpu" else cores // ranks - 1)

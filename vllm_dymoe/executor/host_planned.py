@@ -96,6 +96,8 @@ class HostPlannedLayers:
         """A step of requests begins, and its first MoE layer is some way off."""
         if self.migration is not None:
             self.migration.turn()
+        if self.predictor is not None:
+            self.predictor.begin_step(phase)
         prefetch = self.policy.prefetch
         asked = phase is Phase.PREFILL and prefetch is not None and prefetch.first_layer
         if asked and self.predictor is not None and self.prefetcher is not None:
@@ -110,17 +112,20 @@ class HostPlannedLayers:
 
     def forward(self, routing: Routing, activation: Activation = Activation.SILU) -> torch.Tensor:
         """Run one MoE layer: [tokens, hidden], the weighted sum over each token's experts on this rank. TransferError
-        if an expert could not be fetched; the server can serve the next step."""
+        if an expert could not be fetched, RoutingError if there is none of a number; the server can serve the next
+        step."""
         if len(routing.ids) == 0:
             return torch.empty_like(routing.x)
         if self.fetcher.orphaned:
             self.fetcher.collect()
         planned = None
-        if self.cpu is not None:
+        if self.cpu is not None:  # which looks at numbers of experts itself
             planned = self.cpu.run(routing, activation, observed=self._observed)
             if isinstance(planned, torch.Tensor):
                 self._served(routing)
                 return planned
+        else:
+            routing.check(self.cache.experts.num_experts)
         wanted, skipped, places = self._decide(routing, planned)
         x, weights = routing.inputs()
         out = x.new_empty((routing.ids.numel(), x.shape[1]))
@@ -202,13 +207,16 @@ class HostPlannedLayers:
         codes = np.fromiter(map(CODES.__getitem__, wanted.values()), np.int8, len(wanted))
         if self.migration is not None:
             uses = np.fromiter(map(routing.counts.__getitem__, wanted), np.int64, len(wanted))
+            uses = uses if routing.uses is None else routing.uses[active]
             self.migration.count(routing, active, uses)
         rows = None
         if self.executes_on_cpu and (self.cpu_worker is None or not self.cpu_worker.failed):
             rows = np.fromiter(map(routing.counts.__getitem__, wanted), np.int64, len(wanted))
             if not self.cache.store.whole:
                 rows[self.cache.far(layer, wanted)] = _FAR
-        places = self.cache.table.begin_step(layer, active, codes, rows, ages=self.policy.residency.ages)
+        counted = None if routing.uses is None else routing.uses[active] > 0
+        ages = self.policy.residency.ages
+        places = self.cache.table.begin_step(layer, active, codes, rows, ages=ages, counted=counted)
         if self.records_actions:
             held = self.cache.table.precision[layer]
             routing.actions = torch.from_numpy(actions_of(routing.host_ids, active, codes, held, places))
@@ -267,7 +275,12 @@ class HostPlannedLayers:
 
     @contextlib.contextmanager
     def unobserved(self) -> Iterator[None]:
-        """For made-up tokens, often thousands all alike: they are not counted, predicted or learnt from."""
+        """For made-up tokens, often thousands all alike: they are not counted, predicted or learnt from.
+
+        What they have fetched may stay, but scores and thresholds are what they were.
+        """
+        table, thresholds = self.cache.table, self.policy.precision.thresholds
+        learnt = [(column, column.copy()) for column in (table.score, table.used_at, table.step, *thresholds)]
         before, disk = (self.counts, self.engine.stats, self.predictor, self.migration), self.disk
         read = disk.reads, disk.nbytes, disk.seconds
         self.counts, self.engine.stats, self.predictor = ResidencyCounts(), TransferStats(), None
@@ -278,6 +291,8 @@ class HostPlannedLayers:
             self._observed = True
             self.counts, self.engine.stats, self.predictor, self.migration = before
             disk.reset(read)
+            for column, values in learnt:
+                column[:] = values
 
     def reset_stats(self) -> None:
         self.counts, self.engine.stats = ResidencyCounts(), TransferStats()

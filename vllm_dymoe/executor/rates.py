@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_dymoe.cache.expert_cache import views
+from vllm_dymoe.cache.pages import machine
 from vllm_dymoe.cache.store import HostStore
 from vllm_dymoe.cache.store.disk import MEASURED_STARTS
 from vllm_dymoe.cache.store.durable import keep_beside, kept_beside
@@ -58,8 +59,9 @@ class Rates:
 
 def measure_or_load(path: Path | None, measured_for: str, fmt: ExpertFormat, measured: Callable[[], Rates]) -> Rates:
     """The best of the first starts, kept at a path if there is one: where link and host together handled most bytes of
-    a format in a second. What was kept counts if it was measured for the same."""
-    kept = None if path is None else kept_beside(path, Rates)
+    a format in a second. What was kept counts if it was measured on this machine, and for the same."""
+    key = f"{machine()}, {measured_for}"
+    kept = None if path is None else kept_beside(path, key, Rates)
     kept = kept if kept is not None and kept.measured_for == measured_for else None
     if kept is not None and kept.measured >= MEASURED_STARTS:
         return kept
@@ -67,7 +69,7 @@ def measure_or_load(path: Path | None, measured_for: str, fmt: ExpertFormat, mea
     best = max(found, key=lambda rates: rates.link + rates.host(fmt))
     best = replace(best, measured=sum(rates.measured for rates in found))
     if path is not None:
-        keep_beside(path, best)
+        keep_beside(path, key, best)
     return best
 
 
@@ -140,7 +142,10 @@ def host_seconds(store: HostStore, fmt: ExpertFormat, cpu_worker: CpuWorker, row
     keys, view = _keys(store.experts, fmt.bits), views(store)
     activation = Activation.SILU if fmt.has_gate else Activation(Curve.RELU2, has_gate=False)
     x, ids = torch.randn(rows, fmt.hidden).to(fmt.dtype), torch.arange(_AT_ONCE).expand(rows, _AT_ONCE)
-    routing, out = Routing(0, 1, x, ids, torch.ones(ids.shape)), x.new_empty(ids.numel(), fmt.hidden)
+    routing, out = (
+        Routing(0, 1, x, ids, torch.ones(ids.shape, dtype=torch.float32)),
+        x.new_empty(ids.numel(), fmt.hidden),
+    )
     times, until, bits = list[float](), time.perf_counter() + seconds, tuple(part.bits for part in fmt.slices)
     while len(times) < 3 or time.perf_counter() < until:
         experts = {

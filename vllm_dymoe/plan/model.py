@@ -13,6 +13,7 @@ from vllm_dymoe.options import ConfigError
 from vllm_dymoe.quantize.model_config import INTERMEDIATE, NUM_EXPERTS, TOP_K, may_be_of_hub, read_config
 
 ITEM = 2  # bytes of a weight outside of experts
+_LARGEST, _MOST_LAYERS = 1 << 24, 1 << 14  # of what config.json may say
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ def shape_of(config: dict[str, Any], where: str) -> ModelShape:
             if isinstance(value, list) and value:
                 value = value[0]  # Ernie-4.5 has one for each modality
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                if value > _LARGEST:
+                    raise ConfigError(f"{where} says {name} is {value}, which no model has; download it again.")
                 return value
         if default is None:
             raise ConfigError(f"{where} has no {' or '.join(names)}, so it is not one of a Mixture-of-Experts model.")
@@ -85,6 +88,8 @@ def shape_of(config: dict[str, Any], where: str) -> ModelShape:
     layers, hidden, experts, intermediate = (
         size("num_hidden_layers"), size("hidden_size"), size(*NUM_EXPERTS), size(*INTERMEDIATE)
     )  # fmt: skip
+    if layers > _MOST_LAYERS:
+        raise ConfigError(f"{where} says that there are {layers} layers, which no model has; download it again.")
     dense_width = size("intermediate_size_mlp", "intermediate_size", default=0)
     moe = sum(is_moe(config, layer) for layer in range(layers))
     shared = size("shared_expert_intermediate_size", "shared_intermediate_size", default=0)

@@ -34,7 +34,10 @@ POSITIONS_AT_ONCE = 2  # positions of an expert that are multiplied with each we
 
 WEIGHT_UNIT = 1 << 40
 """Routing weights are summed as multiples of 1 / WEIGHT_UNIT, which all float32 from 2 ** -16 on are. Sums of 256 stay
-below 2 ** 63 as long as weights stay below 2 ** 15."""
+below 2 ** 63 as long as weights stay below 2 ** 15. A pair that counts adds one more unit: a sum of 0 says that none
+did."""
+
+MOST_WEIGHT = 1 << 15  # a routing weight from here on, infinite or NaN counts in no statistic
 
 AGING = 4  # score loses a share of 2 ** -AGING with each step: 16 steps are what it remembers
 USE = 1 << 16  # score of one use; at most USE << AGING adds up

@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vllm_dymoe.planner.constants import MOST_WEIGHT
+
 GATE_UNIT = 1 << 20
 
 Place = tuple[int, int]  # layer and expert
@@ -35,11 +37,19 @@ def averaged(score: NDArray[np.float64], counts: NDArray[np.int64], alpha: float
     return np.where(counts.any(1, keepdims=True), np.where(known, score + alpha * (shares - score), shares), score)
 
 
+def usable(weights: Tensor) -> Tensor:
+    """Which routing weights count in a statistic: bool likewise. NaN, infinite and absurd ones, which a request's own
+    numbers may give, must not decide how later requests are served."""
+    return weights.abs() < MOST_WEIGHT
+
+
 def squared_gates(weights: Tensor) -> Tensor:
     """Of each choice, with weights [..., top_k], the square of its share of its token's routing weights in units of 1 /
-    GATE_UNIT: int64, whole numbers, since the order of additions must not decide on which rank an expert is hot."""
+    GATE_UNIT: int64, whole numbers, since the order of additions must not decide on which rank an expert is hot. A
+    token of which a weight is not usable has zeros."""
     exact = weights.double()  # so that no order of additions shows
     share = exact / exact.sum(-1, keepdim=True).clamp(min=1e-9)
+    share = share.where(usable(weights).all(-1, keepdim=True), 0.0)
     return (share * share * GATE_UNIT).long()
 
 

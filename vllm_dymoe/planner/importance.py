@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_dymoe.planner.constants import WEIGHT_UNIT
+from vllm_dymoe.planner.hotness import usable
 from vllm_dymoe.planner.routing import PromptTokens
 from vllm_dymoe.planner.rule import Ints
 from vllm_dymoe.planner.threshold import above, follow
@@ -23,8 +24,9 @@ class Importance(NamedTuple):
     """Of experts, for the tokens of one phase; whole numbers, so that no order of additions decides."""
 
     used: Ints  # int64 [n], experts that its tokens use, ascending
-    hits: Ints  # int64 [n], heavy hitters among the tokens that use each (Eq. 2); 0 in decode
+    hits: Ints  # int64 [n], heavy hitters among the tokens that use each (Eq. 2) and are counted; 0 in decode
     sums: Ints  # int64 [n], of routing weights in 1 / WEIGHT_UNIT (Eq. 3), in prompts those of heavy hitters alone.
+    counted: NDArray[np.bool_]  # bool [n], whether any of its tokens has a weight that is usable
 
     def first(self, count: int) -> NDArray[np.bool_]:
         """bool [n], the most important ones, of equal ones those with the lower numbers."""
@@ -39,30 +41,39 @@ def importance(
     """For the tokens of prompts, if there are some, and for the others; the host waits for the device once, however
     many there are. ``experts`` is more than the largest number in ``expert_ids``, int [tokens, top_k], negative where
     another rank has the expert; weights are float32 [tokens, top_k]."""
-    units = (weights.float() * float(WEIGHT_UNIT)).long()
+    counts = usable(weights)
+    units = (weights.float().where(counts, 0.0) * float(WEIGHT_UNIT)).long() + counts
     none = torch.zeros(len(units), 1, dtype=torch.bool, device=units.device)
     of_prompt, heavy = (none, none) if prompt is None else (prompt.rows[:, None], prompt.heavy[:, None])
     heavy = (of_prompt & heavy).expand_as(units)
     decoded = ~of_prompt.expand_as(units)
-    parts = (~decoded, heavy, units * heavy, decoded, torch.zeros_like(units), units * decoded)
+    heavy = heavy & counts
+    heavy_units, own = units * heavy, units * decoded
+    parts = (~decoded, heavy, heavy_units, units - own, decoded, torch.zeros_like(units), own, own)
     columns = torch.stack([part.long() for part in parts])
     places = (expert_ids.flatten().long() + 1).clamp_min_(0)  # other ranks' experts fall into the first place
     totals = units.new_zeros(len(columns), experts + 1).index_add_(1, places, columns.view(len(columns), -1))
-    phases = totals[:, 1:].cpu().numpy().reshape(2, 3, -1)
-    prompts, others = (Importance(uses.nonzero()[0], hits[uses > 0], sums[uses > 0]) for uses, hits, sums in phases)
+    phases = totals[:, 1:].cpu().numpy().reshape(2, 4, -1)
+    prompts, others = (
+        Importance(uses.nonzero()[0], hits[uses > 0], sums[uses > 0], every[uses > 0] != 0)
+        for uses, hits, sums, every in phases
+    )
     return prompts, others
 
 
 def high_experts(phases: Sequence[Importance], thresholds: Sequence[Ints], critical: Callable[[int], int]) -> set[int]:
     """The experts that tokens of some phase want high: those above the phase's threshold, which follows, or where there
-    are none as many of the most important ones as are ``critical`` of so many."""
+    are none as many of the most important ones as are ``critical`` of so many. Experts of which no weight is usable
+    count as none: they are high only where all others are."""
     high: set[int] = set()
     for number, phase in enumerate(phases):
+        active = int(phase.counted.sum())
         if thresholds:
-            those = above(thresholds[number], phase.sums)
-            follow(thresholds[number], int(those.sum()), len(those))
+            those = above(thresholds[number], phase.sums, active)
+            follow(thresholds[number], int((those & phase.counted).sum()), active)
         else:
-            those = phase.first(critical(len(phase.used)))
+            count = critical(active)
+            those = phase.first(count if count < active else len(phase.used))
         high.update(phase.used[those].tolist())
     return high
 

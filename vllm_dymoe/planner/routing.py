@@ -9,8 +9,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_dymoe.planner.hotness import squared_gates
+from vllm_dymoe.planner.constants import MOST_WEIGHT
+from vllm_dymoe.planner.hotness import squared_gates, usable
 from vllm_dymoe.planner.plan import Grouped
+
+_UNUSABLE = 1 << 24  # is added to the number of an expert whose weight is not usable, on its way to the host
+
+
+class RoutingError(ValueError):
+    """A router chose an expert that the model does not have; the message is one sentence for the user."""
+
+    def __init__(self, layer: int, expert: int, experts: int) -> None:
+        super().__init__(
+            f"the router of MoE layer {layer} (from 0) chose expert {expert}, but there are {experts}; "
+            "check the checkpoint and its config.json."
+        )
+        self.layer, self.expert = layer, expert
 
 
 class Phase(Enum):
@@ -53,11 +67,35 @@ class Routing:
     @cached_property
     def host_ids(self) -> NDArray[np.int64]:
         """``ids`` on the host; on a GPU the first call waits for the router."""
-        return self.ids.cpu().numpy().astype(np.int64, copy=False)
+        return self._told[0]
+
+    @cached_property
+    def _told(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """``ids``, and which of their weights are usable; from a GPU both come in one copy."""
+        if self.ids.is_cpu:
+            return self.ids.numpy().astype(np.int64, copy=False), np.abs(self.host_weights) < MOST_WEIGHT
+        marked = torch.where(usable(self.weights), self.ids, self.ids + _UNUSABLE)
+        numbers = marked.cpu().numpy().astype(np.int64, copy=False)
+        counts = numbers < _UNUSABLE // 2
+        return numbers - np.where(counts, 0, _UNUSABLE), counts
+
+    def check(self, num_experts: int) -> None:
+        """RoutingError for an expert that this rank does not have: it would be another one's bytes, or none at all."""
+        if (highest := int(self.host_ids.max(initial=-1))) >= num_experts:
+            raise RoutingError(self.layer, highest, num_experts)
 
     @cached_property
     def host_weights(self) -> NDArray[np.float32]:
-        return self.weights.cpu().numpy()
+        return self.weights.float().cpu().numpy()  # some routers give 16 bits
+
+    @cached_property
+    def uses(self) -> NDArray[np.int64] | None:
+        """By how many tokens each expert was chosen, as far as their weights are usable; None where all of them are."""
+        ids, counts = self._told
+        if counts.all():
+            return None
+        chosen = ids[counts & (ids >= 0)]
+        return np.bincount(chosen, minlength=1 + max(self.active, default=0))
 
     @cached_property
     def squared_gates(self) -> NDArray[np.int64]:
@@ -99,8 +137,10 @@ def group_by_expert(ids: NDArray[np.int64]) -> Grouped:
             ranked = sorted(range(top_k), key=numbers.__getitem__)
             experts = [numbers[k] for k in ranked]
             return Grouped(experts, list(range(top_k + 1)), _one_row(top_k), torch.tensor(ranked))
-    keys = np.maximum(ids.reshape(-1), -1).astype(np.int16)
-    order = keys.argsort(kind="stable")  # of 16 bits it is a radix sort
+    keys = np.maximum(ids.reshape(-1), -1)
+    if keys.max(initial=0) < np.iinfo(np.int16).max:
+        keys = keys.astype(np.int16)  # whose sort is a radix sort
+    order = keys.argsort(kind="stable")
     counts = np.bincount(keys + 1, minlength=1)
     pairs = torch.from_numpy(order[counts[0] :])
     active = counts[1:].nonzero()[0]

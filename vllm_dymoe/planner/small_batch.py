@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_dymoe.planner.constants import POSITIONS_AT_ONCE, Action
+from vllm_dymoe.planner.hotness import usable
 from vllm_dymoe.planner.importance import high_experts, importance
 from vllm_dymoe.planner.plan import LayerPlan
 from vllm_dymoe.planner.routing import PromptTokens
@@ -43,6 +44,7 @@ def plan_small_batch(
         host.ring_ids[at][:real], host.ring_weights[at][:real] = ids[:real], weights[:real]
         host.ring_rows[at] = real
     chosen = ids[:real].numpy().astype(np.int64).reshape(-1)
+    uses = chosen[usable(weights[:real]).numpy().reshape(-1) & (chosen >= 0)]
     sizes = np.bincount(chosen[chosen >= 0], minlength=host.experts)
     active = sizes.nonzero()[0]
     wanted = _choose(host, layer, active, ids[:real], weights[:real], None if marks is None else marks[:real])
@@ -50,7 +52,8 @@ def plan_small_batch(
     counted = {Counter.STEPS: 1, Counter.NEEDED_HIGH: wanted == HIGH, Counter.NEEDED_LOW: wanted == LOW}
     active, wanted = active[~skipped], wanted[~skipped]
     before = host.precision[layer, active]
-    places = host.begin_step(layer, active, wanted, None if large else sizes[active])
+    sizes_there = None if large else sizes[active]
+    places = host.begin_step(layer, active, wanted, sizes_there, counted=np.isin(active, uses))
     hit, on_cpu = (places == HIT).all(0), (places == CPU).any(0)
     serves = hit if not host.nested else hit & bool(host.reuse_high[0])
     computed = np.where(serves, before, wanted)

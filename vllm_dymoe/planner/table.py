@@ -157,16 +157,19 @@ class Table:
     # -- rows, on the host ------------------------------------------------------------------------
 
     def begin_step(
-        self, layer: int, active: Ints, wanted: NDArray[np.int8], rows: Ints | None = None, *, ages: bool = True
-    ) -> Ints:
+        self, layer: int, active: Ints, wanted: NDArray[np.int8], rows: Ints | None = None, *, ages: bool = True,
+        counted: NDArray[np.bool_] | None = None,
+    ) -> Ints:  # fmt: skip
         """Count what a layer's step uses, and decide what it keeps: int64 [slices, n], see :func:`~.rule.decide`.
 
-        Without ageing what came first goes first: score is the step in which an expert came.
+        Without ageing what came first goes first: score is the step in which an expert came. Uses are those of the
+        experts that are ``counted``, bool [n]; None for all.
         """
         self.step[layer] += 1
         score, used_at = self.score[:, layer], self.used_at[:, layer]
         if ages:
-            record_uses(score, used_at, active, wanted, int(self.step[layer]))
+            uses = slice(None) if counted is None else counted
+            record_uses(score, used_at, active[uses], wanted[uses], int(self.step[layer]))
         else:
             score[:, active[self.precision[layer, active] == ABSENT]] = self.step[layer]
         quotas, reuse = self.quotas[layer].tolist(), bool(self.reuse_high[0])

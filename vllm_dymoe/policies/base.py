@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat
 
 from vllm_dymoe.experts.format import EVERY_PROJECTION, ModelExperts
 from vllm_dymoe.options import ExpertBudget
@@ -24,6 +24,7 @@ from vllm_dymoe.prefetch import Predictor, RoutedModel
 # call: two slots are 127 calls for a layer of Qwen3-30B-A3B, 16 are 18. An eighth of the slots, or a 64th of many, is
 # so little that layers hardly feel what they cannot keep.
 FEWEST_STAGING = 2
+_MOST_AT_ONCE = 1 << 16  # moves that a user may ask for; no model has more experts in a layer to move
 _MOST_IN_FLIGHT = 64  # moves without slots of their own, however idle the link
 _USUAL_STAGING, _MOST_STAGING = 4, 16
 
@@ -81,7 +82,7 @@ class PrecisionPolicy:
         return dict.fromkeys(named, Precision.HIGH if Precision.HIGH in self.precisions else Precision.LOW)
 
 
-_FROZEN = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+_FROZEN = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class Migrating(BaseModel):
@@ -100,7 +101,7 @@ class Migrating(BaseModel):
     """Least uses of an expert in a window, on average."""
     margin: NonNegativeFloat = 0.1
     """How much hotter an expert must be to take a place, in even shares of a layer's traffic."""
-    in_flight: PositiveInt = 2
+    in_flight: int = Field(default=2, ge=1, le=_MOST_AT_ONCE)
     """Experts that are moved at the same time; more, within link_share, where versions are nested."""
     link_share: float = Field(default=0.25, gt=0, le=1)
     """Share of the time that the link may work for moves."""

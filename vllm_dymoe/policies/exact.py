@@ -3,12 +3,14 @@
 from functools import cached_property
 from typing import ClassVar
 
-from pydantic import NonNegativeInt
+from pydantic import Field
 
 from vllm_dymoe.policies.base import Policy, PrefetchPolicy, ResidencyPolicy
 from vllm_dymoe.prefetch import Predictor, RoutedModel, TrainedPredictor
 from vllm_dymoe.prefetch.next_gate import NextGate
 from vllm_dymoe.prefetch.side_stream import make_side_stream
+
+_MOST_LAYERS = 1 << 16  # more than any model has
 
 
 class Exact(Policy):
@@ -17,7 +19,7 @@ class Exact(Policy):
     name: ClassVar[str] = "exact"
     summary: ClassVar[str] = "every expert at `high`, the hottest kept"
 
-    look_ahead: NonNegativeInt = 1
+    look_ahead: int = Field(default=1, ge=0, le=_MOST_LAYERS)
     """Layers ahead that gates, or a predictor, are asked about; more where experts come from a disk, 0 for none."""
 
     @cached_property

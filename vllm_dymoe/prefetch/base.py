@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_dymoe.planner.routing import Routing
+from vllm_dymoe.planner.routing import Phase, Routing
 from vllm_dymoe.prefetch.side_stream import Answer, Inline
 
 
@@ -46,6 +46,9 @@ class Predictor(ABC):
     def answers_later(self) -> bool:
         """Whether it is best told to begin at once, and asked when the layer's first experts have been enqueued."""
         return self._side_stream.answers_later
+
+    def begin_step(self, phase: Phase) -> None:  # noqa: B027
+        """A step of requests begins; no layer of it has been observed."""
 
     def observe(self, routing: Routing) -> None:  # noqa: B027
         """Hear what a layer's router decided. Called for every MoE layer of every step, in order; must be cheap."""
@@ -95,6 +98,9 @@ class Measured:
     @property
     def answers_later(self) -> bool:
         return self.predictor.answers_later
+
+    def begin_step(self, phase: Phase) -> None:
+        self.predictor.begin_step(phase)
 
     def observe(self, routing: Routing) -> None:
         predicted = self._predicted.pop(routing.layer, None)

@@ -133,7 +133,7 @@ def _read(path: Path, *, with_tensors: bool = False) -> tuple[PredictorCard, dic
             return card, {name: file.get_tensor(name) for name in names}
     except PredictorError:
         raise
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(path, str(error)) from error
 
 

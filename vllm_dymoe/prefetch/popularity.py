@@ -26,6 +26,9 @@ class Popularity(Predictor):
         self._counts = torch.zeros(num_layers, num_experts, dtype=torch.float32, device="cpu")
         self._phase = Phase.DECODE
 
+    def begin_step(self, phase: Phase) -> None:
+        self._phase = phase
+
     def observe(self, routing: Routing) -> None:
         chosen = routing.counts
         counts = torch.tensor(list(chosen.values()), dtype=torch.float32)

@@ -1,10 +1,11 @@
 """Reading a local Hugging Face checkpoint, 16-bit or quantized, without vLLM: headers say where every tensor lies, so
 that what cannot work is refused before a byte is read."""
 
+import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from vllm_dymoe.cache.store.durable import open_regular
 from vllm_dymoe.cache.store.header import TensorPlace
 from vllm_dymoe.cache.store.manifest import encodings_of
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, Projection, stored_formats
@@ -22,11 +24,13 @@ from vllm_dymoe.quantize.model_config import INTERMEDIATE, TOP_K, ModelConfig
 from vllm_dymoe.quantize.readers import Reader, make_reader
 from vllm_dymoe.quantize.readers.base import DTYPES, FLOATS, format_fields
 from vllm_dymoe.quantize.tensor_names import ExpertName, Stacking, read_name
-from vllm_dymoe.quantize.tensors import CheckpointError, read_tensors
+from vllm_dymoe.quantize.tensors import CheckpointError, read_places, read_tensors
 
 _HIDDEN = ("moe_latent_size", "hidden_size")
 _WITHOUT_GATE = frozenset(("nemotron_h",))
 _SAMPLE_BYTES = 512
+_FILE_SAMPLES = 4096  # of a file whose tensors are not known
+_WEIGHT_SUFFIXES = frozenset((".safetensors", ".bin", ".pt", ".pth", ".gguf"))
 
 
 @dataclass(frozen=True)
@@ -137,23 +141,7 @@ class Checkpoint:
 
         Copying the folder does not change it, training the model further does.
         """
-        digest = hashlib.sha256()
-        files: dict[Path, int] = {}
-        places = [*self.dense.values(), *(place for tensors in self.experts for place in tensors.parts.values())]
-        try:
-            for place in sorted(places, key=lambda place: place.name):
-                if place.path not in files:
-                    files[place.path] = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC)
-                digest.update(f"{place.name} {place.dtype} {place.shape}".encode())
-                parts = place.shape[0] if len(place.shape) == 3 else 1
-                size = place.nbytes // max(1, parts)
-                for part in range(parts):
-                    middle = place.begin + part * size + max(0, size - _SAMPLE_BYTES) // 2
-                    digest.update(os.pread(files[place.path], min(size, _SAMPLE_BYTES), middle))
-        finally:
-            for file in files.values():
-                os.close(file)
-        return digest.hexdigest()[:16]
+        return _sampled([*self.dense.values(), *(place for one in self.experts for place in one.parts.values())])
 
     def _matrix(self, position: int, expert: int, projection: Projection) -> Matrix:
         tensors = self._matrices[self.layers[position], expert, projection]
@@ -285,3 +273,54 @@ def group_experts(folder: Path, reader: Reader, found: Iterable[tuple[ExpertName
                 f"{reader.method} has beside it; the checkpoint is damaged or half converted: download it again."
             )
     return [ExpertTensors(*matrix, parts) for matrix, parts in matrices.items()]
+
+
+def content_fingerprint(folder: Path) -> str:
+    """Sixteen hex digits of the weights of a folder, as ``Checkpoint.fingerprint``, by any loader; empty if it has
+    none. CheckpointError if a file cannot be read."""
+    try:
+        return Checkpoint.open(folder).fingerprint()
+    except CheckpointError:  # vLLM reads more kinds of checkpoints than we do
+        pass
+    paths = [path for path in sorted(folder.iterdir()) if path.suffix in _WEIGHT_SUFFIXES]
+    try:
+        return _sampled([place for path in paths for place in _parts(path)])
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read ({error}); download it again.") from error
+
+
+def _parts(path: Path) -> list[TensorPlace]:
+    """The tensors of a file, or even parts of one that is no safetensors file."""
+    size = path.stat().st_size
+    if path.suffix == ".safetensors":
+        with contextlib.suppress(CheckpointError):
+            return list(read_places(path).values())
+    step = max(_SAMPLE_BYTES, size // _FILE_SAMPLES)
+    begins = range(0, max(1, size), step)
+    return [
+        TensorPlace(f"{path.name} {begin} of {size}", path, "", (), begin, min(size, begin + step)) for begin in begins
+    ]
+
+
+def _sampled(places: Sequence[TensorPlace]) -> str:
+    """Sixteen hex digits of names, shapes and a sample of each tensor, of each expert in a stack; empty if there are
+    none. CheckpointError if a file cannot be read."""
+    digest, path = hashlib.sha256(), Path()
+    files: dict[Path, int] = {}
+    try:
+        for place in sorted(places, key=lambda place: place.name):
+            path = place.path
+            if path not in files:
+                files[path] = open_regular(path)
+            digest.update(f"{place.name} {place.dtype} {place.shape}".encode())
+            parts = place.shape[0] if len(place.shape) == 3 else 1
+            size = place.nbytes // max(1, parts)
+            for part in range(parts):
+                middle = place.begin + part * size + max(0, size - _SAMPLE_BYTES) // 2
+                digest.update(os.pread(files[path], min(size, _SAMPLE_BYTES), middle))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}); download it again.") from error
+    finally:
+        for file in files.values():
+            os.close(file)
+    return digest.hexdigest()[:16] if places else ""

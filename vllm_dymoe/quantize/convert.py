@@ -18,7 +18,7 @@ from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.packer import Journal, is_journal_of, pack
 from vllm_dymoe.quantize.readers.base import check_compatible, quantizer_name
-from vllm_dymoe.quantize.tensors import CheckpointError, copy_tensors
+from vllm_dymoe.quantize.tensors import CheckpointError, check_own_files, copy_tensors, weight_files
 
 _WEIGHT_SUFFIXES = frozenset(
     (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".tflite", ".ot")
@@ -54,6 +54,9 @@ def convert(
         put_back(out)
         _check_target(checkpoint.folder, out, overwrite)
         small = _small_files(checkpoint.folder)
+        check_own_files(
+            checkpoint.folder, (*weight_files(checkpoint.folder), *small, checkpoint.folder / "config.json")
+        )
         writer = StoreWriter(
             out,
             manifest,
@@ -134,10 +137,13 @@ def _check_target(source: Path, out: Path, overwrite: bool) -> None:
 
 
 def _small_files(folder: Path) -> list[Path]:
-    """Everything beside the weights: tokenizer, chat templates, code, licence."""
+    """Everything beside the weights: tokenizer, chat templates, code, licence. CheckpointError for links to nowhere."""
+    paths = sorted((*folder.iterdir(), *folder.glob(f"{_TEMPLATE_FOLDER}/*")))
+    if lost := [path for path in paths if path.is_symlink() and not path.exists()]:
+        raise CheckpointError(f"{lost[0]} is a link to a file that is not there; download the checkpoint again.")
     return [
         path
-        for path in sorted((*folder.iterdir(), *folder.glob(f"{_TEMPLATE_FOLDER}/*")))
+        for path in paths
         if path.is_file()
         and path.suffix not in _WEIGHT_SUFFIXES
         and not path.name.endswith(_WEIGHT_INDEX)

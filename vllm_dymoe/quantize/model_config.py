@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from vllm_dymoe.cache.store.durable import read_regular
 from vllm_dymoe.quantize.readers.configurations import with_expert_dtype
 from vllm_dymoe.quantize.tensors import CheckpointError
 
@@ -16,6 +17,9 @@ from vllm_dymoe.quantize.tensors import CheckpointError
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_top_k", "moe_topk", "moe_k")
 INTERMEDIATE = ("moe_intermediate_size", "expert_ffn_hidden_size", "expert_intermediate_size", "intermediate_size")
+
+_LARGEST = 1 << 24  # of any size in config.json
+_MOST_EXPERTS = 1 << 15
 
 
 def may_be_of_hub(model: str) -> bool:
@@ -30,16 +34,17 @@ def read_config(folder: Path) -> dict[str, Any]:
         if not folder.exists() and not may_be_of_hub(str(folder)):
             raise CheckpointError(f"{folder} does not exist.")
         raise CheckpointError(f"{folder} is not a folder{'' if folder.exists() else how}.")
-    if not (folder / "config.json").exists():
+    config = folder / "config.json"
+    if not config.exists() and not config.is_symlink():
         raise CheckpointError(f"{folder} has no config.json, so it is not a Hugging Face checkpoint.")
-    return read_json(folder / "config.json")
+    return read_json(config)
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; CheckpointError if the file cannot be read, or holds something else."""
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        found = json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}).") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} is not a JSON object.")
@@ -63,6 +68,10 @@ class ModelConfig:
         found = found or self._text.get("quantization_config") or (read_json(beside) if beside.is_file() else None)
         if not found:
             return None
+        if not isinstance(found, dict):
+            raise CheckpointError(
+                f"quantization_config in {self._path} is {found!r} and no object; download the checkpoint again."
+            )
         if found.get("quant_method") == "dymoe":
             raise CheckpointError(
                 f"{self._path.parent} is a dymoe checkpoint already; quantize the one that it was made from."
@@ -94,7 +103,13 @@ class ModelConfig:
 
     @property
     def num_experts(self) -> int:
-        return self.size(*NUM_EXPERTS)
+        """CheckpointError for more than a router's numbers of 16 bits can name."""
+        if (count := self.size(*NUM_EXPERTS)) > _MOST_EXPERTS:
+            raise CheckpointError(
+                f"{self._path} says that a layer has {count} experts, and at most {_MOST_EXPERTS} are supported; "
+                "correct it, or download the checkpoint again."
+            )
+        return count
 
     @property
     def model_type(self) -> object:
@@ -107,7 +122,7 @@ class ModelConfig:
             if value is not None:
                 if isinstance(value, list) and value and all(isinstance(each, int) for each in value):
                     value = max(value)
-                if not isinstance(value, int) or value < 1:
+                if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST:
                     raise CheckpointError(f"{key} in {self._path} is {value!r}, not a size.")
                 return value
         raise CheckpointError(f"{self._path} has no {' or '.join(keys)}.")

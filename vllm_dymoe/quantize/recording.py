@@ -18,7 +18,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from vllm_dymoe.cache.store.durable import write_at
+from vllm_dymoe.cache.store.durable import create, replace_file, write_at
 from vllm_dymoe.cache.store.header import make_header
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.units import too_small
@@ -67,9 +67,7 @@ class Recording:
         return [number for number in range(len(self.parts)) if not self.part(folder, number).is_file()]
 
     def write(self, folder: Path) -> None:
-        temporary = folder / f"{MANIFEST}{_UNFINISHED}"
-        temporary.write_text(json.dumps(asdict(self), indent=2) + "\n")
-        os.replace(temporary, folder / MANIFEST)
+        replace_file(folder / MANIFEST, (json.dumps(asdict(self), indent=2) + "\n").encode())
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -117,7 +115,7 @@ class PartWriter:
             for (name, of, width), row_bytes in zip(kinds, self._row_bytes, strict=True)
         )
         try:
-            self._file = os.open(self._unfinished, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._file = create(self._unfinished, exclusive=False)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(self._file, 0)  # of what a run that was killed has left
             write_at(self._file, header, 0)

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from vllm_dymoe.cache.pages import usable_cores
+
 # Needed by what waits or is worked on; with it a machine of many cores stays below 2 GiB beside what is packed.
 _MOST_BYTES = 1 << 30
 
@@ -50,10 +52,12 @@ class SideBySide:
 def _one_core_each() -> tuple[ThreadPoolExecutor, int]:
     """Threads whose tensor operations stay on one core, and how many."""
     cores = os.sched_getaffinity(0)
-    for task in os.listdir("/proc/self/task"):  # those on which any thread of this process may run
-        with contextlib.suppress(OSError):  # it has ended
-            cores |= os.sched_getaffinity(int(task))
-    started = threading.Barrier(len(cores))
+    with contextlib.suppress(OSError):
+        for task in os.listdir("/proc/self/task"):  # those on which any thread of this process may run
+            with contextlib.suppress(OSError):  # it has ended
+                cores |= os.sched_getaffinity(int(task))
+    count = usable_cores(len(cores))
+    started = threading.Barrier(count)
 
     def start() -> None:
         # vLLM's CPU worker is bound to one core, and threads that it starts would be.
@@ -65,9 +69,9 @@ def _one_core_each() -> tuple[ThreadPoolExecutor, int]:
     before = torch.get_num_threads()
     torch._C.set_num_threads(1)
     try:
-        pool = ThreadPoolExecutor(len(cores), "dymoe-pack")
-        for future in [pool.submit(start) for _ in cores]:
+        pool = ThreadPoolExecutor(count, "dymoe-pack")
+        for future in [pool.submit(start) for _ in range(count)]:
             future.result()
     finally:
         torch._C.set_num_threads(before)
-    return pool, len(cores)
+    return pool, count

@@ -4,13 +4,11 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-
-from safetensors import SafetensorError, safe_open
+from pathlib import Path, PurePosixPath
 
 from vllm_dymoe.cache.store import StoreError
-from vllm_dymoe.cache.store.durable import write_synced
-from vllm_dymoe.cache.store.header import TensorPlace, make_header, read_header
+from vllm_dymoe.cache.store.durable import open_regular, read_regular, write_synced
+from vllm_dymoe.cache.store.header import TensorPlace, make_header, read_header, validate
 
 INDEX = "model.safetensors.index.json"
 
@@ -29,7 +27,7 @@ def read_tensors(folder: Path) -> dict[str, TensorPlace]:
         raise CheckpointError(f"{folder} has no *.safetensors files; other formats are not read.")
     tensors: dict[str, TensorPlace] = {}
     for path in files:
-        for name, place in _read_places(path).items():
+        for name, place in read_places(path).items():
             if name in tensors:
                 raise CheckpointError(f"{name} is both in {tensors[name].path} and in {path}.")
             tensors[name] = place
@@ -38,7 +36,7 @@ def read_tensors(folder: Path) -> dict[str, TensorPlace]:
 
 def check_files(folder: Path) -> list[TensorPlace]:
     """All tensors; CheckpointError if a safetensors file is missing or shorter than its header says."""
-    return [place for path in weight_files(folder) for place in _read_places(path).values()]
+    return [place for path in weight_files(folder) for place in read_places(path).values()]
 
 
 def copy_tensors(tensors: Iterable[TensorPlace], folder: Path, progress: Callable[[int], None]) -> None:
@@ -67,31 +65,61 @@ def copy_tensors(tensors: Iterable[TensorPlace], folder: Path, progress: Callabl
 def weight_files(folder: Path) -> list[Path]:
     """The files that the checkpoint's index names, else all of them."""
     index = folder / INDEX
-    if index.is_file():
+    if index.exists() or index.is_symlink():
         try:
-            return sorted(folder / name for name in set(json.loads(index.read_text())["weight_map"].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            names = sorted(set(json.loads(read_regular(index))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{index} cannot be read ({error!r}); download it again.") from error
+        if foreign := [name for name in names if not _is_inside(name)]:
+            raise CheckpointError(
+                f"{index} names {foreign[0]!r}, which is no file of that folder; download the checkpoint again, or "
+                "correct the index."
+            )
+        return [folder / name for name in names]
     # Mistral's repositories hold the same weights a second time under this name.
     return sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
 
 
-def _read_places(path: Path) -> dict[str, TensorPlace]:
+def check_own_files(folder: Path, files: Iterable[Path]) -> None:
+    """CheckpointError for a link that leads out of a checkpoint: what it leads to would be copied, and published.
+
+    A snapshot of the Hugging Face hub has links into the packed experts beside it, which are its own.
+    """
+    whole, roots = folder.resolve(), [folder.resolve()]
+    if whole.parent.name == "snapshots":
+        roots.append(whole.parent.parent / "slices")
+    for path in files:
+        if not any(path.resolve().is_relative_to(root) for root in roots):
+            raise CheckpointError(
+                f"{path} is a link to {path.resolve()}, which is no file of the checkpoint; put a copy of it there, or "
+                "remove the link."
+            )
+
+
+def _is_inside(name: object) -> bool:
+    """Whether an index may name a file so: below the folder of the index."""
+    if not isinstance(name, str) or not name or "\0" in name:
+        return False
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and bool(path.parts)
+
+
+def read_places(path: Path) -> dict[str, TensorPlace]:
+    """The tensors of one file, by name; CheckpointError if it is damaged, or a link to nowhere."""
     try:
-        with safe_open(path, framework="pt"):
-            pass  # checks the header, and that the file is as long as it says
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file = open_regular(path)
         try:
+            validate(path, file)  # the header, and that the file is as long as it says
             return read_header(path, file)
         finally:
             os.close(file)
-    except (OSError, SafetensorError, StoreError) as error:
+    except (OSError, StoreError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); download it again.") from error
 
 
 def _write_shard(path: Path, tensors: Sequence[TensorPlace], progress: Callable[[int], None]) -> None:
     described = [(place.name, place.dtype, place.shape, place.nbytes) for place in tensors]
-    header, _, _ = make_header(described, metadata="pt")
+    header, _, _ = make_header(described, {"format": "pt"})
     with path.open("wb") as target:
         target.write(header)
         for place in tensors:

@@ -18,7 +18,7 @@ from vllm_dymoe.experts.format import ExpertFormat, SliceKey
 from vllm_dymoe.kernels import Activation, CpuKernel, native
 from vllm_dymoe.kernels.base import check_formats
 from vllm_dymoe.kernels.native import Outcome
-from vllm_dymoe.planner.routing import Routing
+from vllm_dymoe.planner.routing import Routing, RoutingError
 from vllm_dymoe.planner.rule import CPU, HIGH, LOW, Ints
 from vllm_dymoe.planner.table import CODES, Table, set_precision
 from vllm_dymoe.policies import Policy
@@ -127,6 +127,8 @@ class CpuExecutor:
         """
         call, x, ids, weights = self._call, routing.x, routing.ids, routing.weights
         tokens, top_k = ids.shape
+        if weights.dtype is not torch.float32:  # some routers give 16 bits
+            weights = weights.float()
         if activation is not self._activation:
             self._check(x, activation)
         if not (x.is_contiguous() and ids.is_contiguous() and weights.is_contiguous()):
@@ -159,7 +161,7 @@ class CpuExecutor:
             elif outcome == Outcome.VERIFY:
                 self._verify(routing.layer)
             elif outcome == Outcome.BAD_EXPERT:
-                raise ValueError(f"the router chose expert {call.bad_expert}, but the model has {self._experts.size}")
+                raise RoutingError(routing.layer, int(call.bad_expert), len(self._experts))
             else:
                 break
             outcome = self._library.moe_layer(self._address, self._library.isa, self._library.parallel)

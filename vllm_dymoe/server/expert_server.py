@@ -178,7 +178,7 @@ class ExpertServer:
         plan = self._spending.plan(ExpertBudget.parse(budget), self.options, self.policy, self.overhead)
         self._replace("expert_budget", self.options, self.policy, plan)
 
-    def set_precision(self, **changes: Any) -> None:
+    def set_precision(self, /, **changes: Any) -> None:
         """Change retention, precisions or another parameter of the policy, as
         :func:`~vllm_dymoe.server.precision.changed_precision` takes them. The budget stays; where its slots have to be
         shared out in another way the cache starts empty. With a ConfigError all stays as it was: a value cannot be

@@ -27,10 +27,11 @@ def changed_precision(options: Options, stored: Collection[int], changes: Mappin
             raise ConfigError(f"vllm-dymoe: {name} cannot change while the model is served; {', '.join(known)} can.")
     for name in _PRECISIONS:
         bits = changes.get(name, getattr(options, name))
-        if bits not in stored and not (name == "low" and bits == 0):
+        is_number = isinstance(bits, int) and not isinstance(bits, bool)
+        if not is_number or (bits not in stored and not (name == "low" and bits == 0)):
             widths = " and ".join(str(width) for width in sorted(stored, reverse=True))
             raise ConfigError(
-                f"vllm-dymoe: {name} cannot become {bits} bits, because the experts are stored at {widths} bits; "
+                f"vllm-dymoe: {name} cannot become {bits!r} bits, because the experts are stored at {widths} bits; "
                 "start again with the precisions that you want to change between."
             )
     values = dict(options) | {name: value for name, value in changes.items() if name not in parameters}

@@ -82,7 +82,7 @@ class Recorder:
         self._thread = threading.Thread(target=self._write_parts, name="vllm-dymoe trace", daemon=True)
         self._thread.start()
         # vLLM's workers are children of multiprocessing, at whose end atexit's functions are not called.
-        Finalize(self, self.close, exitpriority=10)
+        self._at_exit = Finalize(self, self.close, exitpriority=10)
 
     def begin(self) -> None:
         """A step begins; one that has not ended is forgotten."""
@@ -149,6 +149,8 @@ class Recorder:
                     self._stop(f"the trace cannot be recorded any further: {error}")
 
     def close(self) -> None:
+        """Write what has come in, and end the thread; nothing is recorded any more."""
+        self._at_exit.cancel()  # which keeps this recorder alive
         with self._changed:
             self._closing = True
             self._changed.notify()

@@ -169,7 +169,7 @@ def opened(path: Path) -> Iterator[tuple[Any, Mapping[str, str], ModelIdentity]]
             yield file, metadata, _header(path, metadata)
     except TraceError as error:
         raise error if str(path) in str(error) else TraceError(f"{path} is not a whole trace: {error}") from None
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise TraceError(f"{path} cannot be read as a trace ({reason}); it is cut off, damaged or foreign.") from error
 

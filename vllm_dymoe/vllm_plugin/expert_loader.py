@@ -177,7 +177,9 @@ class ExpertLoader:
             parts[kind] = tensor.cpu()
             if len(parts) == len(reader.parts):
                 del self._waiting[expert, projection]
-                self._store.put(self._place, expert, projection, partial(self._read, number, projection, parts))
+                self._store.put(
+                    self._place, expert, projection, partial(self._read, number, projection, parts), parts=parts
+                )
 
     def _read(self, number: int, projection: Projection, parts: dict[str, Tensor]) -> Held:
         reader = self._reader

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from vllm_dymoe.options import ConfigError, Options
+from vllm_dymoe.planner.hotness import usable
 from vllm_dymoe.planner.routing import Routing
 from vllm_dymoe.policies import make_policy
 from vllm_dymoe.prefetch import Gate, Predictor, PredictorError, RoutedModel
@@ -146,9 +147,13 @@ class PredictorObserver(Observer):
     def see(self, routing: Routing) -> None:
         layer = routing.layer
         if layer in self._unchecked:
+            finite = routing.x.isfinite().all(1) & usable(routing.weights).all(1)
+            if not finite.any():  # it is asked again
+                return
             self._unchecked.remove(layer)
+            x, ids = routing.x[finite], routing.ids[finite]
             try:
-                self.gates[layer] = checked(self.gates[layer], self._found[layer][0], routing.x, routing.ids)
+                self.gates[layer] = checked(self.gates[layer], self._found[layer][0], x, ids)
             except GateError as error:
                 self._give_up(str(error))
         if not self._unchecked:

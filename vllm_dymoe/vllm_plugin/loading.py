@@ -121,6 +121,13 @@ class Loading:
             return "its dense layers are quantized, and were not tried with that; start again"
         return "" if self._model.unchanged() else "the files of its checkpoint have changed; start again"
 
+    def close(self) -> None:
+        """The engine shuts down, and serves no more; another one may start in this process."""
+        rank_server = self.rank_server
+        vars(self).clear()  # vLLM may keep a layer, which names this object, and would keep stores and gates
+        if rank_server is not None:
+            rank_server.close()
+
     def _run(self, num_experts: int) -> None:
         options, config, spec, store = self.options, self.config, self._model.layers[0], self._model.store
         assert store is not None

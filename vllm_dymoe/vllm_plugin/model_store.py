@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import os
 import re
 import resource
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_dymoe.cache.store import (
     MANIFEST,
+    DamagedStoreError,
     FileStore,
     HostMemoryError,
     HostPlace,
@@ -30,6 +32,7 @@ from vllm_dymoe.cache.store import (
     choose_host_place,
 )
 from vllm_dymoe.cache.store.disk import Reading
+from vllm_dymoe.cache.store.durable import all_leftovers, clean, read_regular, write_synced
 from vllm_dymoe.cache.store.page_lock import CudaPageLock
 from vllm_dymoe.cache.store.shared import SharedMemory, Turn
 from vllm_dymoe.cache.store.writer import StoreWriter
@@ -37,9 +40,9 @@ from vllm_dymoe.cache.transfer import HostCache
 from vllm_dymoe.executor.rates import RATES
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, Projection, stored_formats
 from vllm_dymoe.kernels import Activation
-from vllm_dymoe.options import ConfigError, Options
+from vllm_dymoe.options import ConfigError, Options, store_root
 from vllm_dymoe.quantize import QUANTIZERS
-from vllm_dymoe.quantize.checkpoint import Checkpoint
+from vllm_dymoe.quantize.checkpoint import content_fingerprint
 from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.quantize.packer import ExpertPacker, Given
 from vllm_dymoe.quantize.readers import Reader
@@ -49,6 +52,10 @@ from vllm_dymoe.vllm_plugin.announcements import logger
 from vllm_dymoe.vllm_plugin.model_files import local_folder, ranks_of_machine, replicas_of_machine, replicated
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
+_READ_FILES = frozenset(("auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", "mistral"))
+"""Load formats whose weights are those of the model's files; those of others are compared as they come."""
+_SAMPLED = 256  # numbers of a tensor
+LOADED = "weights.sha256"  # beside a store, what was loaded when it was made
 
 
 @dataclass(frozen=True)
@@ -101,8 +108,11 @@ class ModelStore:
         self._host_memory, self._taken = host_memory, taken
         self._packed_for = ""  # fingerprint of the model that the checkpoint's own store was made from
         self._loaded = 0
+        self._elsewhere = False  # weights come from elsewhere than the model's files
+        self._samples: dict[tuple[int, int, int, bool], bytes] = {}  # of those
         self._turn: Turn | None = None  # among ranks that have the same experts
         self._packer: ExpertPacker | None = None
+        self._writer: StoreWriter | None = None
         self._progress: tqdm[Any] | None = None
 
     @property
@@ -126,9 +136,23 @@ class ModelStore:
             )
         self.layers.append(spec)
 
-    def put(self, layer: int, expert: int, projection: Projection, weight: Given, *, bias: bool = False) -> None:
-        """Take the weight or bias of one projection; nothing to do where a complete store exists."""
+    def put(
+        self,
+        layer: int,
+        expert: int,
+        projection: Projection,
+        weight: Given,
+        *,
+        bias: bool = False,
+        parts: Mapping[str, Tensor] | None = None,  # what a weight that is called for is made of
+    ) -> None:
+        """Take the weight or bias of one projection; where a complete store exists there is nothing to pack."""
         with self.filling() as packer:
+            if self._elsewhere:
+                raw = parts or ({"": weight} if isinstance(weight, Tensor) else {})
+                self._samples[layer, expert, projection, bias] = b"".join(
+                    name.encode() + _sample(raw[name]) for name in sorted(raw)
+                )
             if packer is None:
                 return
             if isinstance(weight, Tensor):
@@ -158,6 +182,8 @@ class ModelStore:
         self._loaded += 1
         complete = self._loaded == len(self.layers)
         with self.filling() as packer:
+            if complete and self._elsewhere:
+                self._check_loaded(packed=packer is not None)
             if packer is not None:
                 _fill_up(packer, layer, self.layers[layer].num_experts)
                 if complete:
@@ -166,6 +192,26 @@ class ModelStore:
             self._progress.close()
         return complete
 
+    def _check_loaded(self, *, packed: bool) -> None:
+        """Note what was loaded beside the store that was made of it; StoreError if an earlier start's was made of
+        something else."""
+        digest = hashlib.sha256()
+        for place, sample in sorted(self._samples.items()):
+            digest.update(f"{place} {len(sample)} ".encode() + sample)
+        if packed:
+            assert self._writer is not None
+            write_synced(self._writer.partial / LOADED, digest.hexdigest().encode())
+            return
+        try:
+            same = read_regular(self._folder / LOADED).decode() == digest.hexdigest()
+        except OSError:
+            same = False
+        if not same:
+            raise StoreError(
+                f"the weights that were loaded are not those that the packed experts in {self._folder} were made of; "
+                f"remove them with `vllm-dymoe cache clean {self._folder.parent.name}` and start again."
+            )
+
     @contextlib.contextmanager
     def filling(self) -> Iterator[ExpertPacker | None]:
         """What has to be filled, if anything: opened before the first weight, and removed after an error."""
@@ -173,12 +219,12 @@ class ModelStore:
             if self.place is None:
                 self._open()
             yield self._packer
-        except (StoreError, ConfigError) as error:
+        except BaseException as error:
             if self._packer is not None:
                 self._packer.discard()
             if self._turn is not None:
                 self._turn.end()
-            if isinstance(error, ConfigError):
+            if not isinstance(error, StoreError | CheckpointError):
                 raise
             raise StoreError(f"vllm-dymoe: {error}") from error
 
@@ -187,15 +233,18 @@ class ModelStore:
         """Sixteen hex digits of the model's weights, whatever was made of its experts."""
         if self.dummy or self._packed_for:
             return self._packed_for or self._manifest.model
-        folder = local_folder(self._vllm_config)
-        try:
-            return Checkpoint.open(folder).fingerprint()
-        except CheckpointError:  # vLLM reads more kinds of checkpoints than we do
-            return fingerprint(folder, "its routers")
+        return self._content or self._manifest.model
+
+    @cached_property
+    def _content(self) -> str:
+        """Of the model's files; empty if its weights come from elsewhere. CheckpointError if they cannot be read."""
+        if self._vllm_config.load_config.load_format not in _READ_FILES:
+            return ""
+        return content_fingerprint(local_folder(self._vllm_config))
 
     def unchanged(self) -> bool:
         """Whether the checkpoint's files are those that were read at start."""
-        return self.dummy or self._read == fingerprint(local_folder(self._vllm_config), "")
+        return self.dummy or self._read == _times(local_folder(self._vllm_config))
 
     @cached_property
     def _manifest(self) -> Manifest:
@@ -203,37 +252,53 @@ class ModelStore:
         quantizer = quantizer_name(self._reader, options.stored_bits, options.quantizer)
         ranks = spec.rank, spec.ranks, spec.expert_rank, spec.expert_ranks
         described = json.dumps([Manifest(experts, quantizer, "").to_json(), ranks])
+        config = self._vllm_config.model_config
         if self.dummy:  # of the checkpoint, only the shapes count
-            model = fingerprint(None, f"{described} random with seed {self._vllm_config.model_config.seed}")
-        else:
-            model = fingerprint(local_folder(self._vllm_config), described)
+            model = fingerprint(f"{described} random with seed {config.seed}")
+        else:  # weights that are no files are compared when they have come
+            model = fingerprint(f"{described} {self._content or f'loaded as {config.model} {config.revision}'}")
         return Manifest(experts, "dummy" if self.dummy else quantizer, model, (spec.rank, spec.ranks))
 
     @property
     def _folder(self) -> Path:
-        root = self._options.store_dir or Path.home() / ".cache" / "vllm-dymoe"
-        name, spec = Path(self._vllm_config.model_config.model).name, self.layers[0]
-        return root.expanduser() / f"{name}-{self._manifest.model}" / f"rank-{spec.rank}-{spec.expert_rank}"
+        root, model, spec = store_root(self._options.store_dir), self._manifest.model, self.layers[0]
+        name = f"{Path(self._vllm_config.model_config.model).name}-{model}"
+        # The same weights under another name, as of a copy, have the same store.
+        found = sorted(folder.name for folder in root.glob(f"*-{model}")) if root.is_dir() else []
+        return root / (name if name in found or not found else found[0]) / f"rank-{spec.rank}-{spec.expert_rank}"
 
     def _open(self) -> None:
         config, experts = self._vllm_config, self.experts
         device = config.device_config.device_type
-        self._read = "" if self.dummy else fingerprint(local_folder(config), "")
+        own = self._checkpoint is not None and not self.dummy
+        self._read = "" if self.dummy else _times(local_folder(config))
         self.place = choose_host_place(self._options.host_store, device, experts, self._room)
-        if replicated(config.parallel_config):  # one of them packs, and the others find its store
-            self._turn = Turn(self._folder)
-            self._turn.begin()
-        if self._checkpoint is None or self.dummy:
-            existing = cached_store(self._folder, self._manifest)  # of an earlier start
-        else:
-            existing = FileStore(local_folder(config), experts.layers)  # the checkpoint's own
+        if own:
+            existing: FileStore | None = FileStore(local_folder(config), experts.layers)  # the checkpoint's own
+            assert existing is not None
             check_belongs(existing, experts, self.layers[0])
             self._packed_for = existing.manifest.model
+        else:
+            if removed := clean(all_leftovers(store_root(self._options.store_dir))):
+                logger.info("vllm-dymoe: removed %d folders that ended starts had not finished", len(removed))
+            existing = cached_store(self._folder, self._manifest)  # of an earlier start
+            self._elsewhere = not self.dummy and not self._content
+        if replicated(config.parallel_config):  # one of them packs, and the others find its store
+            self._turn = Turn(self._folder)
+            if existing is None:
+                self._turn.begin()
+                existing = cached_store(self._folder, self._manifest)
         if existing is not None:
             logger.info("vllm-dymoe: the experts are packed already; reading them from %s", existing.folder)
+            if not existing.manifest.binds:
+                logger.warning(
+                    "vllm-dymoe: nothing in this store, of version %d, says which shards are its own; `vllm-dymoe "
+                    "inspect --verify %s` checks them once, and writes it down", existing.manifest.version,
+                    existing.folder,
+                )  # fmt: skip
             self.store = self._placed(existing)
             return
-        writer = StoreWriter(self._folder, self._manifest)
+        writer = self._writer = StoreWriter(self._folder, self._manifest)
         total = len(experts.layers) * experts.num_experts * len(experts.projections)
         what = "Making random experts" if self.dummy else "Quantizing experts"
         self._progress = tqdm(total=total, desc=what, unit=" projections", dynamic_ncols=True)
@@ -317,28 +382,41 @@ def layer_numbers(names: list[str]) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def fingerprint(folder: Path | None, purpose: str) -> str:
-    """Sixteen hex digits of the checkpoint's files (name, size, time of change), and their purpose."""
-    digest = hashlib.sha256(purpose.encode())
-    if folder is None:
-        return digest.hexdigest()[:16]
-    config = folder / "config.json"
-    if config.is_file():
-        digest.update(config.read_bytes())
+def fingerprint(described: str) -> str:
+    """Sixteen hex digits of what decides the content of a store."""
+    return hashlib.sha256(described.encode()).hexdigest()[:16]
+
+
+def _times(folder: Path) -> str:
+    """What the policy says of a checkpoint's files, which changes when one is written to, or is another one."""
+    said = []
     for path in sorted(folder.iterdir()):
-        if path.suffix in _WEIGHT_SUFFIXES:
-            status = path.stat()
-            digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}".encode())
-    return digest.hexdigest()[:16]
+        if path.suffix in _WEIGHT_SUFFIXES or path.name == "config.json":
+            try:
+                status = path.stat()
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read ({error.strerror}); download it again.") from error
+            said.append(f"{path.name} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}")
+    return "\n".join(said)
+
+
+def _sample(tensor: Tensor) -> bytes:
+    """What tells weights apart that come from a loader: shape, dtype and the middle of a tensor, 512 bytes at most."""
+    while tensor.dim() > 1 and len(tensor):
+        tensor = tensor[len(tensor) // 2]
+    begin = max(0, tensor.numel() - _SAMPLED) // 2
+    part = tensor.flatten()[begin : begin + _SAMPLED].detach().cpu().contiguous()
+    return f"{tuple(tensor.shape)} {tensor.dtype}".encode() + part.view(torch.uint8).numpy().tobytes()
 
 
 def cached_store(folder: Path, manifest: Manifest) -> FileStore | None:
-    """The store of an earlier start, if it is the one that would be written now."""
-    if not (folder / MANIFEST).is_file():
+    """The store of an earlier start, if it is the one that would be written now; None if there is none, or if it is
+    proven to be damaged. StoreError if it cannot be opened now, which is no reason to write it again."""
+    if not os.path.lexists(folder / MANIFEST):
         return None
     try:
         store = FileStore(folder)
-    except StoreError as error:
+    except DamagedStoreError as error:
         logger.warning("vllm-dymoe: %s It is written again now.", error)
         return None
     if store.manifest != manifest:

@@ -173,7 +173,7 @@ def observe_trace(
     """The observer that records a trace on this rank, if that is wanted and no other does; ConfigError if it cannot."""
     if options.trace is None or get_tp_group().rank_in_group != 0:
         return None
-    folder = options.trace.folder.expanduser().resolve()
+    folder = options.trace.folder.resolve()
     try:
         recorder = Recorder(
             folder, header(), options.trace.limit, inputs=options.trace.inputs,

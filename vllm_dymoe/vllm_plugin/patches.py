@@ -222,6 +222,17 @@ def _wake_up(original: Original, self: Any, tags: list[str] | None = None) -> No
         wake(rank.server)
 
 
+@_replaces(_WORKER, "shutdown", "a hook of QuantizationConfig at the end of its worker")
+def _shutdown(original: Original, self: Any) -> None:
+    """In one process engines come and go: the transfer threads, slots and files of each would stay until it ends."""
+    try:
+        original(self)
+    finally:
+        config = getattr(getattr(self, "vllm_config", None), "quant_config", None)
+        if isinstance(config, DymoeConfig):
+            config.close()
+
+
 @_replaces(
     "vllm.lora.worker_manager.WorkerLoRAManager", "_load_adapter",
     "an error of vLLM's for an adapter of which a part would be left out",

@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm import envs
 from vllm.config import LoRAConfig, VllmConfig
+from vllm.model_executor.model_loader import get_model_loader
 from vllm.platforms import current_platform
 
 from vllm_dymoe.cache.budget import limit_in_bytes, plan_slots, workspace_bytes
@@ -36,6 +37,7 @@ from vllm_dymoe.vllm_plugin.model_files import (
 )
 from vllm_dymoe.vllm_plugin.quant_config import expert_width, read_options
 
+_TRACK = "enable_weights_track"
 WORKER_EXTENSION = "vllm_dymoe.vllm_plugin.worker.DymoeWorkerExtension"
 
 
@@ -73,6 +75,7 @@ def prepare(config: VllmConfig) -> None:
         recorded = options.trace is not None
         settle_graphs(config, plans_on_device=decides, recorded=recorded, complete=there and not recorded)
     _add_worker_methods(config)
+    _ask_for_every_weight(config)
 
 
 def tokens_of_step(config: VllmConfig) -> int | None:
@@ -209,6 +212,22 @@ def _add_worker_methods(config: VllmConfig) -> None:
             parallel.worker_extension_cls,
             WORKER_EXTENSION,
         )
+
+
+def _ask_for_every_weight(config: VllmConfig) -> None:
+    """Have vLLM refuse a checkpoint that lacks a dense weight, as it does by itself where nothing is quantized; a user
+    who has set ``enable_weights_track`` is asked for nothing. Loaders that know no such check are left alone."""
+    load = config.load_config
+    given = load.model_loader_extra_config
+    if not isinstance(given, dict) or _TRACK in given:
+        return
+    asked = replace(load, model_loader_extra_config={**given, _TRACK: True})
+    try:
+        knows = getattr(get_model_loader(asked), _TRACK, False)
+    except (TypeError, ValueError):  # an option that this loader, or this vLLM, does not have
+        return
+    if knows:
+        load.model_loader_extra_config = asked.model_loader_extra_config
 
 
 def refuse_unsupported_features(config: VllmConfig) -> None:

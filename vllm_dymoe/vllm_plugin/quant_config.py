@@ -141,6 +141,12 @@ class DymoeConfig(QuantizationConfig):
 
         return WeightsMapper(orig_to_new_regex={_DENSE_G_IDX: None})
 
+    def close(self) -> None:
+        """Give back what this rank has; see ``Loading.close``."""
+        loading, self.loading = self.loading, None
+        if loading is not None:
+            loading.close()
+
     def loaded_model(self) -> RankServer:
         """This rank; ConfigError if the model has no MoE layers on it."""
         if self.loading is None or self.loading.rank_server is None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from vllm_dymoe.cache.transfer import TransferError
-from vllm_dymoe.planner.routing import Phase, Routing
+from vllm_dymoe.planner.routing import Phase, Routing, RoutingError
 from vllm_dymoe.server import ExpertServer
 from vllm_dymoe.vllm_plugin.announcements import logger
 from vllm_dymoe.vllm_plugin.data_parallel import Gathered, own_tokens
@@ -92,13 +92,14 @@ class RankServer:
                 with server.host_planned.unobserved():
                     out = server.host_planned.forward(routing, layer.activation)
             else:
+                routing.check(server.experts.num_experts)
                 observers = () if draft else self.observation.observers
                 for observer in (one for one in observers if not one.needs_actions):
                     observer.see(routing)
                 out = server.host_planned.forward(routing, layer.activation)
                 for observer in (one for one in observers if one.needs_actions):
                     observer.see(routing)
-        except TransferError as error:
+        except (TransferError, RoutingError) as error:
             self._failed(error)
             out = torch.zeros_like(x)
         if gathered is not None:
@@ -144,7 +145,14 @@ class RankServer:
         assert server.small_batches is None
         self.server, self._decode = server, None
 
-    def _failed(self, error: TransferError) -> None:
+    def close(self) -> None:
+        """The engine shuts down: end threads, give memory and descriptors back, and write what is to be recorded."""
+        if self.observation.trace is not None:
+            self.observation.trace.recorder.close()
+        self.server.close()
+        vars(self).clear()  # closures that vLLM's layers were given go on naming this object, and would keep all of it
+
+    def _failed(self, error: TransferError | RoutingError) -> None:
         if not self.step.warming_up:
             self.failures.record(f"vllm-dymoe: {error}")
         elif self.failures.alone:

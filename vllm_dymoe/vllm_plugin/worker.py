@@ -41,7 +41,7 @@ class DymoeWorkerExtension:
             server.resize(expert_budget)
         return {**server.stats().to_dict(), "free_device_bytes": server.cache.pools.available}
 
-    def dymoe_precision(self, **changes: Any) -> dict[str, Any]:
+    def dymoe_precision(self, /, **changes: Any) -> dict[str, Any]:
         """Change ``high`` or ``low`` among the stored bit-widths, or a parameter of the policy, from the next step on.
 
         Returns what is in force now. ValueError if a value cannot be honoured; all stays as it was.

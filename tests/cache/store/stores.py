@@ -1,11 +1,13 @@
 """Small stores on disk, and ways to read and to damage them."""
 
+import json
 import os
 
 import torch
 
 from tests.small_model import fill, make_experts
-from vllm_dymoe.cache.store import Manifest, StoreError
+from vllm_dymoe.cache.store import MANIFEST, FileStore, Manifest
+from vllm_dymoe.cache.store.manifest import BLOCK
 from vllm_dymoe.cache.store.writer import StoreWriter
 from vllm_dymoe.quantize import QUANTIZERS
 from vllm_dymoe.quantize.packer import ExpertPacker
@@ -17,9 +19,23 @@ def write(folder, experts=None):
     try:
         fill(packer)
         return packer.finish()
-    except StoreError:
+    except BaseException:
         packer.discard()
         raise
+
+
+def as_older(folder, experts, version):
+    """A store as it was written before digests bound its shards, and, of version 5, before slices were aligned."""
+    alignment = 1 if version == 5 else BLOCK
+    writer = StoreWriter(folder, Manifest(experts, "rtn", "a model", alignment=alignment))
+    packer = ExpertPacker(experts, QUANTIZERS["rtn"], writer)
+    fill(packer)
+    packer.finish().close()
+    manifest = json.loads((folder / MANIFEST).read_text()) | {"version": version}
+    for later in ("shards", "alignment")[: 1 + (version == 5)]:
+        manifest.pop(later, None)
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    return FileStore(folder)
 
 
 def read(store, key):

@@ -2,45 +2,43 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.cache.store.stores import read, write
-from tests.small_model import fill, make_experts, make_store
-from vllm_dymoe.cache.store import MANIFEST, FileStore, Manifest, StoreError
-from vllm_dymoe.cache.store.disk import RATES, DiskRates, Reading, known_rates, open_direct, read_direct
+from tests.cache.store.stores import as_older, read, write
+from tests.small_model import make_experts, make_store
+from vllm_dymoe.cache.store import MANIFEST, DamagedStoreError, FileStore, StoreError
+from vllm_dymoe.cache.store.disk import (
+    RATES,
+    DiskRates,
+    Reading,
+    keep_rates,
+    known_rates,
+    read_direct,
+    set_direct,
+    storage_of,
+)
+from vllm_dymoe.cache.store.durable import open_regular
 from vllm_dymoe.cache.store.files import file_name
 from vllm_dymoe.cache.store.header import read_header
-from vllm_dymoe.cache.store.writer import StoreWriter
 from vllm_dymoe.experts.format import SliceKey, all_keys
-from vllm_dymoe.quantize import QUANTIZERS
-from vllm_dymoe.quantize.packer import ExpertPacker
 
 WAYS = [Reading(direct=True, depth=4), Reading(drops=True), Reading(check="always"), Reading(bytes_per_second=1e9)]
 
 
-def as_version_5(folder, experts):
-    """A store as it was written before slices were aligned."""
-    packer = ExpertPacker(experts, QUANTIZERS["rtn"], StoreWriter(folder, Manifest(experts, "rtn", "m", alignment=1)))
-    fill(packer)
-    packer.finish().close()
-    manifest = json.loads((folder / MANIFEST).read_text()) | {"version": 5}
-    del manifest["alignment"]
-    (folder / MANIFEST).write_text(json.dumps(manifest))
-    return FileStore(folder)
-
-
-@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("old", [0, 5, 6])
 @pytest.mark.parametrize("nested", [False, True])
 def test_all_ways_and_versions_have_the_same_bytes(tmp_path, old, nested):
     experts = make_experts(nested=nested)
-    store = (as_version_5 if old else write)(tmp_path / "store", experts)
+    store = as_older(tmp_path / "store", experts, old) if old else write(tmp_path / "store", experts)
     memory = make_store(experts)
     for way in WAYS:
         store.reading = way
@@ -68,8 +66,8 @@ def test_slices_of_new_stores_begin_on_blocks(tmp_path):
 def test_reads_past_the_page_cache_begin_and_end_anywhere(tmp_path, offset, nbytes):
     path, there = tmp_path / "file", torch.randint(256, (13_000,), dtype=torch.uint8)
     path.write_bytes(there.numpy().tobytes())
-    file = open_direct(path)
-    if file is None:
+    file = open_regular(path)
+    if not set_direct(file, direct=True):
         pytest.skip("this file system cannot read past the page cache")
     page = torch.zeros(20_480, dtype=torch.uint8)
     begin = -page.data_ptr() % 4096
@@ -84,7 +82,7 @@ def test_reads_past_the_page_cache_begin_and_end_anywhere(tmp_path, offset, nbyt
 
 def test_a_way_that_would_wait_says_so(store):
     store.reading = Reading(direct=True)
-    if any(layer.direct is None for layer in store._layers):
+    if not store._direct:
         pytest.skip("this file system cannot read past the page cache")
     with pytest.raises(BlockingIOError):
         store.read_into(SliceKey(0, 0, 4), torch.empty(store.experts.formats[4].nbytes, dtype=torch.uint8), wait=False)
@@ -106,12 +104,138 @@ def test_a_disk_is_measured_at_the_first_starts_the_best_is_kept_and_what_was_ke
         assert store.rates() == DiskRates(dict.fromkeys(found.direct, 1e15), 1e15, 1e15, measured)
     assert found.cached > 0
     assert found.warm > 0
-    assert bool(found.direct) == (all(layer.direct is not None for layer in store._layers))
+    store.reading = Reading(direct=True)
+    assert bool(found.direct) == store._direct
     monkeypatch.setattr("vllm_dymoe.cache.store.files.measure_rates", lambda *_: pytest.fail("measured again"))
     assert store.rates() == known_rates(store.folder)
-    for spoilt in ("{", "[]", '{"direct": {}, "cached": 0, "warm": 1}', '{"direct": {"x": 1}}'):
+    here = json.dumps(storage_of(store.folder))
+    spoilt_rates = '{"direct": {}, "cached": 0, "warm": 1}', '{"direct": {"x": 1}}'
+    for spoilt in ("{", "[]", *spoilt_rates, *(f"{{{here}: {rates}}}" for rates in spoilt_rates)):
         (store.folder / RATES).write_text(spoilt)
         assert known_rates(store.folder) is None
+
+
+@pytest.mark.parametrize("other", ["machine", "_mounted"])
+def test_rates_hold_for_one_machine_and_one_disk_and_do_not_travel_with_the_folder(store, monkeypatch, other):
+    here = DiskRates({}, 1e9, 2e9, measured=3)
+    keep_rates(store.folder, here)
+    assert known_rates(store.folder) == here
+    monkeypatch.setattr(f"vllm_dymoe.cache.store.disk.{other}", lambda *_: "another one")
+    assert known_rates(store.folder) is None
+    there = replace(store.rates(), cached=1e15)
+    keep_rates(store.folder, there)
+    monkeypatch.undo()
+    assert known_rates(store.folder) == here, "each has its own"
+
+
+def test_the_disk_of_a_folder_is_told_by_its_mount(tmp_path, monkeypatch):
+    mounts, inner = tmp_path / "mountinfo", tmp_path / "with space"
+    inner.mkdir()
+    escaped = str(inner).replace(" ", "\\040")
+    mounts.write_text(
+        f"20 1 8:1 / / rw - ext4 /dev/sda1 rw\n21 20 8:2 / {tmp_path} rw shared:1 - xfs /dev/sdb1 rw\n"
+        f"22 21 0:99 / {escaped} rw - nfs4 server:/export rw\n23 21 8:2 / {tmp_path}/oth rw - tmpfs none rw\n"
+    )
+    monkeypatch.setattr("vllm_dymoe.cache.store.disk._MOUNTS", mounts)
+    monkeypatch.setattr("vllm_dymoe.cache.store.disk._BLOCK_DEVICES", tmp_path / "block")
+    device = tmp_path / "block" / "8:2" / "device"
+    device.mkdir(parents=True)
+    (device / "model").write_text("A fast disk\n")
+    first, second, third = (storage_of(folder) for folder in (tmp_path / "other", inner / "deeper", Path("/usr")))
+    assert first.endswith("xfs /dev/sdb1 A fast disk")
+    assert second.endswith("nfs4 server:/export")
+    assert third.endswith("ext4 /dev/sda1")
+    (device / "model").write_text("A slow disk\n")
+    assert storage_of(tmp_path) != first
+
+
+@pytest.mark.parametrize("way", [Reading(direct=True, depth=2), Reading(), Reading(drops=True)])
+def test_bits_that_flip_after_the_first_read_are_noticed_when_the_disk_is_read(store, way):
+    """The file is written to behind the file system's back as far as it can be: times are as they were."""
+    key = SliceKey(1, 3, 4)
+    store.reading = way
+    read(store, key)
+    flip(store, key)
+    store._stamps[key.layer] = type(store._stamps[0]).of(store._layers[key.layer].file)  # no process tells of it
+    os.posix_fadvise(store._layers[key.layer].file, 0, 0, os.POSIX_FADV_DONTNEED)
+    if cached(store, key):
+        pytest.skip("this file system is in memory")
+    with pytest.raises(DamagedStoreError, match="projection of expert 3 at 4 bits does not match its checksum"):
+        read(store, key)
+
+
+def test_a_file_that_is_written_to_is_noticed_even_in_the_page_cache(store):
+    key = SliceKey(1, 3, 4)
+    read(store, key)
+    times = os.stat(store.folder / file_name(2))
+    flip(store, key)
+    os.utime(store.folder / file_name(2), ns=(times.st_atime_ns, times.st_mtime_ns))  # as rsync, or a thief
+    with pytest.raises(DamagedStoreError):
+        read(store, key)
+
+
+def test_a_mapped_file_that_is_written_to_is_noticed(store, monkeypatch):
+    key = SliceKey(1, 3, 4)
+    read(store, key)
+    if not store.in_memory(key):
+        pytest.skip("there is no native library")
+    flip(store, key)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 2)
+    assert not store.in_memory(key)
+    assert store.in_memory(SliceKey(0, 3, 4)), "other files are as they were"
+
+
+def flip(store, key):
+    path = store.folder / file_name(store.experts.layers[key.layer])
+    byte = store._begin(key) + 100
+    with path.open("r+b") as file:
+        file.seek(byte)
+        value = file.read(1)[0]
+        file.seek(byte)
+        file.write(bytes([value ^ 1]))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def cached(store, key):
+    try:
+        os.preadv(store._layers[key.layer].file, [bytearray(4096)], store._begin(key) // 4096 * 4096, os.RWF_NOWAIT)
+    except OSError:
+        return False
+    return True
+
+
+def test_a_store_takes_one_descriptor_for_each_file(store):
+    def there():
+        return sum(str(store.folder) in os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd"))
+
+    for way in (Reading(), Reading(direct=True), Reading()):
+        store.reading = way
+        for key in all_keys(store.experts):
+            read(store, key)
+            store.in_memory(key)
+        assert there() == len(store.experts.layers)
+
+
+def test_too_many_files_for_this_process_are_refused_before_they_are_opened(store, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (len(os.listdir("/proc/self/fd")) + 2, 1 << 20))
+    with pytest.raises(StoreError) as caught:
+        FileStore(store.folder)
+    assert not isinstance(caught.value, DamagedStoreError)
+    assert "ulimit -n" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [MANIFEST, file_name(1), RATES])
+def test_a_fifo_in_the_place_of_a_file_does_not_hang(store, name):
+    (store.folder / name).unlink(missing_ok=True)
+    os.mkfifo(store.folder / name)
+    if name == RATES:
+        assert known_rates(store.folder) is None
+        store.rates()
+    else:
+        with pytest.raises(StoreError):
+            FileStore(store.folder)
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,26 @@
 """Reading a store from its files: the bytes that were written, or a sentence."""
 
+import contextlib
+import errno
+import itertools
 import json
 import os
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 from safetensors import safe_open
 
-from tests.cache.store.stores import read, write
+from tests.cache.store.stores import as_older, damage, read, write
 from tests.small_model import make_experts
-from vllm_dymoe.cache.store import MANIFEST, ErrorRecord, FileStore, Manifest, StoreError
-from vllm_dymoe.cache.store.files import file_name
+from vllm_dymoe.cache.store import MANIFEST, DamagedStoreError, ErrorRecord, FileStore, Manifest, StoreError
+from vllm_dymoe.cache.store.files import checksum, file_name
+from vllm_dymoe.cache.store.header import read_header
+from vllm_dymoe.cache.store.writer import StoreWriter
 from vllm_dymoe.experts.encoding import E8, E8_BASE, E8_NESTED
-from vllm_dymoe.experts.format import SliceKey
+from vllm_dymoe.experts.format import Projection, SliceKey, all_keys
+from vllm_dymoe.quantize.dummy import fill_randomly, random_store
 
 
 @pytest.mark.parametrize("projections", [range(1), range(1, 2), range(1, 3), range(2, 3)])
@@ -67,7 +74,7 @@ def test_layers_that_a_store_does_not_have_are_named(store):
     ("spoil", "sentence"),
     [
         (lambda path: os.truncate(path, 5000), r"00001\.safetensors has 5000 bytes where its header .* truncated"),
-        (lambda path: path.unlink(), r"00001\.safetensors of the expert store cannot be opened \(No such file"),
+        (lambda path: path.unlink(), r"00001\.safetensors of the expert store is missing"),
         (lambda path: path.write_bytes(b"\xff" * 100_000), "is not a safetensors file"),
         (lambda path: (path.parent / MANIFEST).unlink(), "holds no expert store"),
         (lambda path: (path.parent / MANIFEST).write_text("{"), "is not a manifest"),
@@ -112,3 +119,167 @@ def test_a_manifest_says_what_its_formats_are(store, tmp_path):
     for number, manifest in enumerate(found):
         (tmp_path / MANIFEST).write_text(json.dumps(manifest.to_json()))
         assert [Manifest.read(tmp_path) == other for other in found] == [other is found[number] for other in found]
+
+
+def make_writer(folder, experts, model="a model"):
+    return StoreWriter(folder, Manifest(experts, "rtn", model))
+
+
+def seeded(folder, experts, seed, model="a model"):
+    store = random_store(experts, make_writer(folder, experts, model), seed)
+    store.close()
+    return store.folder
+
+
+def exchanged(tmp_path):
+    """Two layers of one store change places."""
+    folder = seeded(tmp_path / "store", make_experts(), 1)
+    first, second = (folder / file_name(layer) for layer in (1, 2))
+    first.rename(tmp_path / "kept")
+    second.rename(first)
+    (tmp_path / "kept").rename(second)
+    return folder
+
+
+def copied(tmp_path):
+    """One layer is there twice."""
+    folder = seeded(tmp_path / "store", make_experts(), 1)
+    shutil.copy(folder / file_name(1), folder / file_name(2))
+    return folder
+
+
+def foreign(tmp_path):
+    """A shard of the same layer of another model."""
+    folder = seeded(tmp_path / "store", make_experts(), 1)
+    shutil.copy(seeded(tmp_path / "other", make_experts(), 2, "b model") / file_name(2), folder)
+    return folder
+
+
+def same_bytes_of_another_model(tmp_path):
+    """Even a shard with the same experts, of a model that is another one."""
+    folder = seeded(tmp_path / "store", make_experts(), 1)
+    shutil.copy(seeded(tmp_path / "other", make_experts(), 1, "b model") / file_name(2), folder)
+    return folder
+
+
+def other_manifest(tmp_path):
+    """The manifest of a store of the same shape."""
+    folder = seeded(tmp_path / "store", make_experts(), 1)
+    shutil.copy(seeded(tmp_path / "other", make_experts(), 2) / MANIFEST, folder)
+    return folder
+
+
+def other_meaning(tmp_path):
+    """A manifest that says something else of the same bytes."""
+    folder = seeded(tmp_path / "store", make_experts(), 1)
+    said = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps(said | {"zeros_in_steps": [4]}))
+    return folder
+
+
+def other_checksums(tmp_path):
+    """An expert is changed, and its checksum with it."""
+    folder = seeded(tmp_path / "store", make_experts(), 1)
+    store = FileStore(folder)
+    key, fmt = SliceKey(1, 1, 4), store.experts.formats[4]
+    section = torch.randint(256, (fmt.matrices[0].nbytes,), dtype=torch.uint8).numpy()
+    path = folder / file_name(2)
+    with path.open("rb") as file:
+        table = read_header(path, file.fileno())["4bit.xxh3"].begin
+    damage(path, store._begin(key), section.tobytes())
+    damage(path, table + key.expert * 3 * 8, checksum(section.data).to_bytes(8, "little", signed=True))
+    store.close()
+    return folder
+
+
+def undescribed(tmp_path):
+    """A manifest of this version without the digests."""
+    folder = seeded(tmp_path / "store", make_experts(), 1)
+    said = json.loads((folder / MANIFEST).read_text())
+    del said["shards"]["2"]
+    (folder / MANIFEST).write_text(json.dumps(said))
+    return folder
+
+
+MIXED = [
+    exchanged, copied, foreign, same_bytes_of_another_model, other_manifest, other_meaning, other_checksums,
+    undescribed,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mixed", MIXED, ids=lambda mixed: mixed.__name__)
+def test_shards_that_are_not_this_stores_are_refused_when_it_is_opened(tmp_path, mixed):
+    folder = mixed(tmp_path)
+    with pytest.raises(DamagedStoreError) as caught:
+        FileStore(folder)
+    assert str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize("version", [5, 6])
+def test_an_older_store_is_read_says_that_nothing_binds_its_shards_and_can_be_bound(tmp_path, version, memory_store):
+    store = as_older(tmp_path / "store", make_experts(), version)
+    assert not store.manifest.shards
+    assert torch.equal(read(store, SliceKey(1, 3, 4)), memory_store.packed(SliceKey(1, 3, 4)))
+    store.bind()
+    store.close()
+    with contextlib.closing(FileStore(store.folder)) as bound:
+        assert bound.manifest == store.manifest
+        assert bound.manifest.shards.keys() == {1, 2}
+        assert torch.equal(read(bound, SliceKey(1, 3, 4)), memory_store.packed(SliceKey(1, 3, 4)))
+    damage(store.folder / file_name(1), 100, b" ")
+    (store.folder / file_name(1)).rename(store.folder / file_name(2))
+    with pytest.raises(DamagedStoreError):
+        FileStore(store.folder, (2,))
+
+
+ORDERS = {
+    "outside": lambda order: order.fill_(len(order)),
+    "negative": lambda order: order.fill_(-1),
+    "twice": lambda order: order[1:2].copy_(order[:1]),
+}
+
+
+@pytest.mark.parametrize("wrong", ORDERS.values(), ids=ORDERS.keys())
+@pytest.mark.parametrize("projection", Projection)
+def test_an_order_of_columns_that_is_no_permutation_is_refused(tmp_path, wrong, projection):
+    plain = make_experts(bits=(4,))
+    experts = replace(plain, formats={4: replace(plain.formats[4], act_order=True)})
+    writer = make_writer(tmp_path / "store", experts)
+    fmt, generator = experts.formats[4], torch.Generator().manual_seed(1)
+    for layer, expert, one in itertools.product(range(2), range(6), Projection):
+        section = torch.empty(fmt.matrices[one].nbytes, dtype=torch.uint8)
+        fill_randomly(fmt.matrices[one], section, generator)
+        if (layer, expert, one) == (1, 4, projection):
+            wrong(fmt.matrices[one].view(section).order)
+        writer.write(SliceKey(layer, expert, 4), one, section)
+    store = writer.finish()
+    for key in all_keys(experts):
+        if key == SliceKey(1, 4, 4):
+            with pytest.raises(DamagedStoreError, match=f"{projection.name.lower()} projection of expert 4"):
+                read(store, key)
+            assert not store.in_memory(key)
+        else:
+            read(store, key)
+    store.close()
+
+
+ERRORS = [errno.EIO, errno.ESTALE, errno.EMFILE, errno.EACCES]
+
+
+@pytest.mark.parametrize("code", ERRORS, ids=errno.errorcode.get)
+@pytest.mark.parametrize("call", ["open", "pread", "fstat"])
+def test_a_file_that_cannot_be_opened_is_no_proof_of_damage(store, monkeypatch, call, code):
+    real = getattr(os, call)
+
+    def fail(place, *arguments, **more):
+        ours = str(store.folder) in (str(place) if call == "open" else os.readlink(f"/proc/self/fd/{place}"))
+        if ours:
+            raise OSError(code, os.strerror(code))
+        return real(place, *arguments, **more)
+
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(StoreError) as caught:
+        FileStore(store.folder)
+    assert not isinstance(caught.value, DamagedStoreError)
+    assert os.strerror(code) in str(caught.value)
+    assert "write the store again" not in str(caught.value)

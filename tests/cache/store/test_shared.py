@@ -1,6 +1,8 @@
 """Experts that several ranks of a machine have are in its memory once, as the kernel counts, and go with the last."""
 
+import fcntl
 import multiprocessing
+import os
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ import xxhash
 
 from tests.cache.store.stores import write
 from tests.small_model import make_experts
-from vllm_dymoe.cache.store import FileStore, whole_host_cache
+from vllm_dymoe.cache.store import DamagedStoreError, FileStore, StoreError, whole_host_cache
 from vllm_dymoe.cache.store.shared import SharedMemory, Turn
 from vllm_dymoe.cache.transfer import HostCache
 from vllm_dymoe.experts.format import all_keys
@@ -117,3 +119,74 @@ def test_a_store_that_was_written_again_is_another(tmp_path):
     assert rank.ask("found") == (False, len(KEYS))
     rank.process.kill()
     held.close()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write(tmp_path / "rank-0-0", EXPERTS).close()
+    return tmp_path / "rank-0-0"
+
+
+def plant(folder, *, seals=0, content=b""):
+    """A copy that another user has put where ranks look for one, filled with something else."""
+    shared = SharedMemory(folder, Turn(folder))
+    file = os.memfd_create(shared._name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(file, whole_host_cache(EXPERTS))
+    os.pwrite(file, content, 0)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
+    return file
+
+
+def seals_of_ours(folder):
+    host_cache, shared = make_host_cache(folder)
+    try:
+        return fcntl.fcntl(shared._file, fcntl.F_GET_SEALS)
+    finally:
+        host_cache.close()
+
+
+def test_a_copy_that_is_not_complete_is_not_taken(folder):
+    """Nor one that can be cut off, which would end its readers with SIGBUS."""
+    files = [plant(folder), plant(folder, seals=fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)]
+    host_cache, shared = make_host_cache(folder)
+    assert not shared.found
+    host_cache.close()
+    for file in files:
+        os.close(file)
+
+
+def test_a_copy_of_another_user_is_not_taken(folder, monkeypatch):
+    file = plant(folder, seals=seals_of_ours(folder))
+    os.fchown(file, 12345, -1) if os.geteuid() == 0 else monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    host_cache, shared = make_host_cache(folder)
+    assert not shared.found
+    host_cache.close()
+    os.close(file)
+
+
+def test_a_copy_with_other_bytes_is_refused(folder):
+    file = plant(folder, seals=seals_of_ours(folder), content=b"\x00" * 5000)
+    with pytest.raises(StoreError) as caught:
+        make_host_cache(folder)
+    assert not isinstance(caught.value, DamagedStoreError), "the store itself is good"
+    os.close(file)
+    host_cache, shared = make_host_cache(folder)
+    assert not shared.found
+    host_cache.close()
+
+
+def test_what_is_published_can_neither_be_cut_off_nor_written_to(folder):
+    host_cache, shared = make_host_cache(folder)
+    with pytest.raises(PermissionError):
+        os.ftruncate(shared._file, 0)
+    with pytest.raises(PermissionError):
+        os.pwrite(shared._file, b"x", 0)
+    host_cache.close()
+
+
+def test_the_lock_beside_a_store_is_not_followed(folder, tmp_path):
+    victim = tmp_path / "victim"
+    folder.with_name(f"{folder.name}.lock").symlink_to(victim)
+    with pytest.raises(StoreError):
+        make_host_cache(folder)
+    assert not victim.exists()

@@ -3,13 +3,17 @@
 import errno
 import itertools
 import os
+import socket
+import stat
 
 import pytest
 import torch
 
 from tests.cache.store.stores import read, write
 from tests.small_model import fill, make_experts, make_store
-from vllm_dymoe.cache.store import Manifest, StoreError
+from vllm_dymoe.cache.store import MANIFEST, Manifest, StoreError, durable, files
+from vllm_dymoe.cache.store.disk import RATES, DiskRates
+from vllm_dymoe.cache.store.durable import clean, is_temporary, keep_beside, replace_file
 from vllm_dymoe.cache.store.files import file_name
 from vllm_dymoe.cache.store.writer import StoreWriter
 from vllm_dymoe.experts.format import Projection, SliceKey
@@ -52,15 +56,134 @@ def test_a_store_of_another_kind_and_a_truncated_one_are_replaced_and_not_used(t
     assert os.listdir(tmp_path) == ["store"]
 
 
-def test_what_a_dead_writer_left_is_removed_and_a_living_one_is_left_alone(tmp_path):
-    experts = make_experts()
-    living = StoreWriter(tmp_path / "store", Manifest(experts, "rtn", "a model"))
-    partial = living.partial
-    dead = partial.with_name(partial.name.replace(f"-{os.getpid()}-", "-999999999-"))
-    dead.mkdir()
-    StoreWriter(tmp_path / "store", Manifest(experts, "rtn", "a model"))
-    assert partial.exists()
+def make_writer(folder, resume=lambda leftover: False):
+    return StoreWriter(folder, Manifest(make_experts(), "rtn", "a model"), resume=resume)
+
+
+def abandon(writer):
+    """As if its process had been killed."""
+    writer.close()
+    return writer.partial
+
+
+@pytest.mark.parametrize("pid", ["1", "999999999"])
+def test_what_nobody_holds_is_removed_and_what_a_writer_holds_is_left_alone(tmp_path, monkeypatch, pid):
+    monkeypatch.setattr(os, "getpid", lambda: int(pid))  # in containers every writer may have the same
+    monkeypatch.setattr(socket, "gethostname", lambda: "all-the-same")
+    living, dead = make_writer(tmp_path / "store").partial, abandon(make_writer(tmp_path / "store"))
+    make_writer(tmp_path / "store")
+    assert living.exists()
     assert not dead.exists()
+    assert abandoned(tmp_path) == 0
+
+
+def abandoned(folder):
+    return len(clean(path for path in folder.iterdir() if is_temporary(path)))
+
+
+def test_every_start_can_clean_and_the_living_go_on(tmp_path):
+    living = make_writer(tmp_path / "one")
+    dead = [abandon(make_writer(tmp_path / name)) for name in ("one", "two", "three")]
+    assert set(clean(path for path in tmp_path.iterdir() if is_temporary(path))) == set(dead)
+    assert os.listdir(tmp_path) == [living.partial.name]
+
+
+@pytest.mark.parametrize("name", ["store.partial-0badb007-11223344", "store.partial-host-17-abcdefgh"])
+def test_what_another_machine_may_be_writing_is_removed_only_when_it_is_old(tmp_path, name):
+    other = tmp_path / name
+    other.mkdir()
+    (other / "shard").write_bytes(b"")
+    make_writer(tmp_path / "store")
+    assert other.exists()
+    for path in (other / "shard", other):
+        os.utime(path, (0, 0))
+    make_writer(tmp_path / "store")
+    assert not other.exists()
+
+
+def test_a_leftover_that_is_gone_on_with_is_the_users_own_and_is_held(tmp_path, monkeypatch):
+    left = abandon(make_writer(tmp_path / "store"))
+    writer = make_writer(tmp_path / "store", resume=lambda leftover: True)
+    assert writer.partial == left
+    assert make_writer(tmp_path / "store", resume=lambda leftover: True).partial != left
+    abandon(writer)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert make_writer(tmp_path / "store", resume=lambda leftover: pytest.fail("another user's")).partial != left
+
+
+def test_a_link_in_the_place_of_a_leftover_leads_absent(tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "file").write_bytes(b"mine")
+    (tmp_path / f"store.partial-{durable._boot()}-00000000").symlink_to(other)
+    make_writer(tmp_path / "store", resume=lambda leftover: True).discard()
+    assert (other / "file").read_bytes() == b"mine"
+    assert os.listdir(other) == ["file"]
+
+
+def test_links_in_a_leftover_are_not_written_through(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"mine")
+    left = abandon(make_writer(tmp_path / "store"))
+    (left / file_name(1)).unlink()
+    (left / file_name(1)).symlink_to(victim)
+    with pytest.raises(StoreError):
+        make_writer(tmp_path / "store", resume=lambda leftover: True)
+    assert victim.read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_modes_do_not_follow_the_umask(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        writer = make_writer(tmp_path / "a" / "b" / "store")
+        assert stat.S_IMODE(writer.partial.stat().st_mode) == 0o700
+        for layer, expert, one in itertools.product(range(2), range(6), Projection):
+            for bits, fmt in make_experts().formats.items():
+                writer.write(
+                    SliceKey(layer, expert, bits), one, torch.zeros(fmt.matrices[one].nbytes, dtype=torch.uint8)
+                )
+        store = writer.finish()
+        store.rates()
+        store.close()
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in store.folder.iterdir()}
+    assert set(modes.values()) == {0o644}
+    assert RATES in modes
+    assert stat.S_IMODE(store.folder.stat().st_mode) == 0o755
+    for folder in (store.folder.parent, store.folder.parent.parent):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o755 & ~umask
+
+
+@pytest.mark.parametrize("name", [RATES, MANIFEST])
+def test_what_is_kept_beside_a_store_is_not_written_through_links(tmp_path, name):
+    """Whatever others have put there, under the name itself or under one that a writer could choose."""
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"mine")
+    folder = tmp_path / "store"
+    folder.mkdir()
+    for planted in (name, f"{name}.{os.getpid()}", f"{name}.{os.getpid() + 1}"):
+        (folder / planted).symlink_to(victim)
+    replace_file(folder / name, b"{}")
+    keep_beside(folder / name, "a disk", DiskRates({}, 1.0, 1.0))
+    assert victim.read_bytes() == b"mine"
+    assert not (folder / name).is_symlink()
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.EMFILE, errno.ESTALE])
+def test_a_good_store_that_cannot_be_opened_now_is_not_replaced(tmp_path, monkeypatch, error):
+    write(tmp_path / "store").close()
+    before = {path.name: path.stat().st_ino for path in (tmp_path / "store").iterdir()}
+
+    def fail(path):
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(files, "open_regular", fail)
+    with pytest.raises(StoreError):
+        write(tmp_path / "store")
+    assert {path.name: path.stat().st_ino for path in (tmp_path / "store").iterdir()} == before
+    assert os.listdir(tmp_path) == ["store"]
 
 
 @pytest.mark.parametrize(("call", "number"), [("pwrite", 0), ("pwrite", 7), ("pwrite", 40), ("fsync", 0)])

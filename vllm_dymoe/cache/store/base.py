@@ -14,6 +14,13 @@ class StoreError(RuntimeError):
     """A store that cannot be read or written; the message names the file and what to do."""
 
 
+class DamagedStoreError(StoreError):
+    """Files that are proven not to be those that were written: to write the store again is the cure.
+
+    What merely could not be opened or read, now or by this process, is a plain StoreError, and no reason to replace it.
+    """
+
+
 class HostMemoryError(StoreError):
     """Host memory that cannot be had or be locked; the message says why, and the caller adds what to do."""
 

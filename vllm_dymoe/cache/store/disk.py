@@ -1,12 +1,14 @@
 """How the files of a store are read: past the page cache or through it, how many reads at once, and how fast that was.
 
-The first starts measure, and ``disk.json`` beside the store keeps the best: a disk that others use looks slow. Which
+The first starts measure, and ``disk.json`` beside the store keeps the best for each machine and disk: a disk that
+others use looks slow. Which
 way is better depends on memory as well: what the page cache holds is copied as fast as memory, but what comes from the
 disk through it takes a core, and may be read in small pieces.
 """
 
 import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 import random
@@ -20,7 +22,8 @@ from typing import Literal
 
 import torch
 
-from vllm_dymoe.cache.store.durable import kept_beside
+from vllm_dymoe.cache.pages import machine
+from vllm_dymoe.cache.store.durable import keep_beside, kept_beside
 from vllm_dymoe.cache.store.manifest import BLOCK
 
 RATES = "disk.json"
@@ -28,6 +31,9 @@ MEASURED_STARTS = 3
 _DEPTHS = (1, 2, 4, 8, 16)
 _MEASURED_BYTES = 32 << 20  # for each depth: 0.2 s and less, on a disk worth serving from
 _ENOUGH = 0.9  # of the best rate; deeper queues only lengthen each read
+_DIRECT = getattr(os, "O_DIRECT", 0)  # absent on other policies
+_MOUNTS = Path("/proc/self/mountinfo")
+_BLOCK_DEVICES = Path("/sys/dev/block")
 _buffers = threading.local()
 _PR_SET_TIMERSLACK = 29  # linux/prctl.h
 _prctl = ctypes.CDLL(None).prctl
@@ -66,7 +72,8 @@ class Reading:
     direct: bool = False  # past the page cache
     depth: int = 1  # reads at once
     drops: bool = False  # what was read through the page cache is not left in it
-    check: Literal["first", "always"] = "first"  # when sections are compared with their checksums
+    check: Literal["first", "always"] = "first"
+    """When sections are compared with their checksums: whenever a disk is read, or in memory as well."""
     bytes_per_second: float | None = None  # of an emulated disk
 
     @property
@@ -142,43 +149,91 @@ def _buffer(nbytes: int) -> memoryview:
     return held[:nbytes]
 
 
-def open_direct(path: Path) -> int | None:
-    """A descriptor for reads past the page cache; None where the file system has none."""
-    with contextlib.suppress(OSError, AttributeError):  # no such flag on other policies
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+def set_direct(file: int, *, direct: bool) -> bool:
+    """Have an open file read past the page cache, or through it; returns which it is now: not every file system can."""
+    try:
+        flags = fcntl.fcntl(file, fcntl.F_GETFL)
+        if bool(flags & _DIRECT) == direct:
+            return direct
+        fcntl.fcntl(file, fcntl.F_SETFL, flags ^ _DIRECT)
+    except OSError:
+        return False
+    if direct:
         try:
             read_direct(file, torch.empty(BLOCK, dtype=torch.uint8), 0)  # some refuse only now
         except OSError:
-            os.close(file)
-            raise
-        return file
-    return None
+            set_direct(file, direct=False)
+            return False
+    return direct and bool(_DIRECT)
 
 
 def known_rates(folder: Path) -> DiskRates | None:
-    """What an earlier start has measured, if it can be read."""
-    rates = kept_beside(folder / RATES, DiskRates)
+    """What earlier starts on this machine have measured of a folder's disk, if it can be read."""
+    rates = kept_beside(folder / RATES, storage_of(folder), DiskRates)
     return rates if rates and min(rates.cached, rates.warm, *rates.direct.values()) > 0 else None
 
 
+def keep_rates(folder: Path, rates: DiskRates) -> None:
+    """Keep them for the next start; a folder that cannot be written is measured again."""
+    keep_beside(folder / RATES, storage_of(folder), rates)
+
+
+def storage_of(folder: Path) -> str:
+    """The disk that a folder is on, as this machine has it, in words: what was measured of another one says nothing."""
+    return f"{machine()}, {_mounted(folder)}"
+
+
+def _mounted(folder: Path) -> str:
+    """File system, source and, of a local disk, model and size."""
+    found, longest = "an unknown disk", -1
+    folder = folder.resolve()
+    try:
+        for line in _MOUNTS.read_text().splitlines():
+            place, _, source = line.partition(" - ")
+            number, _, point = place.split()[2:5]
+            mounted = Path(point.encode().decode("unicode_escape"))
+            if len(mounted.parts) >= longest and folder.is_relative_to(mounted):  # of two in one place the later counts
+                longest, found = len(mounted.parts), f"{' '.join(source.split()[:2])}{_block_device(number)}"
+    except (OSError, ValueError):
+        pass
+    return found
+
+
+def _block_device(number: str) -> str:
+    """Model, serial number and size of a local disk, as far as the policy names them."""
+    device = _BLOCK_DEVICES / number
+    said = []
+    for name in ("device/model", "device/serial", "size"):
+        for place in (device, device.resolve().parent):  # a partition's disk lies around it
+            with contextlib.suppress(OSError):
+                said.append((place / name).read_text().strip())
+                break
+    return "".join(f" {word}" for word in said)
+
+
 def measure_rates(
-    read: Callable[[int, Reading], int], forget: Callable[[int], None], slices: Sequence[int], nbytes: int, direct: bool
+    use: Callable[[Reading], bool],
+    read: Callable[[int], int],
+    forget: Callable[[int], None],
+    slices: Sequence[int],
+    nbytes: int,
 ) -> DiskRates:
-    """Read random slices of a store, of up to so many bytes, in every way; past the page cache only where that is
-    possible. ``read`` returns the bytes of a slice, ``forget`` removes what the page cache has of one. StoreError if
-    the store cannot be read."""
+    """Read random slices of a store, of up to so many bytes, in every way. ``use`` has a way used from now on, and
+    returns whether that is possible; ``read`` returns the bytes of a slice, ``forget`` removes what the page cache has
+    of one. StoreError if the store cannot be read."""
     chosen = random.Random(0).sample(slices, min(len(slices), max(_DEPTHS[-1], _MEASURED_BYTES // nbytes)))
     for number in chosen:
         forget(number)
 
-    def rate(reading: Reading) -> float:
-        with ThreadPoolExecutor(reading.depth) as pool:
+    def rate(depth: int) -> float:
+        with ThreadPoolExecutor(depth) as pool:
             begin = time.perf_counter()
-            total = sum(pool.map(lambda number: read(number, reading), chosen))
+            total = sum(pool.map(read, chosen))
             return total / max(time.perf_counter() - begin, 1e-9)
 
-    past = {depth: rate(Reading(direct=True, depth=depth)) for depth in _DEPTHS} if direct else {}
-    return DiskRates(past, rate(Reading()), rate(Reading()))
+    past = {depth: rate(depth) for depth in _DEPTHS if use(Reading(direct=True, depth=depth))}
+    use(Reading())
+    return DiskRates(past, rate(1), rate(1))
 
 
 class Pacer:

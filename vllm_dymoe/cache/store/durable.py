@@ -1,22 +1,58 @@
-"""Files and folders that are there whole or not at all, whenever a process dies."""
+"""Files and folders that are there whole or not at all, whenever a process dies, and whatever is written beside them.
+
+A folder that is being written is ``NAME.partial-BOOT-RANDOM`` beside the final one, private until it is complete. The
+lock that its writer holds on it (``flock``) is the proof that the writer lives: names of hosts and numbers of processes
+are no identities, because containers share them. What no process holds is removed at every start. BOOT names the
+running kernel: on a disk that several machines share, another machine's lock cannot be seen, so that its folders are
+left alone while anything in them is new.
+"""
 
 import contextlib
+import errno
+import fcntl
 import glob
-import json
 import os
+import secrets
 import shutil
-import socket
+import stat
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import TypeAdapter
 
 Measured = TypeVar("Measured")
 _TEMPORARY = ".partial-"
 _REPLACED = "-replaced"
+_FILE_MODE, _FOLDER_MODE = 0o644, 0o755  # whatever the umask: others may read what is complete, and write nothing
+_OLD_SECONDS = 3600.0  # after which what another machine was writing counts as given up
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def open_regular(path: Path | str) -> int:
+    """Open a file to read it; OSError also for a folder, a device or a FIFO, which would block for ever."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file")
+    except BaseException:
+        close_file(file)
+        raise
+    return file
+
+
+def close_file(file: int) -> None:
+    """Close a descriptor: whatever was written is synced before, so that an error then means nothing."""
+    with contextlib.suppress(OSError):
+        os.close(file)
+
+
+def read_regular(path: Path | str) -> bytes:
+    """The content of a regular file; OSError as ``open_regular``."""
+    with open(open_regular(path), "rb") as file:
+        return file.read()
 
 
 def write_at(file: int, data: bytes | memoryview, offset: int) -> None:
@@ -26,80 +62,271 @@ def write_at(file: int, data: bytes | memoryview, offset: int) -> None:
         done += os.pwrite(file, view[done:], offset + done)
 
 
-def write_synced(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def keep_beside(path: Path, measured: Any) -> None:
-    """Keep a dataclass beside a store, for the next start; a folder that cannot be written is measured again."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    with contextlib.suppress(OSError):
-        write_synced(partial, (json.dumps(asdict(measured), indent=2) + "\n").encode())
-        partial.replace(path)
-
-
-def kept_beside(path: Path, kind: type[Measured]) -> Measured | None:
-    """The dataclass that was kept there, if it can be read."""
+def create(path: Path, *, exclusive: bool = True) -> int:
+    """Create a file for reading and writing, and open it; OSError for a symbolic link, and for a file that is there
+    if it has to be new."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_EXCL if exclusive else 0)
+    file = os.open(path, flags, 0o600)
     try:
-        return TypeAdapter(kind).validate_json(path.read_bytes())
+        os.fchmod(file, _FILE_MODE)
+    except BaseException:
+        close_file(file)
+        raise
+    return file
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a file in a folder that is no other user's, and make it durable."""
+    file = create(path, exclusive=False)
+    try:
+        os.ftruncate(file, 0)
+        write_at(file, content, 0)
+        os.fsync(file)
+    finally:
+        close_file(file)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file that is there whole or not at all, in a folder in which others may write, too."""
+    _remove_given_up(path)
+    file, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)  # new, and private
+    try:
+        try:
+            write_at(file, content, 0)
+            os.fchmod(file, _FILE_MODE)
+            os.fsync(file)
+        finally:
+            close_file(file)
+        os.rename(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def _remove_given_up(path: Path) -> None:
+    """Remove what ``replace_file`` of a process that was killed has left."""
+    for left in path.parent.glob(f"{glob.escape(path.name)}.*"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.lstat().st_mtime > _OLD_SECONDS:
+                left.unlink()
+
+
+def keep_beside(path: Path, key: str, measured: Any) -> None:
+    """Keep a dataclass by a key beside a store, for the next start; a folder that cannot be written is measured
+    again."""
+    kind = type(measured)
+    kept = _all_kept(path, kind) | {key: measured}
+    content = TypeAdapter(dict[str, kind]).dump_json(kept, indent=2)  # type: ignore[valid-type]
+    with contextlib.suppress(OSError):
+        replace_file(path, content + b"\n")
+
+
+def kept_beside(path: Path, key: str, kind: type[Measured]) -> Measured | None:
+    """The dataclass that was kept there by a key, if it can be read."""
+    return _all_kept(path, kind).get(key)
+
+
+def _all_kept(path: Path, kind: type[Measured]) -> dict[str, Measured]:
+    try:
+        kept: dict[str, Measured] = TypeAdapter(dict[str, kind]).validate_json(  # type: ignore[valid-type]
+            read_regular(path)
+        )
     except (OSError, ValueError):
-        return None
+        return {}
+    return kept
+
+
+def make_folders(folder: Path) -> None:
+    """Make a folder and those around it, in which no other user may write."""
+    if not folder.is_dir():
+        make_folders(folder.parent)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=_FOLDER_MODE)
 
 
 def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
-        os.close(descriptor)
+        close_file(descriptor)
 
 
-def make_partial(folder: Path, resume: Callable[[Path], bool] = lambda leftover: False) -> Path:
-    """Make the temporary folder beside ``folder``, from a leftover that ``resume`` accepts; remove all others."""
-    partial = Path(tempfile.mkdtemp(prefix=f"{_prefix(folder)}{os.getpid()}-", dir=folder.parent))
-    for leftover in _left_by_the_dead(folder):
-        if resume(leftover) and not any(partial.iterdir()):
-            with contextlib.suppress(FileNotFoundError):  # another process was first
-                os.rename(leftover, partial)
-        else:
-            shutil.rmtree(leftover, ignore_errors=True)
-    partial.chmod(0o755)
-    return partial
+def lock_folder(folder: Path) -> int | None:
+    """Lock a folder until the descriptor that is returned is closed, or its process dies. None if another one holds it,
+    or has removed it; OSError where there are no locks."""
+    try:
+        file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(file), os.stat(folder, follow_symlinks=False)):
+            return file
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except BaseException:
+        close_file(file)
+        raise
+    close_file(file)
+    return None
+
+
+class Partial(NamedTuple):
+    """A folder that is being written, and the descriptor that locks it; -1 where there are no locks."""
+
+    path: Path
+    lock: int
+
+
+def make_partial(folder: Path, resume: Callable[[Path], bool] = lambda leftover: False) -> Partial:
+    """Make the temporary folder beside ``folder``, or take a dead writer's that ``resume`` accepts; remove all
+    others."""
+    found: Partial | None = None
+    for leftover in leftovers(folder):
+        with contextlib.suppress(OSError):
+            if (lock := _lock_given_up(leftover)) is None:
+                continue
+            if found is None and _is_own(leftover) and resume(leftover):
+                found = Partial(leftover, lock)
+                continue
+            _remove_locked(leftover, lock)
+    while found is None:
+        partial = folder.with_name(f"{folder.name}{_TEMPORARY}{_boot()}-{secrets.token_hex(4)}")
+        os.mkdir(partial, 0o700)
+        try:
+            lock = lock_folder(partial)
+        except OSError:  # no locks here, so that no process removes it either
+            lock = -1
+        if lock is not None:  # otherwise a cleaner was faster
+            found = Partial(partial, lock)
+    return found
+
+
+def publish(partial: Path, folder: Path) -> None:
+    """Give a complete temporary folder its name, where there is none yet."""
+    partial.chmod(_FOLDER_MODE)
+    os.rename(partial, folder)
 
 
 def replace_folder(partial: Path, folder: Path) -> None:
     """Give a complete temporary folder the name of another one, which is removed."""
     replaced = partial.with_name(f"{partial.name}{_REPLACED}")
-    os.rename(folder, replaced)
-    try:
-        os.rename(partial, folder)
-    except OSError:
-        os.rename(replaced, folder)
-        raise
+    partial.chmod(_FOLDER_MODE)
+    with _held(folder):
+        os.rename(folder, replaced)
+        try:
+            os.rename(partial, folder)
+        except OSError:
+            os.rename(replaced, folder)
+            raise
     sync_folder(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def _held(folder: Path) -> Any:
+    """Hold a folder's lock, as far as there are locks, so that it is no leftover under another name."""
+    try:
+        lock = lock_folder(folder)
+    except OSError:
+        lock = None
+    try:
+        yield
+    finally:
+        if lock is not None:
+            close_file(lock)
+
+
 def put_back(folder: Path) -> None:
     """Undo what a writer that died between the two renames of ``replace_folder`` has done."""
-    if not folder.exists():
-        for leftover in _left_by_the_dead(folder):
-            if leftover.name.endswith(_REPLACED):
-                os.rename(leftover, folder)
-                return
+    if folder.exists():
+        return
+    for leftover in leftovers(folder):
+        if leftover.name.endswith(_REPLACED) and (lock := _lock_given_up(leftover)) is not None:
+            os.rename(leftover, folder)
+            close_file(lock)
+            return
 
 
-def _prefix(folder: Path) -> str:
-    return f"{folder.name}{_TEMPORARY}{socket.gethostname()}-"
+def leftovers(folder: Path) -> list[Path]:
+    """Temporary folders beside ``folder``, of living writers and of dead ones, as far as they can be listed."""
+    with contextlib.suppress(OSError):
+        return sorted(folder.parent.glob(f"{glob.escape(folder.name)}{_TEMPORARY}*"))
+    return []
 
 
-def _left_by_the_dead(folder: Path) -> Iterator[Path]:
-    """Temporary folders beside ``folder`` of processes on this host that have ended."""
-    prefix = _prefix(folder)
-    for leftover in list(folder.parent.glob(f"{glob.escape(prefix)}*")):
-        pid = leftover.name.removeprefix(prefix).partition("-")[0]
-        if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
-            yield leftover
+def all_leftovers(root: Path) -> list[Path]:
+    """The same of all stores below a root, which has a folder for each model."""
+    with contextlib.suppress(OSError):
+        return sorted(root.glob(f"*/*{_TEMPORARY}*"))
+    return []
+
+
+def is_temporary(folder: Path) -> bool:
+    """Whether a folder's name is that of one that is being written, or was replaced."""
+    return _TEMPORARY in folder.name
+
+
+def is_written(temporary: Path) -> bool:
+    """Whether a writer of a temporary folder lives, as far as this machine can tell."""
+    try:
+        lock = _lock_given_up(temporary)
+    except OSError:
+        return True
+    if lock is not None:
+        close_file(lock)
+    return lock is None
+
+
+def clean(temporary: Iterable[Path]) -> list[Path]:
+    """Remove temporary folders whose writers have died; returns those."""
+    removed = []
+    for leftover in temporary:
+        with contextlib.suppress(OSError):
+            if (lock := _lock_given_up(leftover)) is not None:
+                _remove_locked(leftover, lock)
+                removed.append(leftover)
+    return removed
+
+
+def _lock_given_up(leftover: Path) -> int | None:
+    """Lock a temporary folder whose writer has died; None if it lives, or may live on another machine."""
+    lock = lock_folder(leftover)
+    if lock is None:
+        return None
+    boot = leftover.name.rpartition(_TEMPORARY)[2].partition("-")[0]
+    try:
+        if boot == _boot() or time.time() - _newest(leftover) > _OLD_SECONDS:
+            return lock
+    except BaseException:
+        close_file(lock)
+        raise
+    close_file(lock)
+    return None
+
+
+def _newest(folder: Path) -> float:
+    """When anything in a folder was changed last."""
+    return max(path.lstat().st_mtime for path in (folder, *folder.iterdir()))
+
+
+def _remove_locked(folder: Path, lock: int) -> None:
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        close_file(lock)
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether this user has made it: what others put beside a store is not gone on with."""
+    return folder.lstat().st_uid == os.geteuid()
+
+
+def _boot() -> str:
+    """Eight hex digits of the running kernel: the same in all containers of a machine."""
+    try:
+        return _BOOT_ID.read_text().strip().replace("-", "")[:8]
+    except OSError:
+        return "unknown"

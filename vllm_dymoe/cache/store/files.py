@@ -5,40 +5,46 @@ The manifest ``dymoe_experts.json`` describes them and is written last, so a fol
 offsets: docs/format.md.
 """
 
+import contextlib
 import ctypes
 import errno
+import json
 import os
+import resource
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import xxhash
 
-from vllm_dymoe.cache.store.base import HostStore, StoreError
+from vllm_dymoe.cache.store.base import DamagedStoreError, HostStore, StoreError
 from vllm_dymoe.cache.store.disk import (
     MEASURED_STARTS,
-    RATES,
     DiskCounts,
     DiskRates,
     Pacer,
     Reading,
+    keep_rates,
     known_rates,
     measure_rates,
-    open_direct,
     read_direct,
+    set_direct,
 )
-from vllm_dymoe.cache.store.durable import keep_beside
-from vllm_dymoe.cache.store.header import TensorPlace, read_header
-from vllm_dymoe.cache.store.manifest import Manifest
+from vllm_dymoe.cache.store.durable import close_file, open_regular, replace_file
+from vllm_dymoe.cache.store.header import TensorPlace, read_header, read_metadata, validate
+from vllm_dymoe.cache.store.manifest import MANIFEST, STORE_VERSION, Manifest
 from vllm_dymoe.cache.store.mapped import MappedFile, lost_pages
 from vllm_dymoe.experts.format import EVERY_PROJECTION, ModelExperts, Projection, SliceKey, SlicePlace, all_keys
+from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels import native
 
 _NOTHING: frozenset[int] = frozenset()
+_SPARE_DESCRIPTORS = 16  # for what else a process opens for a moment
+_SECONDS = 1.0  # after which a file that is computed with where it lies is looked at again
 
 
 def file_name(layer_index: int) -> str:
@@ -53,23 +59,38 @@ def checksum(section: memoryview) -> int:
 class _Layer(NamedTuple):
     path: Path
     file: int
-    direct: int | None  # the same past the page cache
     begins: dict[int, tuple[int, int]]  # by bits: first byte, and from one slice to the next
     expected: dict[int, torch.Tensor]  # checksums by bits: int64 [experts, projections]
+
+
+class _Stamp(NamedTuple):
+    """What the policy says of a file, and changes with every write to it."""
+
+    size: int
+    modified: int  # ns
+    changed: int  # ns; a process cannot set it
+
+    @classmethod
+    def of(cls, file: int) -> "_Stamp":
+        status = os.fstat(file)
+        return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 class FileStore(HostStore):
     """Packed experts in safetensors shards.
 
     Reads are ``preadv``: a truncated or failing file is an error that a request can report, where a mapping would kill
-    the process with SIGBUS.
+    the process with SIGBUS. Whatever comes from a disk is compared with its checksum, however often it came before;
+    what the page cache had is compared once, and again after its file was written to.
+
+    DamagedStoreError if files are not those that the manifest says, StoreError if they cannot be read.
 
     Args:
         layers: model layers to open, as a pipeline stage needs them; all of the manifest's if None.
 
     Attributes:
-        reading: how files are read; through the page cache unless another way is chosen.
         counts: of what was read.
+        unmapped: why files cannot be computed with where they lie; empty if they can, or were not tried.
     """
 
     def __init__(self, folder: Path, layers: tuple[int, ...] | None = None) -> None:
@@ -82,14 +103,19 @@ class FileStore(HostStore):
                 "write the store again for this model."
             )
         self.experts = held if layers is None else replace(held, layers=layers)
-        self.reading, self.counts, self._pacer = Reading(), DiskCounts(), Pacer()
+        self.counts, self._pacer = DiskCounts(), Pacer()
+        self._reading, self._direct = Reading(), False
         self._layers: list[_Layer] = []
         self._descriptors: list[int] = []
         self._verified: dict[SliceKey, frozenset[int]] = {}
-        self._mapped, self._lost = cache(lambda layer: MappedFile(self._layers[layer].file)), lost_pages()
+        self._stamps: list[_Stamp] = []
+        self._looked: list[float] = []  # when each file was looked at, of those that are mapped
+        self._maps: list[MappedFile] = []
+        self.unmapped, self._lost = "", lost_pages()
+        _check_descriptors(folder, len(self.experts.layers))
         try:
             for layer_index in self.experts.layers:
-                self._open(folder / file_name(layer_index), held.places_at(self.manifest.alignment))
+                self._open(layer_index, held.places_at(self.manifest.alignment))
         except BaseException:
             self.close()
             raise
@@ -97,7 +123,21 @@ class FileStore(HostStore):
     @property
     def description(self) -> str:
         folders = dict.fromkeys(str(layer.path.parent) for layer in self._layers)
-        return f"files in {' and '.join(folders)}{self.reading.description}"
+        unmapped = f", not mapped: {self.unmapped}" if self.unmapped else ""
+        return f"files in {' and '.join(folders)}{self.reading.description}{unmapped}"
+
+    @property
+    def reading(self) -> Reading:
+        """How files are read; through the page cache unless another way is chosen."""
+        return self._reading
+
+    @reading.setter
+    def reading(self, way: Reading) -> None:
+        self._reading = way
+        self._direct = all([set_direct(layer.file, direct=way.direct) for layer in self._layers])
+        if not self._direct:
+            for layer in self._layers:
+                set_direct(layer.file, direct=False)
 
     @property
     def depth(self) -> int:
@@ -108,49 +148,64 @@ class FileStore(HostStore):
         return not self.reading.direct
 
     def rates(self) -> DiskRates:
-        """How fast its disk is: the best of what the first starts have measured, a second each, and kept beside it;
-        StoreError if the files cannot be read."""
+        """How fast its disk is: the best of what the first starts on this machine have measured, a second each, and
+        kept beside it; StoreError if the files cannot be read."""
         found = known_rates(self.folder)
         if found is None or found.measured < MEASURED_STARTS:
             bits, fmt = max(self.experts.formats.items(), key=lambda item: item[1].nbytes)
             keys = [key for key in all_keys(self.experts) if key.bits == bits]
-            whole, direct = fmt.span(EVERY_PROJECTION), all(layer.direct is not None for layer in self._layers)
+            whole, before = fmt.span(EVERY_PROJECTION), self.reading
 
-            def read(number: int, reading: Reading) -> int:
-                self._fill(keys[number], torch.empty(fmt.nbytes, dtype=torch.uint8), whole, reading)
+            def use(reading: Reading) -> bool:
+                self.reading = reading
+                return self._direct
+
+            def read(number: int) -> int:
+                self._fill(keys[number], torch.empty(fmt.nbytes, dtype=torch.uint8), whole)
                 return fmt.nbytes
 
             def forget(number: int) -> None:
                 key = keys[number]
-                os.posix_fadvise(self._layers[key.layer].file, self._begin(key), fmt.nbytes, os.POSIX_FADV_DONTNEED)
+                _forget(self._layers[key.layer].file, self._begin(key), fmt.nbytes)
 
-            now = measure_rates(read, forget, range(len(keys)), fmt.nbytes, direct)
+            try:
+                now = measure_rates(use, read, forget, range(len(keys)), fmt.nbytes)
+            finally:
+                self.reading = before
             found = now if found is None else found.best(now)
-            keep_beside(self.folder / RATES, found)
+            keep_rates(self.folder, found)
         return found
 
     def read_into(
         self, key: SliceKey, destination: torch.Tensor, projections: range = EVERY_PROJECTION, *, wait: bool = True
     ) -> None:
-        span, reading = self.experts.formats[key.bits].span(projections), self.reading
+        span = self.experts.formats[key.bits].span(projections)
+        self._look(key.layer)
         with self.counts.reading(span.stop - span.start):
-            self._fill(key, destination, span, reading, wait=wait)
-        if reading.check == "always" or not self._verified.get(key, _NOTHING).issuperset(projections):
-            self._check(key, destination.numpy().data, projections)
+            from_disk = self._fill(key, destination, span, wait=wait)
+        checks = from_disk or self.reading.check == "always"
+        if checks or not self._verified.get(key, _NOTHING).issuperset(projections):
+            self.check(key, destination, projections)
 
     @property
     def mapped(self) -> bool:
-        way = self.reading
+        way = self._reading
         plain = not (way.direct or way.drops or way.bytes_per_second) and way.check == "first"
-        return plain and native.load() is not None and lost_pages() == self._lost
+        return plain and native.load() is not None and lost_pages() == self._lost and self._map()
 
     def in_memory(self, key: SliceKey) -> bool:
         try:
             nbytes = self.experts.formats[key.bits].nbytes
-            if not self.mapped or not self._mapped(key.layer).has(self._begin(key), nbytes):
+            if not self.mapped:
                 return False
+            if not self._maps[key.layer].has(self._begin(key), nbytes):
+                self._verified.pop(key, None)  # it comes from the disk once more
+                return False
+            if self._looked[key.layer] + _SECONDS < time.monotonic():
+                self._looked[key.layer] = time.monotonic()
+                self._look(key.layer)
             if not self._verified.get(key, _NOTHING).issuperset(EVERY_PROJECTION):
-                self._check(key, self.packed(key).numpy().data, EVERY_PROJECTION)
+                self.check(key, self.packed(key))
         except (OSError, ValueError, StoreError):  # what is wrong with a file a read says, to those that it concerns
             return False
         return True
@@ -167,117 +222,231 @@ class FileStore(HostStore):
 
     def packed(self, key: SliceKey) -> torch.Tensor:
         begin = self._begin(key)
-        return self._mapped(key.layer).bytes[begin : begin + self.experts.formats[key.bits].nbytes]
+        return self._maps[key.layer].bytes[begin : begin + self.experts.formats[key.bits].nbytes]
 
     def take(self, other: HostStore, experts: ModelExperts) -> None:
         assert isinstance(other, FileStore)
         self.experts = experts
         self._layers += other._layers
         self._descriptors += other._descriptors
+        self._stamps += other._stamps
+        self._looked += other._looked
         other._descriptors = []
+        self.reading = self.reading  # of all of them
+
+    def bind(self) -> None:
+        """Have the manifest of an older store say which shards are its own, as those of new stores do; StoreError if
+        it cannot be written. The caller has read and checked everything before."""
+        described = replace(self.manifest, version=STORE_VERSION, described="")
+        shards = {}
+        try:
+            for layer_index, layer in zip(self.experts.layers, self._layers, strict=True):
+                places = read_header(layer.path, layer.file)
+                shards[layer_index] = digest_of(described, layer_index, layer.file, places)
+            write_manifest(self.folder / MANIFEST, replace(described, shards=shards))
+        except OSError as error:
+            raise StoreError(f"{self.folder / MANIFEST} cannot be written ({error.strerror}).") from error
 
     def _begin(self, key: SliceKey) -> int:
         """First byte of a slice."""
         begin, stride = self._layers[key.layer].begins[key.bits]
         return begin + key.expert * stride
 
-    def _fill(
-        self, key: SliceKey, destination: torch.Tensor, span: slice, reading: Reading, *, wait: bool = True
-    ) -> None:
-        begun, path, file, direct = time.perf_counter(), *self._layers[key.layer][:3]
+    def _map(self) -> bool:
+        """Whether all files are mapped, so that a CPU computes with them where they lie."""
+        if len(self._maps) < len(self._layers) and not self.unmapped:
+            try:
+                for layer in self._layers[len(self._maps) :]:
+                    self._maps.append(MappedFile(layer.file))
+            except OSError as error:
+                self.unmapped = error.strerror or str(error)
+        return not self.unmapped
+
+    def _look(self, layer: int) -> None:
+        """Notice that a file was written to since it was opened: nothing that was checked before is taken for good."""
+        try:
+            now = _Stamp.of(self._layers[layer].file)
+        except OSError as error:
+            raise _cannot_read(self._layers[layer].path, error) from error
+        if now != self._stamps[layer]:
+            for key in [key for key in list(self._verified) if key.layer == layer]:
+                self._verified.pop(key, None)
+            self._stamps[layer] = now
+
+    def _fill(self, key: SliceKey, destination: torch.Tensor, span: slice, *, wait: bool = True) -> bool:
+        """Read a part of a slice; returns whether a disk was read, as far as the policy says so."""
+        begun, reading, direct = time.perf_counter(), self._reading, self._direct
+        path, file = self._layers[key.layer][:2]
         offset, nbytes = self._begin(key) + span.start, span.stop - span.start
-        past = reading.direct and direct is not None
-        if not wait and (past or reading.bytes_per_second):
+        if not wait and (direct or reading.bytes_per_second):
             raise BlockingIOError(errno.EAGAIN, "a disk has to be waited for")
         try:
-            if past and direct is not None:
-                done = read_direct(direct, destination, offset)
+            if direct:
+                done, from_disk = read_direct(file, destination, offset), True
             else:
-                done = _read_cached(file, destination, offset, wait=wait)
+                done, from_disk = _read_cached(file, destination, offset, wait=wait)
+        except BlockingIOError:
+            raise
         except OSError as error:
-            # Not every file system can say whether it would have to wait.
-            if not wait and error.errno in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL):
-                raise BlockingIOError(error.errno, error.strerror) from None
-            raise StoreError(
-                f"{path} cannot be read at expert {key.expert} ({error.strerror}); check its disk."
-            ) from error
+            raise _cannot_read(path, error, f" at expert {key.expert}") from error
         if done < nbytes:
-            raise StoreError(
+            raise DamagedStoreError(
                 f"{path} ends at byte {offset + done}, inside expert {key.expert}; "
                 f"the file was truncated: {_again(self.folder)}."
             )
-        if reading.drops and not past:
-            os.posix_fadvise(file, offset, nbytes, os.POSIX_FADV_DONTNEED)
+        if reading.drops and not direct:
+            _forget(file, offset, nbytes)
         if reading.bytes_per_second:
             self._pacer.wait(nbytes, begun, reading.bytes_per_second)
+        return from_disk or reading.bytes_per_second is not None
 
     def close(self) -> None:
+        self._maps.clear()
         while self._descriptors:
-            os.close(self._descriptors.pop())
+            close_file(self._descriptors.pop())
 
-    def _check(self, key: SliceKey, read: memoryview, projections: range) -> None:
-        layer = self._layers[key.layer]
+    def check(self, key: SliceKey, read: torch.Tensor, projections: range = EVERY_PROJECTION) -> None:
+        """Compare bytes of a slice (uint8, contiguous) with their checksums, and look at what kernels take for indices;
+        DamagedStoreError if something is wrong."""
+        layer, there = self._layers[key.layer], read.numpy().data
         expected = layer.expected[key.bits][key.expert].tolist()
-        sections = self.experts.formats[key.bits].sections
-        begin = sections[projections.start].start
+        fmt = self.experts.formats[key.bits]
+        begin = fmt.sections[projections.start].start
         for projection in projections:
-            section = sections[projection]
-            there = read[section.start - begin : section.stop - begin]
-            if there and checksum(there) != expected[projection]:
-                raise StoreError(
+            section = fmt.sections[projection]
+            part = there[section.start - begin : section.stop - begin]
+            wrong = ""
+            if part and checksum(part) != expected[projection]:
+                wrong = "does not match its checksum"
+            elif part and not _orders_columns(fmt.matrices[projection], part):
+                wrong = "has an order of columns that is none"
+            if wrong:
+                raise DamagedStoreError(
                     f"{layer.path} is corrupted: the {Projection(projection).name.lower()} projection of "
-                    f"expert {key.expert} at {key.bits} bits does not match its checksum; {_again(self.folder)}."
+                    f"expert {key.expert} at {key.bits} bits {wrong}; {_again(self.folder)}."
                 )
         self._verified[key] = self._verified.get(key, _NOTHING).union(projections)
 
-    def _open(self, path: Path, slices: Mapping[int, SlicePlace]) -> None:
+    def _open(self, layer_index: int, slices: Mapping[int, SlicePlace]) -> None:
+        path = self.folder / file_name(layer_index)
         try:
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            file = open_regular(path)
+            self._descriptors.append(file)
+            self._stamps.append(_Stamp.of(file))
+            self._looked.append(time.monotonic())
+            self._layers.append(self._read_tables(layer_index, path, file, slices))
+        except FileNotFoundError as error:
+            raise DamagedStoreError(f"{path} of the expert store is missing; {_again(self.folder)}.") from error
         except OSError as error:
-            raise StoreError(
-                f"{path} of the expert store cannot be opened ({error.strerror}); {_again(path.parent)}."
-            ) from error
-        self._descriptors.append(file)
-        if (direct := open_direct(path)) is not None:
-            self._descriptors.append(direct)
-        size = os.fstat(file).st_size
+            raise _cannot_read(path, error) from error
+
+    def _read_tables(self, layer_index: int, path: Path, file: int, slices: Mapping[int, SlicePlace]) -> _Layer:
+        size = self._stamps[-1].size
         places = read_header(path, file)
         reserved = max((place.end for place in places.values()), default=0)
         if reserved > size:
-            raise StoreError(
+            raise DamagedStoreError(
                 f"{path} has {size} bytes where its header promises {reserved}; "
                 f"the file was truncated: {_again(path.parent)}."
             )
+        validate(path, file)
         count, begins, expected = self.experts.num_experts, {}, {}
         for bits, (packed, stride, start, number, parts) in slices.items():
             begins[bits] = _locate(path, places, f"{packed}bit.packed experts", count * stride).begin + start, stride
             place = _locate(path, places, f"{packed}bit.xxh3", count * parts * len(Projection) * 8)
             checks = bytearray(os.pread(file, place.nbytes, place.begin))
+            if len(checks) < place.nbytes:
+                raise DamagedStoreError(f"{path} was truncated; {_again(path.parent)}.")
             expected[bits] = torch.frombuffer(checks, dtype=torch.int64).view(count, parts, len(Projection))[:, number]
-        self._layers.append(_Layer(path, file, direct, begins, expected))
+        digest = digest_of(self.manifest, layer_index, file, places)
+        if self.manifest.binds and digest != self.manifest.shards.get(layer_index):
+            said = read_metadata(file)
+            whose = f"layer {said.get('layer', '?')} of model {said.get('model', '?')}"
+            raise DamagedStoreError(
+                f"{path} is not the file that {MANIFEST} beside it names for layer {layer_index} of model "
+                f"{self.manifest.model}: it says that it is {whose}; {_again(path.parent)}."
+            )
+        return _Layer(path, file, begins, expected)
 
 
-def _read_cached(file: int, destination: torch.Tensor, offset: int, *, wait: bool) -> int:
-    """Through the page cache; returns how many bytes the file had. Without ``wait`` BlockingIOError if a disk has to be
-    waited for."""
-    view, done = destination.numpy().data, 0
+def digest_of(manifest: Manifest, layer_index: int, file: int, places: Mapping[str, TensorPlace]) -> str:
+    """What a manifest has to say of an open shard; OSError if it cannot be read."""
+    header = os.pread(file, min((place.begin for place in places.values()), default=0), 0)
+    tables = [os.pread(file, place.nbytes, place.begin) for place in places.values() if place.name.endswith(".xxh3")]
+    return manifest.shard_digest(layer_index, header, tables)
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """OSError if it cannot be written."""
+    replace_file(path, (json.dumps(manifest.to_json(), indent=2) + "\n").encode())
+
+
+def _check_descriptors(folder: Path, needed: int) -> None:
+    """Refuse to open more files than this process may; StoreError."""
+    with contextlib.suppress(OSError):
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        there = len(os.listdir("/proc/self/fd"))
+        wanted = there + needed + _SPARE_DESCRIPTORS
+        if wanted > limit != resource.RLIM_INFINITY:
+            raise StoreError(
+                f"the experts in {folder} are {needed} files, and this process has {there} open of the {limit} that it "
+                f"may have (ulimit -n); raise the limit to {wanted} or more."
+            )
+
+
+def _forget(file: int, offset: int, nbytes: int) -> None:
+    with contextlib.suppress(OSError):  # it is advice
+        os.posix_fadvise(file, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def _orders_columns(form: MatrixFormat, section: memoryview) -> bool:
+    """Whether a section's order of columns, if it has one, is a permutation: kernels read inputs by it, unchecked."""
+    if not form.act_order or not form.rows or form.nested:
+        return True
+    order = np.frombuffer(section, np.uint16, form.columns, form.order_offset)
+    return bool(order.max() < form.columns) and len(np.unique(order)) == form.columns
+
+
+def _read_cached(file: int, destination: torch.Tensor, offset: int, *, wait: bool) -> tuple[int, bool]:
+    """Through the page cache; returns how many bytes the file had, and whether some came from a disk, or may have.
+    Without ``wait`` BlockingIOError if a disk has to be waited for."""
+    view, done, flags, from_disk = destination.numpy().data, 0, os.RWF_NOWAIT, False
     while done < len(view):
-        count = os.preadv(file, [view[done:]], offset + done, 0 if wait else os.RWF_NOWAIT)
+        try:
+            count = os.preadv(file, [view[done:]], offset + done, flags)
+        except OSError as error:
+            # Not every file system can say whether it would have to wait.
+            if flags == 0 or error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            if not wait:
+                raise BlockingIOError(error.errno, error.strerror) from None
+            flags, from_disk = 0, True
+            continue
         if count == 0:
             break
         done += count
-    return done
+    return done, from_disk
 
 
 def _locate(path: Path, places: Mapping[str, TensorPlace], name: str, nbytes: int) -> TensorPlace:
     place = places.get(name)
     if place is None:
-        raise StoreError(f"{path} has no tensor {name}, which the manifest promises; {_again(path.parent)}.")
+        raise DamagedStoreError(f"{path} has no tensor {name}, which the manifest promises; {_again(path.parent)}.")
     if place.nbytes != nbytes:
-        raise StoreError(
+        raise DamagedStoreError(
             f"{path} holds {place.nbytes} bytes of {name} where the manifest says {nbytes}; {_again(path.parent)}."
         )
     return place
+
+
+def _cannot_read(path: Path, error: OSError, where: str = "") -> StoreError:
+    """For what may be otherwise at another time, or for another process: no reason to write anything again."""
+    advice = "check its disk; the store is left as it is"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        advice = "raise the limit of open files (ulimit -n)"
+    elif error.errno in (errno.EACCES, errno.EPERM):
+        advice = "allow this user to read it"
+    return StoreError(f"{path} cannot be read{where} ({error.strerror or error}); {advice}.")
 
 
 def _again(folder: Path) -> str:

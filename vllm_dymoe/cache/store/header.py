@@ -2,12 +2,16 @@
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_dymoe.cache.store.base import StoreError
+from safetensors import SafetensorError, safe_open
+
+from vllm_dymoe.cache.store.base import DamagedStoreError, StoreError
+
+_MOST_HEADER_BYTES = 100_000_000  # as safetensors
 
 
 @dataclass(frozen=True)
@@ -27,11 +31,13 @@ class TensorPlace:
 
 
 def make_header(
-    tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: str = "", alignment: int = 8
+    tensors: Iterable[tuple[str, str, Sequence[int], int]],
+    metadata: Mapping[str, str] | None = None,
+    alignment: int = 8,
 ) -> tuple[bytes, dict[str, int], int]:
-    """Lay out tensors (name, dtype, shape, bytes) one behind the other, in a file whose ``format`` is ``metadata``:
-    what the file begins with, the first byte of each tensor in it, and the bytes of the whole file."""
-    entries: dict[str, Any] = {"__metadata__": {"format": metadata}} if metadata else {}
+    """Lay out tensors (name, dtype, shape, bytes) one behind the other, in a file with ``metadata``: what the file
+    begins with, the first byte of each tensor in it, and the bytes of the whole file."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     begins = {}
     end = 0
     for name, dtype, shape, nbytes in tensors:
@@ -45,17 +51,44 @@ def make_header(
 
 
 def read_header(path: Path, file: int) -> dict[str, TensorPlace]:
-    """Where the tensors of a safetensors file lie, by name; StoreError if it is none."""
+    """Where the tensors of a safetensors file lie, by name; DamagedStoreError if it is none, OSError if it cannot be
+    read."""
     length = int.from_bytes(os.pread(file, 8, 0), "little")
     try:
-        if not 0 < length <= 100_000_000:
+        if not 0 < length <= _MOST_HEADER_BYTES:
             raise ValueError(f"a header of {length} bytes")
         header = json.loads(os.pread(file, length, 8))
         header.pop("__metadata__", None)
         places = {}
         for name, tensor in header.items():
             begin, end = (8 + length + offset for offset in tensor["data_offsets"])
+            if not 8 + length <= begin <= end:
+                raise ValueError(f"a tensor from byte {begin} to {end}")
             places[name] = TensorPlace(name, path, tensor["dtype"], tuple(tensor["shape"]), begin, end)
         return places
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StoreError(f"{path} is not a safetensors file ({error}); write the store again.") from error
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read ({error.strerror or error}); check its disk.") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedStoreError(f"{path} is not a safetensors file ({error}); write the store again.") from error
+
+
+def read_metadata(file: int) -> dict[str, str]:
+    """What a safetensors file says of itself; empty if it says nothing, or is none."""
+    try:
+        length = int.from_bytes(os.pread(file, 8, 0), "little")
+        found: dict[str, str] = json.loads(os.pread(file, min(length, _MOST_HEADER_BYTES), 8))["__metadata__"]
+        return found
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
+
+
+def validate(path: Path, file: int) -> None:
+    """Have safetensors check the header of an open file, whose tensors fill it without a gap; DamagedStoreError if it
+    is refused, StoreError if it could not be read."""
+    try:
+        with safe_open(f"/proc/self/fd/{file}", framework="np"):  # the file that is open, whatever has its name now
+            pass
+    except SafetensorError as error:
+        raise DamagedStoreError(f"{path} is not a safetensors file ({error}); write the store again.") from error
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read ({error.strerror or error}); check its disk.") from error

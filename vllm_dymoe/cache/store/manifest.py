@@ -1,7 +1,8 @@
 """``dymoe_experts.json``: what a store holds, for which model, and how far it is from that model's weights."""
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,17 +10,21 @@ from typing import Annotated, Any
 import torch
 from pydantic import PlainSerializer, TypeAdapter
 
-from vllm_dymoe.cache.store.base import StoreError
+from vllm_dymoe.cache.store.base import DamagedStoreError, StoreError
+from vllm_dymoe.cache.store.durable import read_regular
 from vllm_dymoe.experts.encoding import CODEBOOKS, LATTICES, encoding_of
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, nested
 
 MANIFEST = "dymoe_experts.json"
-STORE_VERSION = 6
-READABLE_VERSIONS = (5, STORE_VERSION)
-"""Stores of version 5 have slices one behind the other, and are the same otherwise."""
+STORE_VERSION = 7
+READABLE_VERSIONS = (5, 6, STORE_VERSION)
+"""Before version 7 nothing bound a shard to its layer and its model; stores of version 5 have slices one behind the
+other. Otherwise they are the same."""
 
 BLOCK = 4096  # where slices of new stores begin, in bytes: what O_DIRECT reads straight into a slot
 
+_BINDING_VERSION = 7
+_UNBOUND = frozenset(("shards", "errors"))
 _FLAGS = {"integer_zeros": "zeros_in_steps", "act_order": "ordered"}
 _CODEBOOKS = "codebooks"
 _NAMED = CODEBOOKS | LATTICES
@@ -46,6 +51,13 @@ def encodings_of(quantizer: str) -> dict[str, Any]:
     )
 
 
+def _check_numbers(numbers: list[Any]) -> None:
+    """ValueError unless all of them are whole numbers above 0, which a file may be said to have."""
+    for number in numbers:
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 < number < 1 << 31:
+            raise ValueError(f"{number!r} is no number of layers, experts, ranks or bytes")
+
+
 Short = Annotated[float, PlainSerializer(lambda error: float(f"{error:.4g}"), return_type=float)]
 
 
@@ -68,7 +80,8 @@ _ERRORS = TypeAdapter(ErrorRecord)
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a store holds, and for which model; errors and alignment are no part of its identity."""
+    """What a store holds, and for which model. Errors and alignment, and what binds files, are no part of its
+    identity."""
 
     experts: ModelExperts
     quantizer: str
@@ -76,13 +89,31 @@ class Manifest:
     tensor_parallel: tuple[int, int] = (0, 1)  # rank and size of the slice that it holds
     errors: ErrorRecord | None = field(default=None, compare=False)  # None where they were not recorded
     alignment: int = field(default=BLOCK, compare=False)  # multiple of bytes that slices begin at in the files
+    version: int = field(default=STORE_VERSION, compare=False)
+    shards: Mapping[int, str] = field(default_factory=dict, compare=False)
+    """By index of the layer, ``shard_digest`` of its file; empty before they are written, and before version 7."""
+    described: str = field(default="", compare=False, repr=False)
+    """Of one that was read, what it says that decides what bytes mean, as it stands in its file."""
+
+    @property
+    def binds(self) -> bool:
+        """Whether it says which files are its own."""
+        return self.version >= _BINDING_VERSION
+
+    def shard_digest(self, layer: int, header: bytes, checksums: Iterable[bytes]) -> str:
+        """SHA-256 (hex) of what decides the content of a layer's file: the manifest but for errors, the layer, the
+        file's header and its tables of checksums. So a file of another layer, model or store has another one."""
+        digest = hashlib.sha256()
+        for part in ((self.described or _described(self.to_json())).encode(), str(layer).encode(), header, *checksums):
+            digest.update(len(part).to_bytes(8, "little") + part)
+        return digest.hexdigest()
 
     def to_json(self) -> dict[str, Any]:
         fmt = next(iter(self.experts.formats.values()))
         rank, size = self.tensor_parallel
         return {
             "format": "vllm-dymoe experts",
-            "version": STORE_VERSION,
+            "version": self.version,
             "alignment": self.alignment,
             "layers": list(self.experts.layers),
             "num_experts": self.experts.num_experts,
@@ -102,18 +133,20 @@ class Manifest:
             "blob_bytes": {str(bits): f.whole_nbytes for bits, f in self.experts.formats.items()},
             "errors": _ERRORS.dump_python(self.errors, mode="json") if self.errors else None,
             "curves": [list(curve) for curve in self.experts.curves],
+            "shards": {str(layer): digest for layer, digest in self.shards.items()},
         }
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Read the manifest of a store; StoreError if there is none that this version can read."""
+        """Read the manifest of a store; DamagedStoreError if it is none, StoreError if it cannot be read, or is of
+        another version."""
         path = folder / MANIFEST
         try:
-            data = json.loads(path.read_text())
+            data = json.loads(read_regular(path))
             if data["version"] not in READABLE_VERSIONS:
                 raise StoreError(
                     f"{path} has store version {data['version']}, but this vllm-dymoe reads versions "
-                    f"{' and '.join(map(str, READABLE_VERSIONS))}; write the store again with `vllm-dymoe quantize`."
+                    f"{', '.join(map(str, READABLE_VERSIONS))}; write the store again with `vllm-dymoe quantize`."
                 )
             dtype = getattr(torch, data["dtype"])
             formats = {
@@ -141,10 +174,19 @@ class Manifest:
                     raise ValueError(f"packed experts of {held} bytes where {fmt.whole_nbytes} are expected")
             parallel = data["tensor_parallel"]
             rank, alignment = (parallel["rank"], parallel["size"]), data.get("alignment", 1)
-            return cls(experts, data["quantizer"], data["model"], rank, errors, alignment)
+            _check_numbers([alignment, *shape[1:], parallel["size"], *(number + 1 for number in (*shape[0], rank[0]))])
+            shards = {int(layer): str(digest) for layer, digest in data.get("shards", {}).items()}
+            told = data["version"], shards, _described(data)
+            return cls(experts, data["quantizer"], data["model"], rank, errors, alignment, *told)
         except OSError as error:
-            raise StoreError(f"{folder} holds no expert store: {MANIFEST} cannot be read ({error}).") from error
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise StoreError(
+            reason = error.strerror or str(error)
+            raise StoreError(f"{folder} holds no expert store: {MANIFEST} cannot be read ({reason}).") from error
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, RecursionError) as error:
+            raise DamagedStoreError(
                 f"{path} is not a manifest of an expert store ({error!r}); write the store again."
             ) from error
+
+
+def _described(data: Mapping[str, Any]) -> str:
+    """What a manifest says that decides what bytes mean, as text that does not depend on the order of its fields."""
+    return json.dumps({name: value for name, value in data.items() if name not in _UNBOUND}, sort_keys=True)

@@ -5,43 +5,79 @@ A read that fails is an error that a request can report; a mapping would end the
 mappings: a page that cannot be had reads as zeros, and is counted, and from then on files are read as ever.
 """
 
+import ctypes
+import errno
 import mmap
+import os
 import time
-import warnings
 import weakref
+from collections.abc import Callable
 
 import torch
 
 from vllm_dymoe.kernels import native
 
 _SECONDS = 1.0  # for which a slice that was in memory is taken to be there
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.mmap.restype = ctypes.c_void_p
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_FAILED = ctypes.c_void_p(-1).value  # MAP_FAILED
 
 
 class MappedFile:
-    """The bytes of a file, which stays open; OSError if they cannot be mapped, or guarded."""
+    """The bytes of a file; OSError if they cannot be mapped, or guarded."""
 
     def __init__(self, file: int) -> None:
         library = native.load()
         if library is None:
             raise OSError("there is no native library")
-        self._library, mapping = library, mmap.mmap(file, 0, mmap.MAP_SHARED, mmap.PROT_READ)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The given buffer is not writable")
-            self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
-        number = library.guard(self.bytes.data_ptr(), len(mapping), -1)
-        if number < 0:
-            raise OSError("too many files are mapped")
-        weakref.finalize(mapping, library.guard, None, 0, number)
+        self._library, nbytes = library, os.fstat(file).st_size
+        numbers: list[int] = []
+
+        def end_guard() -> None:
+            for number in numbers:
+                library.guard(None, 0, number)
+
+        self.bytes = map_file(file, nbytes, end=end_guard)
+        numbers.append(library.guard(self.bytes.data_ptr(), nbytes, -1))
+        if numbers[0] < 0:
+            numbers.clear()
+            raise OSError(errno.ENOMEM, "too many files are mapped")
         self._known: dict[int, float] = {}  # by first byte, until when a part counts as being in memory
+
+    def was_looked_at(self, begin: int) -> bool:
+        """Whether a part was in memory just now, so that ``has`` does not look again."""
+        return self._known.get(begin, 0.0) > time.monotonic()
 
     def has(self, begin: int, nbytes: int) -> bool:
         """Whether a part is in memory, or was just now."""
-        now = time.monotonic()
-        if self._known.get(begin, 0.0) > now:
+        if self.was_looked_at(begin):
             return True
         if there := self._library.resident(self.bytes[begin : begin + nbytes]):
-            self._known[begin] = now + _SECONDS
+            self._known[begin] = time.monotonic() + _SECONDS
         return there
+
+
+def map_file(
+    file: int, nbytes: int, offset: int = 0, *, writable: bool = False, end: Callable[[], object] = lambda: None
+) -> torch.Tensor:
+    """Map a part of a file, shared with other processes: uint8 [nbytes], until the last tensor over it has gone,
+    which calls ``end`` before. Takes no descriptor, as ``mmap.mmap`` does. OSError if that is impossible."""
+    prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    begin = _libc.mmap(None, nbytes, prot, mmap.MAP_SHARED, file, offset)
+    if begin == _FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    memory = (ctypes.c_uint8 * nbytes).from_address(begin)
+
+    def unmap() -> None:
+        end()
+        _libc.munmap(begin, nbytes)
+
+    # At exit a thread may still compute with it.
+    weakref.finalize(memory, unmap).atexit = False
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def lost_pages() -> int:

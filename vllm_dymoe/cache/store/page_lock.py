@@ -13,6 +13,7 @@ from vllm_dymoe.cache.store.shared import SharedMemory
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 # cudaHostRegisterPortable: for every context. cudaHostRegisterMapped: kernels can read it, too.
 _PORTABLE_AND_MAPPED = 1 | 2
+_NO_MEMORY = torch.empty(0, dtype=torch.uint8)  # made before memory is short
 
 
 class CudaPageLock:
@@ -89,4 +90,4 @@ class Arena:
         """Unlock it; the memory itself goes with the last tensor over it."""
         if self._unlock is not None:
             self._unlock()
-        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.memory = _NO_MEMORY

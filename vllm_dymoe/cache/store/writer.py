@@ -6,7 +6,6 @@ removes or goes on with. Of two processes that write the same store the second f
 """
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -15,10 +14,19 @@ from pathlib import Path
 
 import torch
 
-from vllm_dymoe.cache.store.base import StoreError
-from vllm_dymoe.cache.store.durable import make_partial, replace_folder, sync_folder, write_at, write_synced
-from vllm_dymoe.cache.store.files import FileStore, checksum, file_name
-from vllm_dymoe.cache.store.header import make_header
+from vllm_dymoe.cache.store.base import DamagedStoreError, StoreError
+from vllm_dymoe.cache.store.durable import (
+    close_file,
+    create,
+    make_folders,
+    make_partial,
+    publish,
+    replace_folder,
+    sync_folder,
+    write_at,
+)
+from vllm_dymoe.cache.store.files import FileStore, checksum, digest_of, file_name, write_manifest
+from vllm_dymoe.cache.store.header import make_header, read_header
 from vllm_dymoe.cache.store.manifest import MANIFEST, ErrorRecord, Manifest
 from vllm_dymoe.experts.format import Projection, SliceKey
 from vllm_dymoe.units import too_small
@@ -63,20 +71,27 @@ class StoreWriter:
             (f"{packed.bits}bit.xxh3", "I64", (count, packed.slices, 3), count * packed.slices * 3 * 8)
             for packed in slices
         ]
-        header, self._begin, size = make_header(tensors, "vllm-dymoe experts", _DATA_ALIGNMENT)
+        made = [
+            make_header(
+                tensors,
+                {"format": "vllm-dymoe experts", "layer": f"{layer:05d}", "model": manifest.model},
+                _DATA_ALIGNMENT,
+            )
+            for layer in experts.layers
+        ]
+        _, self._begin, size = made[0]
         needed = len(experts.layers) * size + others
         try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
+            make_folders(folder.parent)
             free = shutil.disk_usage(folder.parent).free
             if free < needed:
                 raise StoreError(f"{folder} {too_small(needed, free)}; {advice}.")
-            self.partial = make_partial(folder, resume)
+            self.partial, self._lock = make_partial(folder, resume)
         except OSError as error:
             raise self._refused(error) from error
         try:
-            for layer_index in experts.layers:
-                path = self.partial / file_name(layer_index)
-                self._files.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
+            for layer_index, (header, *_) in zip(experts.layers, made, strict=True):
+                self._files.append(create(self.partial / file_name(layer_index), exclusive=False))
                 write_at(self._files[-1], header, 0)
                 os.ftruncate(self._files[-1], size)
         except OSError as error:
@@ -105,28 +120,38 @@ class StoreWriter:
         """Sync everything, give the folder its name, and open it; StoreError if the disk refuses. With ``overwrite``
         even the same store is replaced; otherwise the one that another process published first stays."""
         with self._refusals():
-            for file in self._files:
+            shards, manifest = {}, replace(self._manifest, errors=errors)
+            for layer_index, file in zip(manifest.experts.layers, self._files, strict=True):
                 os.fsync(file)
-            self.close()
-            described = replace(self._manifest, errors=errors).to_json()
-            write_synced(self.partial / MANIFEST, (json.dumps(described, indent=2) + "\n").encode())
+                path = self.partial / file_name(layer_index)
+                shards[layer_index] = digest_of(manifest, layer_index, file, read_header(path, file))
+            write_manifest(self.partial / MANIFEST, replace(manifest, shards=shards))
+            self._close_files()
             sync_folder(self.partial)
             self._publish(overwrite)
+            self.close()
         return FileStore(self._folder)
 
     def close(self) -> None:
-        """Close the files; what is written stays in the temporary folder."""
+        """Close the files; what is written stays in the temporary folder, for another writer to go on with."""
+        self._close_files()
+        if self._lock >= 0:
+            close_file(self._lock)
+            self._lock = -1
+
+    def _close_files(self) -> None:
         while self._files:
-            os.close(self._files.pop())
+            close_file(self._files.pop())
 
     def discard(self) -> None:
         """Remove everything written so far; nothing to do after ``finish``."""
-        self.close()
+        self._close_files()
         shutil.rmtree(self.partial, ignore_errors=True)
+        self.close()  # only now another writer may have it
 
     def _publish(self, overwrite: bool) -> None:
         try:
-            os.rename(self.partial, self._folder)
+            publish(self.partial, self._folder)
         except OSError:
             if not (self._folder / MANIFEST).is_file():
                 raise
@@ -137,10 +162,10 @@ class StoreWriter:
         sync_folder(self._folder.parent)
 
     def _is_published(self) -> bool:
-        """Whether the same store has the folder's name already."""
+        """Whether the same store has the folder's name already; StoreError if that cannot be known."""
         try:
             store = FileStore(self._folder)
-        except StoreError:
+        except DamagedStoreError:
             return False
         store.close()
         return store.manifest == self._manifest

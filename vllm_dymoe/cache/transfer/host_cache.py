@@ -7,7 +7,6 @@ slot that no layer keeps, and is dropped when anything is in demand.
 """
 
 import contextlib
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,7 +14,8 @@ from typing import Any
 
 import torch
 
-from vllm_dymoe.cache.store import FileStore, HostMemoryError, HostStore
+from vllm_dymoe.cache.pages import usable_cores
+from vllm_dymoe.cache.store import DamagedStoreError, FileStore, HostMemoryError, HostStore, StoreError
 from vllm_dymoe.cache.store.page_lock import CudaPageLock
 from vllm_dymoe.cache.store.shared import SharedMemory
 from vllm_dymoe.cache.transfer.delivery import CpuDelivery
@@ -118,16 +118,21 @@ class HostCache(HostStore):
         """Read and check everything, telling the bytes that have come; there has to be room for it. Closed if the files
         cannot be read (StoreError)."""
 
+        found = self._shared is not None and self._shared.found
+
         def read(held: Held) -> int:
             assert held.key is not None
-            self.files.read_into(held.key, held.packed)
+            if found:
+                self._check_found(held.key, held.packed)
+            else:
+                self.files.read_into(held.key, held.packed)
             return held.packed.numel()
 
         there = self.slots.assign_all()
         try:
             # Reading and checking both leave the interpreter: threads are worth it even where the files are in memory.
-            with ThreadPoolExecutor(max(self.files.depth, min(8, os.cpu_count() or 1))) as pool:
-                for nbytes in pool.map(read, there if self._shared is None or not self._shared.found else ()):
+            with ThreadPoolExecutor(max(self.files.depth, min(8, usable_cores()))) as pool:
+                for nbytes in pool.map(read, there):
                     progress(nbytes)
             if self._shared is not None:
                 self._shared.publish()
@@ -135,6 +140,16 @@ class HostCache(HostStore):
             self.close()
             raise
         self.whole = True
+
+    def _check_found(self, key: SliceKey, packed: torch.Tensor) -> None:
+        """Compare what another process has filled with the store's checksums."""
+        try:
+            self.files.check(key, packed)
+        except DamagedStoreError as error:
+            raise StoreError(
+                f"the copy of the experts in {self.files.folder} that another process of this user has in memory is "
+                "not what the store holds; end that process, and start again."
+            ) from error
 
     def resize(self, nbytes: int) -> None:
         """Another budget; the level is empty afterwards. No step may be running. HostMemoryError if it has no room for

@@ -49,15 +49,23 @@ def make_reader(config: Config | None) -> Reader:
     """The reader of a checkpoint's experts, by its quantization_config; CheckpointError if none reads them."""
     if config is None:
         return PLAIN_READER
-    method = config.get("quant_method") or (config.get("producer") or {}).get("name") or "a method it does not name"
-    method = _NAMES_OF_VLLM.get(method, method)
+    producer = config.get("producer")
+    named = producer.get("name") if isinstance(producer, Mapping) else None
+    method = config.get("quant_method") or named or "a method it does not name"
+    method = _NAMES_OF_VLLM.get(str(method), str(method))
     if method not in _READERS:
         advice = (
             "use one of those (transformers writes 16-bit weights from most quantized ones: from_pretrained with "
             "dequantize=True in its quantization config, then save_pretrained)"
         )
         raise unreadable(f"{method} already", f"{', '.join(METHODS)} and 16-bit weights", advice)
-    return _READERS[method](config)
+    try:
+        return _READERS[method](config)
+    except (TypeError, ValueError, AttributeError, LookupError, RecursionError) as error:
+        raise CheckpointError(
+            f"the quantization_config of the checkpoint is not one that {method} writes ({error}); download the "
+            "checkpoint again."
+        ) from error
 
 
 def describe_modelopt(config: Config) -> Config:

@@ -1,0 +1,105 @@
+"""A first quantization is killed at random points, again and again: no bad store, nothing left by the next start.
+
+``STORE_KILLS=10000`` by hand; ``STORE_KILLS_NAMESPACE=1`` gives every writer a PID namespace of its own, where all of
+them are process 1 and none sees the others, as in containers (needs ``unshare`` and the right to use it).
+"""
+
+import os
+import subprocess
+import sys
+
+KILLS = int(os.environ.get("STORE_KILLS", "40"))
+NAMESPACE = bool(os.environ.get("STORE_KILLS_NAMESPACE"))
+
+PROGRAM = """
+import os, random, signal, sys, time
+from pathlib import Path
+
+import torch
+from tests.small_model import make_experts
+from vllm_dymoe.experts.format import SliceKey
+from vllm_dymoe.quantize.dummy import random_store
+from vllm_dymoe.cache.store import FileStore, Manifest
+from vllm_dymoe.cache.store.durable import all_leftovers, clean
+from vllm_dymoe.cache.store.writer import StoreWriter
+
+root, kills, namespace = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "1"
+experts = make_experts(layers=3, num_experts=2, bits=(4,))
+torch.set_num_threads(1)
+
+
+def write(folder):
+    clean(all_leftovers(root))
+    random_store(experts, StoreWriter(folder, Manifest(experts, "rtn", "a model")), seed=1).close()
+
+
+def begin(folder):
+    child = os.fork()
+    if child == 0:
+        if namespace:
+            libc.unshare(CLONE_NEWPID)
+            inner = os.fork()
+            if inner:
+                status = os.waitpid(inner, 0)[1]
+                os._exit(os.waitstatus_to_exitcode(status) != 0)
+            libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+            assert os.getpid() == 1
+        try:
+            write(folder)
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return child
+
+
+if namespace:
+    import ctypes
+    libc, CLONE_NEWPID = ctypes.CDLL(None, use_errno=True), 0x20000000
+    child = os.fork()
+    if child == 0:
+        os._exit(libc.unshare(CLONE_NEWPID) != 0)
+    if os.waitpid(child, 0)[1]:
+        print("skipped: no namespaces")
+        sys.exit()
+
+seconds = 1.0
+for number in range(5):
+    begun = time.perf_counter()
+    os.waitpid(begin(root / "model" / f"warm-{number}"), 0)
+    seconds = min(seconds, time.perf_counter() - begun)
+chance, published, killed = random.Random(0), 0, 0
+for number in range(kills):
+    folder = root / "model" / f"rank-{number % 3}-0"
+    writers = [begin(folder) for _ in range(1 + number % 2)]  # alone, and two at a time
+    time.sleep(chance.random() * 1.2 * seconds * len(writers))
+    for writer in writers:
+        os.kill(writer, signal.SIGKILL)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(writer, 0)[1]) for writer in writers]
+    assert set(codes) <= {0, -signal.SIGKILL}, codes
+    killed += codes.count(-signal.SIGKILL)
+    if folder.exists():  # complete, whenever it has its name
+        store = FileStore(folder)
+        for layer, expert in ((0, 0), (1, 1), (2, 1)):
+            store.read_into(SliceKey(layer, expert, 4), torch.empty(experts.formats[4].nbytes, dtype=torch.uint8))
+        store.close()
+        published += 1
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+if namespace:
+    time.sleep(1.0)  # the kernel ends what was inside
+clean(all_leftovers(root))
+left = [path.name for path in (root / "model").iterdir() if not path.name.startswith("warm-")]
+assert not left, left
+assert killed > kills // 4, (killed, kills)
+print(f"kills {killed} published {published} of {kills}, a store takes {seconds * 1e3:.1f} ms")
+"""
+
+
+def test_kills_leave_neither_bad_stores_nor_folders(tmp_path):
+    command = [sys.executable, "-c", PROGRAM, tmp_path, str(KILLS), str(int(NAMESPACE))]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=os.getcwd())
+    assert ended.returncode == 0, ended.stderr
+    print(ended.stdout)

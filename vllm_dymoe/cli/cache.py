@@ -1,0 +1,144 @@
+"""``vllm-dymoe cache``: the packed experts that earlier starts keep in ``store_dir``, and what of them goes."""
+
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import typer
+from rich.markup import escape
+
+from vllm_dymoe.cache.store import MANIFEST, DamagedStoreError, Manifest, StoreError
+from vllm_dymoe.cache.store.durable import clean, is_temporary, is_written
+from vllm_dymoe.cli.display import print_table
+from vllm_dymoe.options import ConfigError, store_root
+from vllm_dymoe.resolve import resolve_options
+from vllm_dymoe.units import size
+
+_NAME = re.compile(r".+-[0-9a-f]{16}")
+_RANK = re.compile(r"rank-\d+-\d+")
+COMPLETE, DAMAGED, UNFINISHED, WRITTEN = "complete", "damaged", "unfinished", "being written"
+_USELESS = (DAMAGED, UNFINISHED)
+
+
+@dataclass(frozen=True)
+class CachedModel:
+    """What one folder of the cache holds: the experts of a model, for each rank."""
+
+    name: str  # of the folder: the model's and its fingerprint
+    state: str
+    bytes: int
+    ranks: int  # that are complete
+    bits: tuple[int, ...]
+    quantizer: str
+    unused_days: int  # since a file was read or written, as far as the file system keeps that
+
+
+def list_stores(store_dir: Path | None, *, as_json: bool) -> None:
+    """Print what is in the cache, the largest first."""
+    root = _root(store_dir)
+    found = sorted(cached_models(root), key=lambda one: -one.bytes)
+    if as_json:
+        print(json.dumps([asdict(one) for one in found], indent=2))
+        return
+    rows = [
+        (escape(one.name), one.state, size(one.bytes), str(one.ranks), _bits(one), one.quantizer, str(one.unused_days))
+        for one in found
+    ]
+    print_table(escape(str(root)), ("model", "state", "size", "ranks", "bits", "quantizer", "days unused"), rows)
+
+
+def clean_stores(names: Sequence[str], store_dir: Path | None, *, everything: bool, unused_days: int | None) -> None:
+    """Remove stores by name, all, or those that were not used for so long; without a choice what no start can use.
+    ConfigError for a name that is none, or of a store that is being written."""
+    root = _root(store_dir)
+    found = {one.name: one for one in cached_models(root)}
+    for name in names:
+        if name not in found:
+            raise ConfigError(f"{name!r} is no store in {root}; `vllm-dymoe cache list` names them.")
+        if found[name].state == WRITTEN:
+            raise ConfigError(f"{name} is being written by a start that is running; end that first.")
+    chosen = [found[name] for name in names]
+    if not names:
+        chosen = [one for one in found.values() if everything or one.state in _USELESS]
+        if unused_days is not None:
+            chosen = [one for one in found.values() if one.unused_days >= unused_days]
+    for one in chosen:
+        _remove(root / one.name)
+        typer.echo(f"{'left' if (root / one.name).exists() else 'removed'} {one.name}, {size(one.bytes)}.")
+    if not chosen:
+        typer.echo("Nothing to remove; name a store, or take --all or --unused-days.")
+
+
+def cached_models(root: Path) -> list[CachedModel]:
+    """Every folder of packed experts below a root; whatever else lies there is none."""
+    if not root.is_dir():
+        return []
+    folders = (Path(entry.path) for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False))
+    return [_describe(folder, _parts(folder)) for folder in sorted(folders) if _NAME.fullmatch(folder.name)]
+
+
+def _describe(folder: Path, parts: Sequence[Path]) -> CachedModel:
+    files = [path for part in parts for path in part.iterdir()]
+    times = [time_ for path in files for time_ in (path.lstat().st_atime, path.lstat().st_mtime)]
+    manifests, states = [], list[str]()
+    for part in parts:
+        if is_temporary(part):
+            states.append(WRITTEN if is_written(part) else UNFINISHED)
+            continue
+        try:
+            manifests.append(Manifest.read(part))
+        except DamagedStoreError:
+            states.append(DAMAGED)
+        except StoreError:
+            states.append(_version(part))
+    order = (WRITTEN, DAMAGED, *states, UNFINISHED)
+    bad = next((state for state in order if state in states and (state != UNFINISHED or not manifests)), None)
+    first = manifests[0] if manifests else None
+    return CachedModel(
+        name=folder.name,
+        state=bad or (COMPLETE if manifests else UNFINISHED),
+        bytes=sum(path.lstat().st_size for path in files),
+        ranks=len(manifests),
+        bits=() if first is None else tuple(sorted(first.experts.formats, reverse=True)),
+        quantizer="" if first is None else first.quantizer,
+        unused_days=int((time.time() - max(times, default=0.0)) // 86400),
+    )
+
+
+def _version(part: Path) -> str:
+    """Of a manifest that another vllm-dymoe has written, or why it cannot be read."""
+    try:
+        return f"version {json.loads((part / MANIFEST).read_bytes())['version']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "cannot be read"
+
+
+def _parts(folder: Path) -> list[Path]:
+    """Stores of ranks, and temporary folders."""
+    entries = (Path(entry.path) for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
+    return sorted(path for path in entries if _RANK.match(path.name))
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder's stores, but for what is being written."""
+    parts = _parts(folder)
+    clean(path for path in parts if is_temporary(path))
+    for path in parts:
+        if not is_temporary(path):
+            shutil.rmtree(path, ignore_errors=True)
+    if not _parts(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _bits(one: CachedModel) -> str:
+    return ", ".join(map(str, one.bits))
+
+
+def _root(store_dir: Path | None) -> Path:
+    """What is asked for, or where a start would look."""
+    return store_root(resolve_options().store_dir if store_dir is None else store_dir)

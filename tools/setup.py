@@ -94,7 +94,7 @@ def stamp_for(device: str) -> str:
     import tomllib  # since Python 3.11, and this line must not stop an older one from saying so
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    described = (project["build-policy"], project["project"], project["tool"]["setuptools"], sys.version)
+    described = (project["build-system"], project["project"], project["tool"]["setuptools"], sys.version)
     own = [Path(__file__), ROOT / "setup.py", ALIAS / "pyproject.toml", *sorted((ROOT / "kernels" / "cpu").iterdir())]
     digest = hashlib.sha256(b"".join(map(Path.read_bytes, own)) + repr(described).encode()).hexdigest()
     return f"{device} {PYTHON_VERSION} {VENV}\n{digest}\n"

@@ -14,7 +14,7 @@ from vllm_dymoe.experts.encoding import STEPS as GRIDS
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, SliceKey, stored_formats
 from vllm_dymoe.kernels import Activation, native
 from vllm_dymoe.kernels.activation import Curve
-from vllm_dymoe.planner.routing import PromptTokens
+from vllm_dymoe.planner.routing import PromptTokens, Routing
 from vllm_dymoe.planner.table import check_integrity
 from vllm_dymoe.policies.dymoe import Dymoe
 from vllm_dymoe.policies.dynaexq import DynaExq
@@ -51,7 +51,7 @@ def check(ours, theirs, steps=STEPS, activation=Activation.SILU, **told):
     ours.check_integrity()
     check_integrity(ours.cache.table)
     mine, others = ours.stats(), theirs.stats()
-    for name in ("planned", "hits", "misses", "there", "reuses", "promotions", "evictions", "bytes_moved"):
+    for name in ("planned", "hits", "misses", "cpu_executed", "reuses", "promotions", "evictions", "bytes_moved"):
         assert getattr(mine, name) == getattr(others, name), name
 
 
@@ -210,14 +210,11 @@ def test_made_up_tokens_are_neither_counted_nor_learnt_from():
 def test_actions_are_recorded():
     ours, theirs = both(STORE, "50%", lambda: Dymoe(retention=0.5), misses="compute")
     for server in (ours, theirs):
-        server.host_planned.records_actions = True
-    ours.host_planned.cpu = ours._make_cpu_executor()
+        server.serve(server.options.model_copy(update={"trace": object()}), server.policy)
     for seed, layer, tokens in STEPS:
         found = []
         for server in (ours, theirs):
             x, weights, ids = random_step(seed, tokens, server.experts)
-            from vllm_dymoe.planner.routing import Routing
-
             routing = Routing(layer, LAYERS, x, ids, weights)
             server.host_planned.forward(routing)
             found.append(routing.actions.tolist())

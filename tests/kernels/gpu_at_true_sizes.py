@@ -31,9 +31,9 @@ from parts import speeds, stack  # noqa: E402
 from record import Recorder  # noqa: E402
 
 from tests.support.memory_writer import MemoryStore  # noqa: E402
-from vllm_dymoe.executor import cpu_execution
+from vllm_dymoe.executor import cpu_execution  # noqa: E402
 from vllm_dymoe.executor.large_batch import LargeBatches  # noqa: E402
-from vllm_dymoe.kernels.triton import large_batch_step
+from vllm_dymoe.kernels.triton import large_batch_step  # noqa: E402
 
 LARGE = 1 << 16
 """Elements of a tensor whose contents are left as they are."""

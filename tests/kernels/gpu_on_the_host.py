@@ -30,7 +30,7 @@ from parts import graphs, kernels, sanitizer, server, speeds  # noqa: E402
 from tests.support.launches import decode_as_launches  # noqa: E402
 from vllm_dymoe.kernels import Activation, make_kernel  # noqa: E402
 from vllm_dymoe.kernels.triton import DecodeTile, ExpertShape  # noqa: E402
-from vllm_dymoe.server import expert_server
+from vllm_dymoe.server import expert_server  # noqa: E402
 
 gpu.PARTS = {name: replace(part, limit=10 * part.limit) for name, part in gpu.PARTS.items()}
 sanitizer.LIMIT = 1000

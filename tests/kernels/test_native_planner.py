@@ -13,6 +13,7 @@ from tests.support.decode_steps import COSTS, EXPERTS, LAYERS, TOKENS, make_tabl
 from tests.support.decode_steps import TOP_K as TABLE_TOP_K
 from tests.support.recorded_routing import EXPERTS as RECORDED_EXPERTS
 from tests.support.recorded_routing import TOP_K, recorded_steps
+from vllm_dymoe.executor.cpu_executor import FOREVER, native_table
 from vllm_dymoe.kernels import native
 from vllm_dymoe.kernels.native import Outcome
 from vllm_dymoe.planner.constants import AGING, USE, Action
@@ -21,7 +22,6 @@ from vllm_dymoe.planner.rule import HIGH, LOW, actions_of
 from vllm_dymoe.planner.small_batch import plan_small_batch
 from vllm_dymoe.planner.table import Table
 from vllm_dymoe.policies.dymoe import Dymoe
-from vllm_dymoe.server.cpu_executor import FOREVER, native_table
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="the native library was not built")
 
@@ -66,17 +66,17 @@ def check_step(planner, table, layer, ids, weights, *, large=False, marks=None):
     assert np.array_equal(actions.numpy(), actions_of(ids.numpy(), experts, wanted, held, places)) or not len(experts)
     planner.table.keep(layer, experts, wanted, places)
     plan = LayerPlan.allocate(len(ids), ids.shape[1], table.experts, "cpu", slices=len(table.slot))
-    plan_small_batch(table, layer, ids, weights, rows(len(ids)), plan, wide=large, marks=marks)
+    plan_small_batch(table, layer, ids, weights, rows(len(ids)), plan, large=large, marks=marks)
     count = int(plan.count)
     assert plan.experts[:count].tolist() == experts.tolist()
     for name in ("precision", "slot", "score", "used_at", "step", "threshold", "prompt_threshold"):
         theirs = getattr(table, name).numpy()
         assert np.array_equal(getattr(planner.table, name), theirs), name
     there = (plan.action[:, :count] == Action.CPU).any(0).tolist()
-    assert there == (actions_of(actions, ids, experts) & 7 == Action.CPU).tolist()
+    assert there == (action_of_each(actions, ids, experts) & 7 == Action.CPU).tolist()
 
 
-def actions_of(actions, ids, experts):
+def action_of_each(actions, ids, experts):
     """The action of each expert, by any of its pairs."""
     return np.array([int(actions[ids == expert][0]) for expert in experts], np.uint8)
 

@@ -10,10 +10,10 @@ from tests.executor.steps import CPU, make_server, random_step
 from tests.vllm_plugin.steps import rank_of, scheduled
 from tests.vllm_plugin.test_decode_steps import LAYERS
 from vllm_dymoe.cache.transfer import make_engine
+from vllm_dymoe.executor.cpu_executor import CpuExecutor
 from vllm_dymoe.executor.plain_kernels import PlainKernels
 from vllm_dymoe.kernels.cpu import CpuKernel
 from vllm_dymoe.kernels.native import Library
-from vllm_dymoe.server.cpu_executor import CpuExecutor
 from vllm_dymoe.vllm_plugin import moe_method
 
 

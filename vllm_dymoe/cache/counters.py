@@ -21,6 +21,10 @@ class ResidencyCounts:
     reuses: int = 0  # hits that used a high version where a low one would have done
     evictions: int = 0  # experts that made room for others
 
+    def reset(self) -> None:
+        self.planned.clear()
+        self.hits = self.misses = self.cpu_executed = self.promotions = self.reuses = self.evictions = 0
+
     def take(self, counters: Any) -> None:
         """Add what planned steps have counted, int64 [layers, Counter], which begins anew."""
         values = counters.sum(0).tolist()
@@ -31,7 +35,7 @@ class ResidencyCounts:
         )
         self.hits += values[Column.HITS]
         self.misses += values[Column.NEEDED_HIGH] + low - values[Column.HITS]
-        self.cpu_executed += values[Column.CPU]
+        self.cpu_executed += values[Column.CPU_EXECUTED]
         self.reuses += values[Column.REUSES]
         self.promotions += values[Column.PROMOTIONS]
         self.evictions += values[Column.EVICTIONS]

@@ -1,6 +1,6 @@
 """What of a rank's misses the host computes, with what, and at which costs: the counterpart of ``device_table``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -8,11 +8,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vllm_dymoe.cache.store import HostStore
+from vllm_dymoe.cache.transfer import TransferEngine
 from vllm_dymoe.executor.cpu_worker import CpuQueue, CpuWorker, cpu_worker_threads
-from vllm_dymoe.executor.host_planned import HostPlannedLayers
 from vllm_dymoe.executor.rates import Rates, costs, measure, measure_or_load
 from vllm_dymoe.executor.small_batch import SmallBatchKernel
-from vllm_dymoe.experts.format import ModelExperts
 from vllm_dymoe.options import ConfigError, Options
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS, Cost
 from vllm_dymoe.planner.precision import Precision
@@ -22,7 +22,12 @@ _ANY_ROWS = 1 << 30
 
 
 class CpuExecution:
-    """Of one rank; ConfigError if memory for a CPU queue cannot be had.
+    """CPU execution of one rank's misses; ConfigError if memory for a CPU queue cannot be had.
+
+    Args:
+        decoding: kernels that plan on the device, if it plans; they get the CPU queue.
+        lock: pins memory for the device; returns the reason why that failed, or None.
+        kept: file that keeps the rates from start to start; None to measure anew.
 
     Attributes:
         worker: the CPU queue where the device leaves misses, or the cores for what the host's steps leave; None where
@@ -31,9 +36,10 @@ class CpuExecution:
     """
 
     def __init__(
-        self, options: Options, experts: ModelExperts, device: torch.device, decoding: SmallBatchKernel | None,
-        lock: Callable[[Tensor], str | None],
+        self, options: Options, store: HostStore, engine: TransferEngine, device: torch.device,
+        decoding: SmallBatchKernel | None, lock: Callable[[Tensor], str | None], kept: Path | None = None,
     ) -> None:  # fmt: skip
+        experts = store.experts
         self._options, self._experts, self._device = options, experts, device
         self.worker: CpuQueue | CpuWorker | None = None
         self.rates: Rates | None = None
@@ -49,18 +55,18 @@ class CpuExecution:
                 ) from error
         elif device.type != "cpu" or options.link_gbps is not None:
             self.worker = CpuWorker(*how)
+        self.rates = self._measured(store, engine, kept)
 
     @property
     def cpu_queue(self) -> CpuQueue | None:
         return self.worker if isinstance(self.worker, CpuQueue) else None
 
-    def join(self, serving: HostPlannedLayers, kept: Path | None) -> None:
-        """Compute beside a rank's steps, at rates that are measured if misses are shared, unless a file of them is
-        ``kept`` that holds for this."""
+    def _measured(self, store: HostStore, engine: TransferEngine, kept: Path | None) -> Rates | None:
+        """Rates that misses are shared by, measured unless a file of them is ``kept`` that holds for this; None where
+        they are not shared."""
         worker, options = self.worker, self._options
-        serving.cpu_worker = worker if isinstance(worker, CpuWorker) else None
         if options.misses != "share" or worker is None:
-            return
+            return None
         place = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "this CPU"
         nbytes = [fmt.whole_nbytes for fmt in self._experts.formats.values()]
         measured_for = (
@@ -68,14 +74,15 @@ class CpuExecution:
             f"activations of {options.activations} bits"
         )
         fmt = max(self._experts.formats.values(), key=lambda fmt: fmt.nbytes)
-        parts = serving.cache.store, serving.engine, self._device, worker, measured_for
-        self.rates = measure_or_load(kept, measured_for, fmt, lambda: measure(*parts))
+        return measure_or_load(
+            kept, measured_for, fmt, lambda: measure(store, engine, self._device, worker, measured_for)
+        )
 
-    def costs(self, serving: HostPlannedLayers) -> NDArray[np.int64]:
-        """What the rule goes by, for the precisions that are served now."""
+    def costs(self, served: Mapping[Precision, int]) -> NDArray[np.int64]:
+        """What the rule goes by, int64 [3, 4] as ``Table.cpu_costs``, for the bits of each precision that is served."""
         if not self._options.computes_misses:
             return np.zeros((3, len(Cost)), np.int64)
-        by_precision = {HIGH: serving.bits[Precision.HIGH], LOW: serving.bits[Precision.LOW]}
+        by_precision = {HIGH: served[Precision.HIGH], LOW: served[Precision.LOW]}
         formats = {code: self._experts.formats.get(bits) for code, bits in by_precision.items()}
         most = _ANY_ROWS if self.worker is None else self._options.misses_rows
         return costs(formats, self.rates, most)

@@ -3,18 +3,19 @@ the router's order at the end, so that neither what is on the device nor any tim
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 import torch
 
 from vllm_dymoe.cache.counters import PrefetchStats, ResidencyCounts
-from vllm_dymoe.cache.expert_cache import ExpertCache
 from vllm_dymoe.cache.fetcher import Fetch, Fetcher
 from vllm_dymoe.cache.migration import Migration
 from vllm_dymoe.cache.slots import Slot
 from vllm_dymoe.cache.store.disk import DiskCounts
-from vllm_dymoe.cache.transfer import HostCache, TransferEngine, TransferError, TransferStats
+from vllm_dymoe.cache.transfer import HostCache, TransferError, TransferStats
+from vllm_dymoe.executor.cpu_executor import CpuExecutor, LayerPlanned
 from vllm_dymoe.executor.cpu_worker import CpuWorker
 from vllm_dymoe.executor.prefetcher import Prefetcher
 from vllm_dymoe.executor.read_ahead import ReadAhead, expect
@@ -28,57 +29,69 @@ from vllm_dymoe.planner.rule import CPU, HIT, Ints, actions_of
 from vllm_dymoe.planner.table import CODES
 from vllm_dymoe.policies import Policy
 from vllm_dymoe.prefetch import Measured, PredictionStats
-from vllm_dymoe.server.cpu_executor import CpuExecutor, LayerPlanned
 
 _PRECISIONS = {code: precision for precision, code in CODES.items()}
 _FAR = 1 << 40  # rows of an expert that is never computed by the CPU
 
 
-class HostPlannedLayers:
-    """The steps that the host plans, and what they are served with; nothing is predicted beside a device that does."""
+@dataclass(frozen=True)
+class StepCounts:
+    """What is counted of steps, whatever slots and policy serve them."""
 
-    policy: Policy  # chooses precisions
-    bits: Mapping[Precision, int]  # of each precision, 0 for one that is skipped
-    executes_on_cpu: bool  # some experts without a slot are computed in host memory, as the table's costs say
-    cpu_worker: CpuWorker | None = None  # cores that do it while a device computes; None where the device is the host
-    records_actions = False  # routings are told what becomes of their experts
-    cpu: CpuExecutor | None = None  # runs layers whose experts are in memory, on a CPU; None where there is a device
-    fetcher: Fetcher  # gives slots to what is fetched
-    prefetcher: Prefetcher | None = None  # fetches ahead; None without a predictor
-    migration: Migration | None = None  # moves versions between steps; None where steps fetch what they need
+    residency: ResidencyCounts = field(default_factory=ResidencyCounts)
+    prefetch: PrefetchStats = field(default_factory=PrefetchStats)
+    disk: DiskCounts = field(default_factory=DiskCounts)  # what was read from files
+
+
+class HostPlannedLayers:
+    """The layers of one rank in steps that the host plans, for one allocation of slots and one policy.
+
+    A resize, or another policy, makes another object, which goes on with the counts of this one.
+
+    Args:
+        fetcher: gives the cache's slots to what is fetched.
+        policy: chooses precisions; ``bits`` are those of each precision, 0 for one that is skipped.
+        predictor: names experts before their router does; None where nobody asks.
+        counts: what is counted on, from one object to the next.
+        executes_on_cpu: misses are computed in host memory as the table's costs say.
+        cpu: runs layers whose experts are in memory, on a CPU; None where there is a device.
+        cpu_worker: cores that compute misses while a device computes; None where the device is the host.
+        migration: moves versions between steps; None where steps fetch what they need.
+        host_cache: host memory over a disk, if that is where experts come from.
+        records_actions: routings are told what becomes of their experts.
+    """
 
     def __init__(
         self,
-        cache: ExpertCache,
+        fetcher: Fetcher,
         kernel: ExpertKernel,
-        engine: TransferEngine,
+        policy: Policy,
+        bits: Mapping[Precision, int],
         predictor: Measured | None,
+        counts: StepCounts,
+        *,
+        executes_on_cpu: bool = False,
+        cpu: CpuExecutor | None = None,
+        cpu_worker: CpuWorker | None = None,
+        migration: Migration | None = None,
         host_cache: HostCache | None = None,
+        records_actions: bool = False,
     ) -> None:
-        self.host_cache, self.disk = (
-            host_cache,
-            DiskCounts(),
-        )  # host memory over a disk, if it is; what was read from files
-        self.cache, self.kernel, self.engine = cache, kernel, engine
-        self.predictor = predictor
-        self.counts, self.prefetch_stats = ResidencyCounts(), PrefetchStats()
+        self.fetcher, self.cache, self.engine, self.kernel = fetcher, fetcher.cache, fetcher.engine, kernel
+        self.policy, self.bits, self.predictor = policy, bits, predictor
+        self.counts, self.prefetch_stats, self.disk = counts.residency, counts.prefetch, counts.disk
+        self.executes_on_cpu, self.cpu, self.cpu_worker = executes_on_cpu, cpu, cpu_worker
+        self.migration, self.host_cache, self.records_actions = migration, host_cache, records_actions
+        self.prefetcher: Prefetcher | None = None
         self._observed = True  # tokens are requests'
-
-    # -- between steps ----------------------------------------------------------------------------
-
-    def begin(self) -> None:
-        """With the slots that ``cache`` has now."""
-        self.cache.pools.fence(self.engine.fence())
-        # Policies that move slots between steps have no last-reader fence, so their copies wait for all computation.
-        overlaps = self.policy.residency.overlaps and self.policy.residency.migrating is None
-        self.fetcher, self.prefetcher = Fetcher(self.cache, self.engine, overlaps=overlaps), None
-        self.migration = None
-        if self.predictor is not None:
-            self.predictor.predictor.slots_changed()
+        if predictor is not None:
+            predictor.predictor.slots_changed()
             experts = self.cache.experts
             layers = len(experts.layers) - experts.draft_layers
-            ahead = ReadAhead(self.host_cache, self.cache, layers) if self.host_cache else None
-            self.prefetcher = Prefetcher(self.fetcher, layers, self.policy, self.prefetch_stats, ahead)
+            ahead = ReadAhead(host_cache, self.cache, layers) if host_cache else None
+            self.prefetcher = Prefetcher(fetcher, layers, policy, self.prefetch_stats, ahead)
+
+    # -- between steps ----------------------------------------------------------------------------
 
     def end(self) -> bool:
         """Stop what goes on between steps, before slots are taken away; whether every read has ended."""
@@ -118,12 +131,13 @@ class HostPlannedLayers:
             return torch.empty_like(routing.x)
         if self.fetcher.orphaned:
             self.fetcher.collect()
-        planned = None
+        planned: LayerPlanned | None = None
         if self.cpu is not None:  # which looks at numbers of experts itself
-            planned = self.cpu.run(routing, activation, observed=self._observed)
-            if isinstance(planned, torch.Tensor):
+            result = self.cpu.run(routing, activation, observed=self._observed)
+            if isinstance(result, torch.Tensor):
                 self._served(routing)
-                return planned
+                return result
+            planned = result
         else:
             routing.check(self.cache.experts.num_experts)
         wanted, skipped, places = self._decide(routing, planned)
@@ -295,7 +309,8 @@ class HostPlannedLayers:
                 column[:] = values
 
     def reset_stats(self) -> None:
-        self.counts, self.engine.stats = ResidencyCounts(), TransferStats()
+        self.counts.reset()
+        self.engine.stats = TransferStats()
         self.prefetch_stats.reset()
         if self.migration is not None:
             self.migration.reset_stats()

@@ -19,6 +19,7 @@ from vllm_dymoe.cache.budget import (
 from vllm_dymoe.cache.device_memory import make_device_memory
 from vllm_dymoe.cache.device_table import DeviceCounts
 from vllm_dymoe.cache.expert_cache import Budget, ExpertCache, Writer, check_cache
+from vllm_dymoe.cache.fetcher import Fetcher
 from vllm_dymoe.cache.migration import Agree, Migration
 from vllm_dymoe.cache.pages import whole_pages
 from vllm_dymoe.cache.store import FileStore, HostStore, StoreError
@@ -27,8 +28,10 @@ from vllm_dymoe.cache.store.page_lock import CudaPageLock
 from vllm_dymoe.cache.transfer import HostCache, TransferEngine, make_engine
 from vllm_dymoe.executor.copy_branch import Branch, make_branch
 from vllm_dymoe.executor.cpu_execution import CpuExecution
+from vllm_dymoe.executor.cpu_executor import CpuExecutor
+from vllm_dymoe.executor.cpu_worker import CpuWorker
 from vllm_dymoe.executor.device_planning import DRAFTED, plans_on_device
-from vllm_dymoe.executor.host_planned import HostPlannedLayers
+from vllm_dymoe.executor.host_planned import HostPlannedLayers, StepCounts
 from vllm_dymoe.executor.plain_kernels import PlainKernels
 from vllm_dymoe.executor.small_batch import SmallBatches, SmallBatchKernel
 from vllm_dymoe.experts.format import ModelExperts
@@ -39,7 +42,6 @@ from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.table import CODES
 from vllm_dymoe.policies import Policy, make_policy
 from vllm_dymoe.prefetch import Measured, Predictor
-from vllm_dymoe.server.cpu_executor import CpuExecutor
 from vllm_dymoe.server.precision import changed_precision
 from vllm_dymoe.server.stats import ServerStats
 
@@ -121,8 +123,9 @@ class ExpertServer:
         rates: Path | None = None,
     ) -> None:
         self.store, self.experts, self.device = store, store.experts, device
-        self._plain = engine is None and parts is None  # nothing stands in for what the device has
-        self._parts = parts = parts or Parts(device)
+        on_cpu = device.type == "cpu" and options.link_gbps is None
+        self._plain_cpu = on_cpu and engine is None and parts is None  # nothing stands in for another device
+        parts = parts or Parts(device)
         formats, policy = self.experts.formats.values(), policy or make_policy(options).of_stage(*around)
         matrices = [matrix for fmt in formats for matrix in fmt.matrices]
         try:
@@ -135,15 +138,12 @@ class ExpertServer:
         obstacle = DRAFTED if self.experts.draft_layers else obstacle
         if store.readable and not obstacle and not parts.device_memory.shares_addresses():
             obstacle = "this device has other addresses for pinned host memory than the host"
-        on_cpu = device.type == "cpu" and options.link_gbps is None
         _check_misses(options, store, on_cpu=on_cpu)
         decides, why_not = plans_on_device(options, policy, device.type, readable=store.readable, obstacle=obstacle)
         decoding = None
         if decides:
             decoding, why_not = _make_decode_kernel(parts, self.kernel, self.experts, options)
-        self.cpu_execution = CpuExecution(
-            options, self.experts, device, decoding, parts.lock
-        )  # computes misses, if asked to
+        self.cpu_execution = CpuExecution(options, store, self.engine, device, decoding, parts.lock, rates)
         self.host_plans_because = why_not  # if the device was to decide
         writer = Writer.DEVICE if policy.residency.migrating is None else Writer.PLANNER
         cache = self.cache = parts.cache(store, Writer.HOST if decoding is None else writer)
@@ -154,17 +154,15 @@ class ExpertServer:
                 self.experts, side.table, decoding, device, parts.branch(), recorded=recorded
             )
         # A device that plans asks no predictor, and neither does a CPU whose cores would bring what it names.
-        unasked = decoding is not None or (self._plain and on_cpu and self.engine.occupies_cores)
+        unasked = decoding is not None or (self._plain_cpu and self.engine.occupies_cores)
         measured = None if predictor is None or unasked else Measured(predictor)
         self.host_cache = store if isinstance(store, HostCache) and not store.whole else None
-        self.host_planned = HostPlannedLayers(self.cache, self.kernel, self.engine, measured, self.host_cache)
-        self.host_planned.records_actions = options.trace is not None
-        self.cpu_execution.join(self.host_planned, rates)
+        self._predictor = measured
         files = self.host_cache.files if self.host_cache else store
-        if isinstance(files, FileStore):
-            self.host_planned.disk = files.counts
+        self._step_counts = StepCounts(disk=files.counts) if isinstance(files, FileStore) else StepCounts()
         self._agree, self._around = agree, around
         self._counts: DeviceCounts | None = None
+        self._layers: HostPlannedLayers | None = None
         self.asleep = 0  # at which level
         self._spending = _Spending(self.experts, decoding is not None, automatic_budget)
         self._allocate(options, policy, self._spending.plan(options.expert_budget, options, policy, self.overhead))
@@ -199,7 +197,8 @@ class ExpertServer:
 
     def drop_predictor(self) -> None:
         """Predict nothing from now on."""
-        self.host_planned.predictor = None
+        self._predictor = None
+        self.serve(self.options, self.policy)
 
     def _replace(self, what: str, options: Options, policy: Policy, plan: SlotPlan) -> None:
         """Go on with other slots; if they cannot be had, with the old ones and a ConfigError: slots cannot go now, or
@@ -219,74 +218,92 @@ class ExpertServer:
 
     def _allocate(self, options: Options, policy: Policy, plan: SlotPlan) -> None:
         """Serve with other slots; the old ones are gone, so that there is one arena at a time."""
-        cache, serving, migrating = self.cache, self.host_planned, policy.residency.migrating
-        if serving.cpu is not None:  # which counts in the table that goes
+        cache, migrating, before = self.cache, policy.residency.migrating, self._layers
+        if before is not None:  # whose CPU executor counts in the table that goes
             self._take_decode_counts()
-        before = serving.migration
         bits = slot_bits(self.experts, options, policy.precision.precisions)
         cache.allocate(plan, bits, reuse_high=policy.precision.reuses_high)
         self.slot_plan, self.budget = plan, cache.budget
         if self.small_batches is not None and cache.device_table is not None:
             side, passes = cache.device_table, migrating is None  # the planner's staging slots are for moves
             self.small_batches.large.set_slots(side.staging if passes else dict.fromkeys(side.staging, 0), side.quotas)
-        self._serve_with(options, policy)
-        serving.begin()
+        cache.pools.fence(self.engine.fence())
+        # Policies that move slots between steps have no last-reader fence, so their copies wait for all computation.
+        overlaps = policy.residency.overlaps and migrating is None
+        fetcher, migration = Fetcher(cache, self.engine, overlaps=overlaps), None
         if migrating is not None:
             if self.small_batches is not None and self._counts is None:  # once: captured steps add to them
                 self._counts = DeviceCounts(self.small_batches.table)
                 self.small_batches.large.count = self._counts.add_layer
-            decoded = self._counts
-            if decoded is not None:
-                decoded.clear()
-            known = before.hotness if before and before.hotness.any() else None
-            serving.migration = Migration(serving.fetcher, migrating, known, self._agree, decoded)
-        serving.cpu = self._make_cpu_executor()
+            if self._counts is not None:
+                self._counts.clear()
+            known = before.migration.hotness if before is not None and before.migration is not None else None
+            known = known if known is not None and known.any() else None
+            migration = Migration(fetcher, migrating, known, self._agree, self._counts)
+        self._layers = self._make_layers(options, policy, fetcher, migration)
 
     def serve(self, options: Options, policy: Policy) -> None:
         """Go on with the slots that there are by other options and another policy."""
         self._take_decode_counts()
-        self._serve_with(options, policy)
-        self.host_planned.cpu = self._make_cpu_executor()
+        layers = self.host_planned
+        layers.settle()
+        self._layers = self._make_layers(options, policy, layers.fetcher, layers.migration)
 
-    def _serve_with(self, options: Options, policy: Policy) -> None:
+    def _make_layers(
+        self, options: Options, policy: Policy, fetcher: Fetcher, migration: Migration | None
+    ) -> HostPlannedLayers:
+        """Write what steps go by into the tables, and make what runs them."""
+        cache, table, records = self.cache, self.cache.table, options.trace is not None
         self.options = options
         policy.precision.begin(self.experts.curves)
-        self.host_planned.policy, self.host_planned.bits = (
+        bits = {precision: precision_bits(options, precision) for precision in Precision}
+        costs = self.cpu_execution.costs(bits)
+        table.cpu_costs[:], table.reuse_high[:] = costs, policy.precision.reuses_high
+        if cache.device_table is not None:
+            cache.device_table.serve(policy, bits, cache.bits)
+            cache.device_table.table.cpu_costs.copy_(torch.from_numpy(costs))
+        if self.small_batches is not None:  # actions of a trace are of whole steps
+            shares = len(policy.precision.precisions) == 1 and policy.residency.migrating is None and not records
+            self.small_batches.costs = costs if shares and costs.any() else None
+        worker = self.cpu_execution.worker
+        return HostPlannedLayers(
+            fetcher,
+            self.kernel,
             policy,
-            {precision: precision_bits(options, precision) for precision in Precision},
+            bits,
+            self._predictor,
+            self._step_counts,
+            executes_on_cpu=bool(costs.any()),
+            cpu=self._make_cpu_executor(policy, bits, migration, executes=bool(costs.any()), records=records),
+            cpu_worker=worker if isinstance(worker, CpuWorker) else None,
+            migration=migration,
+            host_cache=self.host_cache,
+            records_actions=records,
         )
-        side, costs = self.cache.device_table, self.cpu_execution.costs(self.host_planned)
-        self.cache.table.cpu_costs[:], self.host_planned.executes_on_cpu = costs, bool(costs.any())
-        if side is not None:
-            side.serve(policy, self.host_planned.bits, self.cache.bits)
-            side.table.cpu_costs.copy_(torch.from_numpy(costs))
-            shares = (
-                len(policy.precision.precisions) == 1 and policy.residency.migrating is None and options.trace is None
-            )
-            if self.small_batches is not None:  # actions of a trace are of whole steps
-                self.small_batches.costs = costs if shares and costs.any() else None
-            self.cache.table.reuse_high[:] = policy.precision.reuses_high
 
-    def _make_cpu_executor(self) -> CpuExecutor | None:
+    def _make_cpu_executor(
+        self, policy: Policy, bits: Mapping[Precision, int], migration: Migration | None, *, executes: bool,
+        records: bool,
+    ) -> CpuExecutor | None:  # fmt: skip
         """What runs layers in one native call; None beside a device or an emulated link, or without a native
         library."""
-        serving, kernel, cache = self.host_planned, self.kernel, self.cache
-        on_cpu = (
-            self._plain and self.device.type == "cpu" and self.options.link_gbps is None and cache.writer is Writer.HOST
-        )
-        if not (on_cpu and isinstance(kernel, CpuKernel) and kernel.library is not None):
+        kernel, cache = self.kernel, self.cache
+        if not (self._plain_cpu and isinstance(kernel, CpuKernel) and kernel.library and cache.writer is Writer.HOST):
             return None
-        formats = {
-            CODES[precision]: self.experts.formats.get(serving.bits[precision])
-            for precision in (Precision.HIGH, Precision.LOW)
-        }
-        if cache.bits.get(Precision.HIGH) is None:
+        formats = {CODES[precision]: self.experts.formats.get(bits[precision]) for precision in Precision}
+        if Precision.HIGH not in cache.bits:
             formats[CODES[Precision.HIGH]] = None
-        uses = None if serving.migration is None else serving.migration.uses
-        executes, records = serving.executes_on_cpu, serving.records_actions
-        return CpuExecutor(cache, kernel, self.policy, formats, executes=executes, uses=uses, records=records)
+        del formats[CODES[Precision.SKIPPED]]
+        uses = None if migration is None else migration.uses
+        return CpuExecutor(cache, kernel, policy, formats, executes=executes, uses=uses, records=records)
 
     # -- seeing inside ----------------------------------------------------------------------------
+
+    @property
+    def host_planned(self) -> HostPlannedLayers:
+        """The layers, as they are served now."""
+        assert self._layers is not None
+        return self._layers
 
     @property
     def policy(self) -> Policy:
@@ -294,7 +311,7 @@ class ExpertServer:
 
     @property
     def predictor(self) -> Measured | None:
-        return self.host_planned.predictor
+        return self._predictor
 
     @property
     def overhead(self) -> int:
@@ -314,12 +331,11 @@ class ExpertServer:
 
     def _take_decode_counts(self) -> None:
         if self.host_planned.cpu is not None:
-            self.host_planned.counts.take(self.cache.table.counters)
+            self._step_counts.residency.take(self.cache.table.counters)
         if self.cache.device_table is not None:
             self.cache.read_device()
-            self.cache.device_table.take_counts(
-                self.host_planned.counts, self.engine.stats, self.host_planned.prefetch_stats
-            )
+            counts = self._step_counts
+            self.cache.device_table.take_counts(counts.residency, self.engine.stats, counts.prefetch)
 
     def reset_stats(self) -> None:
         self._take_decode_counts()

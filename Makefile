@@ -10,6 +10,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind
 # ISA=avx2 holds torch, vLLM and the native kernel down, as on a processor without AVX-512.
 HELD := $(if $(filter avx2,$(ISA)),PYTHONPATH=$(CURDIR)/tests/support/without_avx512)
 PYTEST := $(ONE_THREAD) $(HELD) $(BIN)/python -m pytest
+NATIVE_TESTS := $(addprefix tests/,$(addprefix kernels/,test_kernels.py test_codebook.py test_native_planner.py) executor server vllm_plugin/test_dense_kernels.py e2e/test_models.py)
 FAST := $(PYTEST) -m "not engine" -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
@@ -41,8 +42,8 @@ fast: setup ## only the tests that start no vLLM engine
 engine: setup ## only the tests that start one
 	$(PYTEST) -m engine -n $(JOBS) --dist loadfile
 
-native: setup ## only the tests that this processor's own instructions can change
-	$(PYTEST) tests/kernels/test_kernels.py tests/kernels/test_codebook.py tests/executor tests/cache tests/server tests/e2e/test_models.py -n $(JOBS) --dist loadfile
+native: setup ## only the tests that a processor's instructions can change (ISA=avx2: held down)
+	$(PYTEST) $(NATIVE_TESTS) -n $(JOBS) --dist loadfile
 
 arm: setup ## the native library compiles for ARM and with clang, too
 	@$(BIN)/python -m pip install --quiet ziglang

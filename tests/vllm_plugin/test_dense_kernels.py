@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+import vllm.model_executor.kernels.linear as registry
 from vllm.config import set_current_vllm_config
 from vllm.distributed import (
     cleanup_dist_env_and_memory,
@@ -13,11 +14,13 @@ from vllm.distributed import (
 from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
+from vllm.platforms import PlatformEnum
 
 from tests.quantize.readers import kinds
 from tests.quantize.readers.kinds import awq, compressed_tensors, gptq, random_integers
 from tests.vllm_plugin.test_prepare import configure
 from vllm_dymoe.kernels import native
+from vllm_dymoe.vllm_plugin import dense_kernels
 from vllm_dymoe.vllm_plugin.dense_kernels import register_kernels
 from vllm_dymoe.vllm_plugin.quant_config import DymoeConfig
 
@@ -56,6 +59,19 @@ def _one_rank(tmp_path_factory):
         ensure_model_parallel_initialized(1, 1)
     yield
     cleanup_dist_env_and_memory()
+
+
+@pytest.fixture(autouse=True)
+def amx(monkeypatch):
+    """Whether vLLM finds AMX, which decides whose kernels come first: not, whatever this processor has."""
+    state = {"found": False}
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: state["found"])
+    for name, ours in dense_kernels._REGISTERS.items():
+        known = getattr(registry, name, {})
+        others = {platform: [k for k in kernels if k.__name__ != ours] for platform, kernels in known.items()}
+        monkeypatch.setattr(registry, name, others, raising=False)
+    register_kernels()
+    return state
 
 
 def load_layer(config, tensors, dtype, name="o_proj"):
@@ -116,11 +132,12 @@ def test_a_model_without_the_plugin_keeps_vllms_kernels():
     assert tensors.keys() <= dict(layer.named_parameters()).keys()
 
 
-def test_vllms_choice_has_them_once(monkeypatch):
-    import vllm.model_executor.kernels.linear as registry
-    from vllm.platforms import PlatformEnum
-
+@pytest.mark.parametrize(
+    ("found", "names"), [(False, ["IntegerKernel", "object"]), (True, ["object", "IntegerKernel"])]
+)
+def test_vllms_choice_has_them_once_behind_its_own_where_there_is_amx(monkeypatch, amx, found, names):
+    amx["found"] = found
     monkeypatch.setattr(registry, "_POSSIBLE_KERNELS", {PlatformEnum.CPU: [object]})
     register_kernels()
     register_kernels()
-    assert [kernel.__name__ for kernel in registry._POSSIBLE_KERNELS[PlatformEnum.CPU]] == ["IntegerKernel", "object"]
+    assert [kernel.__name__ for kernel in registry._POSSIBLE_KERNELS[PlatformEnum.CPU]] == names

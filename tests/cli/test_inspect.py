@@ -71,7 +71,7 @@ def test_what_was_measured_of_the_disk(checkpoint):
     assert (found["alignment"], found["disk"]["depth"]) == (4096, rates.depth)
     assert (found["disk"]["cached"], found["disk"]["warm"]) == (rates.cached, rates.warm)
     assert "GB/s" in command("inspect", checkpoint).stdout
-    levels = report(checkpoint, "--budget", "50%", "--host-memory", "25%")["memory_precisions"]
+    levels = report(checkpoint, "--budget", "50%", "--host-memory", "25%")["memory_tiers"]
     every = 2 * EXPERTS
     assert [row["experts"] for row in levels] == [every // 2, every // 4, every]
 
@@ -138,7 +138,7 @@ def test_verify_finds_one_flipped_bit(checkpoint, bits, expert, byte):
     content = bytearray(path.read_bytes())
     header_end = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:header_end])
-    begin = header_end + header["4bit.packed experts"]["data_offsets"][0] + expert * place.stride + place.start
+    begin = header_end + header["4bit.blobs"]["data_offsets"][0] + expert * place.stride + place.start
     content[begin + byte % fmt.nbytes] ^= 0x10
     path.write_bytes(content)
     assert command("inspect", checkpoint).exit_code == 0  # which reads no experts without --verify

@@ -152,7 +152,7 @@ def inspect(
     budget: Annotated[str, typer.Option(help="Budget for which to say what is where.")] = "25%",
     host_memory: Annotated[str, typer.Option(help="The same of host memory.")] = "auto",
 ) -> None:
-    """Show layers, experts, bytes and feasible budgets of a store or a checkpoint, and what each memory precision would
+    """Show layers, experts, bytes and feasible budgets of a store or a checkpoint, and what each memory tier would
     hold."""
     from vllm_dymoe.cli.inspect import run
 

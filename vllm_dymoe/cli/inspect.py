@@ -37,7 +37,7 @@ _SHARES = (0.25, 0.5, 1.0)
 _TABLES = {
     "versions": "Experts",
     "errors": "Relative errors by bits",
-    "memory_precisions": "What each memory precision would hold",
+    "memory_tiers": "What each memory tier would hold",
     "budgets": "Budgets, kernel workspace included",
 }
 _SAID = {"ordered": "columns in another order at bits", "fallbacks": "not calibrated"}
@@ -54,7 +54,7 @@ def run(path: Path, budget: str = "25%", host_memory: str = "auto", *, verify: b
         store = FileStore(path)
         try:
             report = _describe_store(store)
-            report["memory_precisions"] = _memory_precisions(store.experts, budget, host_memory)
+            report["memory_tiers"] = _memory_tiers(store.experts, budget, host_memory)
             if verify:
                 _verify(store)
                 report["verified"] = True
@@ -101,8 +101,8 @@ def _describe_store(store: FileStore) -> dict[str, Any]:
     }
 
 
-def _memory_precisions(experts: ModelExperts, budget: str, host_memory: str) -> list[dict[str, Any]]:
-    """Experts and bytes of each memory precision at the highest bits, below a device with memory of its own, on this
+def _memory_tiers(experts: ModelExperts, budget: str, host_memory: str) -> list[dict[str, Any]]:
+    """Experts and bytes of each memory tier at the highest bits, below a device with memory of its own, on this
     machine."""
     options, workspace = Options.model_validate({"high": max(experts.formats), "low": 0}), workspace_bytes(experts)
     limit = limit_in_bytes(ExpertBudget.parse(budget), experts, options, workspace, 0)
@@ -113,7 +113,7 @@ def _memory_precisions(experts: ModelExperts, budget: str, host_memory: str) -> 
         ("device", budget, slots, limit),
         ("host memory", host_memory, held * all_ // whole_host_cache(experts), held),
     )
-    names = "memory precision", "budget", "experts", "bytes"
+    names = "memory tier", "budget", "experts", "bytes"
     return [dict(zip(names, row, strict=True)) for row in (*rows, ("disk", "", all_, experts.stored_nbytes))]
 
 

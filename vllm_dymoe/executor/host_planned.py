@@ -127,7 +127,7 @@ class HostPlannedLayers:
         """Run one MoE layer: [tokens, hidden], the weighted sum over each token's experts on this rank. TransferError
         if an expert could not be fetched, RoutingError if there is none of a number; the server can serve the next
         step."""
-        if len(routing.ids) == 0:
+        if routing.ids.shape[0] == 0:
             return torch.empty_like(routing.x)
         if self.fetcher.orphaned:
             self.fetcher.collect()
@@ -135,7 +135,8 @@ class HostPlannedLayers:
         if self.cpu is not None:  # which looks at numbers of experts itself
             result = self.cpu.run(routing, activation, observed=self._observed)
             if isinstance(result, torch.Tensor):
-                self._served(routing)
+                if self.migration is not None or self.predictor is not None:
+                    self._served(routing)
                 return result
             planned = result
         else:
@@ -185,7 +186,7 @@ class HostPlannedLayers:
         """The CPU executor has run a layer: predictions for it were not needed, and those of later layers are asked."""
         if self.migration is not None:
             self.migration.see(routing)
-        if self.predictor is None or self.engine.occupies_cores:
+        if self.predictor is None:
             return
         if self.prefetcher is not None:
             self.prefetcher.claim(routing.layer, {})

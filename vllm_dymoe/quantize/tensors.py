@@ -83,11 +83,11 @@ def weight_files(folder: Path) -> list[Path]:
 def check_own_files(folder: Path, files: Iterable[Path]) -> None:
     """CheckpointError for a link that leads out of a checkpoint: what it leads to would be copied, and published.
 
-    A snapshot of the Hugging Face hub has links into the packed experts beside it, which are its own.
+    A snapshot of the Hugging Face hub has links into the blobs beside it, which are its own.
     """
     whole, roots = folder.resolve(), [folder.resolve()]
     if whole.parent.name == "snapshots":
-        roots.append(whole.parent.parent / "slices")
+        roots.append(whole.parent.parent / "blobs")
     for path in files:
         if not any(path.resolve().is_relative_to(root) for root in roots):
             raise CheckpointError(

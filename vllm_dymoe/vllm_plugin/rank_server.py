@@ -60,7 +60,7 @@ class RankServer:
         A layer that cannot be computed gives zeros and fails the step (``failures``); TransferError in a warm-up that
         no other rank waits for, ConfigError for a captured layer.
         """
-        server, step, rows = self.server, self.step, len(x)
+        server, step, rows = self.server, self.step, x.shape[0]
         tokens, capturing = step.real(rows), is_captured(x)
         if self._decode is not None:
             here = ids if layer.expert_map is None else layer.expert_map[ids.long()]
@@ -86,19 +86,22 @@ class RankServer:
         routing = Routing(layer.position, self._num_layers, x, here, weights, phase, prompt, everywhere)
         routing.weights_on_input = layer.weights_on_input
         try:
-            if not len(x) or (self.failures.sentence is not None and not step.warming_up):
+            if not x.shape[0] or (self.failures.sentence is not None and not step.warming_up):
                 out = torch.zeros_like(x)  # no engine has requests, or the step has failed already
             elif step.warming_up:
                 with server.host_planned.unobserved():
                     out = server.host_planned.forward(routing, layer.activation)
             else:
-                routing.check(server.experts.num_experts)
                 observers = () if draft else self.observation.observers
-                for observer in (one for one in observers if not one.needs_actions):
-                    observer.see(routing)
+                if observers:  # an expert that does not exist fails the step before they see it
+                    routing.check(server.experts.num_experts)
+                for observer in observers:
+                    if not observer.needs_actions:
+                        observer.see(routing)
                 out = server.host_planned.forward(routing, layer.activation)
-                for observer in (one for one in observers if one.needs_actions):
-                    observer.see(routing)
+                for observer in observers:
+                    if observer.needs_actions:
+                        observer.see(routing)
         except (TransferError, RoutingError) as error:
             self._failed(error)
             out = torch.zeros_like(x)

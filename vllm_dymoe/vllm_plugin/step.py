@@ -91,7 +91,8 @@ class RunningStep:
 
     def real(self, rows: int) -> int:
         """How many of a layer's rows are tokens; the others, behind them, fill up a captured graph's batch."""
-        return rows if self.warming_up else min(rows, self.tokens)
+        scheduled = self._scheduled  # and not the properties: this is asked in every layer
+        return rows if scheduled is None else min(rows, int(scheduled.total_num_scheduled_tokens))
 
 
 @dataclass

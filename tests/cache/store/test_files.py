@@ -49,9 +49,9 @@ def test_a_projection_that_was_not_read_is_not_taken_for_checked(tmp_path):
 def test_the_shards_are_ordinary_safetensors_files(store, memory_store):
     for layer, index in enumerate(store.experts.layers):
         with safe_open(store.folder / file_name(index), "pt") as shard:
-            assert sorted(shard.keys()) == ["2bit.packed experts", "2bit.xxh3", "4bit.packed experts", "4bit.xxh3"]
+            assert sorted(shard.keys()) == ["2bit.blobs", "2bit.xxh3", "4bit.blobs", "4bit.xxh3"]
             assert torch.equal(
-                shard.get_tensor("4bit.packed experts")[3][: store.experts.formats[4].nbytes],
+                shard.get_tensor("4bit.blobs")[3][: store.experts.formats[4].nbytes],
                 memory_store.packed(SliceKey(layer, 3, 4)),
             )
 

@@ -352,7 +352,7 @@ class FileStore(HostStore):
         validate(path, file)
         count, begins, expected = self.experts.num_experts, {}, {}
         for bits, (packed, stride, start, number, parts) in slices.items():
-            begins[bits] = _locate(path, places, f"{packed}bit.packed experts", count * stride).begin + start, stride
+            begins[bits] = _locate(path, places, f"{packed}bit.blobs", count * stride).begin + start, stride
             place = _locate(path, places, f"{packed}bit.xxh3", count * parts * len(Projection) * 8)
             checks = bytearray(os.pread(file, place.nbytes, place.begin))
             if len(checks) < place.nbytes:

@@ -64,7 +64,7 @@ class StoreWriter:
         count = experts.num_experts  # packed experts come first, so that each of them is aligned
         slices = [place for place in self._places.values() if place.start == 0]
         tensors: list[tuple[str, str, tuple[int, ...], int]] = [
-            (f"{packed.bits}bit.packed experts", "U8", (count, packed.stride), count * packed.stride)
+            (f"{packed.bits}bit.blobs", "U8", (count, packed.stride), count * packed.stride)
             for packed in slices
         ]
         tensors += [
@@ -103,7 +103,7 @@ class StoreWriter:
         experts, file = self._manifest.experts, self._files[key.layer]
         slice_place = self._places[key.bits]
         data = packed.numpy().data
-        begin = self._begin[f"{slice_place.bits}bit.packed experts"] + key.expert * slice_place.stride
+        begin = self._begin[f"{slice_place.bits}bit.blobs"] + key.expert * slice_place.stride
         begin += slice_place.start + experts.formats[key.bits].sections[projection].start
         with self._refusals():
             write_at(file, data, begin)

@@ -13,7 +13,7 @@ def load(additional=None, checkpoint=None, environment=None):
 
 
 def test_the_nearest_source_wins():
-    checkpoint = {"quant_method": "dymoe", "format_version": 5, "high": 8, "group_size": 128}
+    checkpoint = {"quant_method": "dymoe", "format_version": 5, "hi": 8, "group_size": 128}
     environment = {"DYMOE_GROUP_SIZE": "32", "DYMOE_STORE_DIR": "b", "PATH": "/bin"}
     options = load({"store_dir": "c"}, checkpoint, environment)
     assert (options.high, options.group_size, str(options.store_dir)) == (8, 32, "c")
@@ -58,7 +58,7 @@ def test_impossible_budgets_are_refused(text):
         ({"high": 4, "low": 4}, {}, "low is 4 bits but must be below high, which is 4"),
         ({"policy": "best"}, {}, 'dymoe.policy: policy "best" does not exist; choose one of exact, on-demand'),
         ({}, {"DYMOE_POLICY": "best"}, 'DYMOE_POLICY: policy "best" does not exist'),
-        ({"policy": "firm", "policy_options": {"p": 1}}, {}, "dymoe.system_options: .*p: extra inputs are"),
+        ({"policy": "firm", "policy_options": {"p": 1}}, {}, "dymoe.policy_options: .*p: extra inputs are"),
         ({}, {"DYMOE_POLICY_OPTIONS": '{"k": 1}'}, "DYMOE_POLICY_OPTIONS: .*; it has look_ahead"),
         ({"policy": "dymoe", "low": 0, "policy_options": {"retention": 0}}, {}, "would skip every expert"),
         ({"predictor": "a", "policy": "on-demand"}, {}, "dymoe.predictor: .*has no use for a predictor; leave it out"),
@@ -77,8 +77,8 @@ def test_mistakes_are_one_sentence_that_names_the_place(additional, environment,
 
 def test_a_checkpoint_of_another_version_is_refused():
     with pytest.raises(ConfigError, match="has format_version 1, but this vllm-dymoe reads versions 5, 6, 7"):
-        load(checkpoint={"quant_method": "dymoe", "format_version": 1, "high": 4})
-    assert load(checkpoint={"quant_method": "dymoe", "format_version": 5, "high": 8}).high == 8
+        load(checkpoint={"quant_method": "dymoe", "format_version": 1, "hi": 4})
+    assert load(checkpoint={"quant_method": "dymoe", "format_version": 5, "hi": 8}).high == 8
 
 
 def test_a_budget_and_a_host_store_that_are_not_set_are_the_policies():
@@ -108,7 +108,7 @@ FORMAT_AND_PRECISION = {"high", "low", "group_size", "quantizer"}
 def test_a_checkpoint_sets_its_format_and_precision_and_nothing_else(option):
     """Whoever publishes a checkpoint must not choose which folders are written, and how much."""
     field = Options.model_fields[option]
-    checkpoint = {"quant_method": "dymoe", "format_version": 6, "high": 8, option: field.default}
+    checkpoint = {"quant_method": "dymoe", "format_version": 6, "hi": 8, option: field.default}
     if option == "dense":  # describes the layers that are no experts
         return
     with pytest.raises(ConfigError, match=rf"quantization_config.{option} \(config.json\)"):
@@ -118,7 +118,7 @@ def test_a_checkpoint_sets_its_format_and_precision_and_nothing_else(option):
 def test_a_trace_in_a_checkpoint_is_refused():
     trace = {"folder": "/tmp/x", "limit": "10TiB", "inputs": True}
     with pytest.raises(ConfigError, match=r"quantization_config\.trace"):
-        load(checkpoint={"quant_method": "dymoe", "high": 8, "trace": trace})
+        load(checkpoint={"quant_method": "dymoe", "hi": 8, "trace": trace})
     with pytest.raises(ConfigError, match="quantization_config"):
         load(checkpoint=8)
 
@@ -186,7 +186,7 @@ def test_numbers_that_no_clock_or_counter_holds_are_refused(option, value):
 )
 def test_parameters_that_no_clock_or_counter_holds_are_refused(policy, parameter):
     for value in (float("inf"), float("nan"), 10**400):
-        with pytest.raises(ConfigError, match=f"dymoe.system_options.*{parameter}"):
+        with pytest.raises(ConfigError, match=f"dymoe.policy_options.*{parameter}"):
             load({"policy": policy, "low": 2, "policy_options": {parameter: value}})
 
 

@@ -19,8 +19,9 @@ from vllm_dymoe.policies import POLICIES, PolicyOptionError, make_policy
 ENVIRONMENT_PREFIX = "DYMOE_"
 # Keys of a checkpoint's quantization_config that describe the checkpoint, not an option.
 _CHECKPOINT_ONLY_KEYS = frozenset({"quant_method", "format_version", "zeros_in_steps", "ordered", "codebooks", "dense"})
-# Options that a checkpoint may set: how its experts are stored. Everything else is for whoever serves it.
-_CHECKPOINT_OPTIONS = frozenset({"high", "low", "group_size", "quantizer"})
+CHECKPOINT_OPTIONS = {"hi": "high", "lo": "low", "group_size": "group_size", "quantizer": "quantizer"}
+"""Options that a checkpoint's quantization_config may set, how its experts are stored, by the keys that the format has
+for them. Everything else is for whoever serves it."""
 # What Kubernetes and Docker's links inject for a service whose name begins with "dymoe"; no option is named so.
 _OF_A_SERVICE = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 _ADDITIONAL = "additional_config.dymoe."
@@ -53,16 +54,16 @@ def resolve_options(
             "`vllm-dymoe quantize`."
         )
     stored = {key: value for key, value in (checkpoint or {}).items() if key not in _CHECKPOINT_ONLY_KEYS}
-    if foreign := sorted(map(str, stored.keys() - _CHECKPOINT_OPTIONS)):
+    if foreign := sorted(map(str, stored.keys() - CHECKPOINT_OPTIONS.keys())):
         raise ConfigError(
             f"vllm-dymoe: quantization_config.{foreign[0]} (config.json) cannot be set by a checkpoint, which says how "
-            f"its experts are stored ({', '.join(sorted(_CHECKPOINT_OPTIONS))}) and nothing else; remove it there, and "
+            f"its experts are stored ({', '.join(sorted(CHECKPOINT_OPTIONS))}) and nothing else; remove it there, and "
             f"set {_ADDITIONAL}{foreign[0]} if you want it."
         )
     variables = _read_environment(os.environ if environment is None else environment)
-    values = stored | variables | dict(additional or {})
+    values = {CHECKPOINT_OPTIONS[key]: value for key, value in stored.items()} | variables | dict(additional or {})
     # Each option as the user wrote it.
-    written = {option: f"quantization_config.{option} (config.json)" for option in stored}
+    written = {CHECKPOINT_OPTIONS[key]: f"quantization_config.{key} (config.json)" for key in stored}
     written |= {option: ENVIRONMENT_PREFIX + option.upper() for option in variables}
     written |= {option: _ADDITIONAL + option for option in additional or ()}
     policy_name = values.get("policy")

@@ -148,7 +148,7 @@ def test_config_and_small_files(model, out):
     wanted |= {"model-00001-of-00001.safetensors", "model.safetensors.index.json"}
     assert {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()} == wanted
     config = json.loads((out / "config.json").read_text())
-    ours = {"quant_method": "dymoe", "format_version": 7, "high": 4, "low": 2, "group_size": 32, "quantizer": "hqq"}
+    ours = {"quant_method": "dymoe", "format_version": 7, "hi": 4, "lo": 2, "group_size": 32, "quantizer": "hqq"}
     assert config.pop("quantization_config") == ours
     assert config == model.config
     manifest = FileStore(out).manifest

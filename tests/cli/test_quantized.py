@@ -69,7 +69,7 @@ def test_integers_are_taken_as_they_are_and_the_low_precision_is_their_upper_hal
         assert torch.equal(unpack(packed), matrix.codes)
         assert torch.equal(dequantize(packed, dtype_of(kind)), matrix.dequantize())
     config = json.loads((out / "config.json").read_text())["quantization_config"]
-    assert (config["quant_method"], config["high"], config["low"], config["group_size"]) == ("dymoe", 4, 2, 32)
+    assert (config["quant_method"], config["hi"], config["lo"], config["group_size"]) == ("dymoe", 4, 2, 32)
     assert config["dense"] == config_of(kind)
     assert config["zeros_in_steps"] == ([4, 2] if kind == "awq" else [])
     assert config["ordered"] == ([4, 2] if ordered else [])

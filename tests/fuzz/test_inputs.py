@@ -47,7 +47,7 @@ QUANTIZED = (
     {"quant_method": "auto-round", "bits": 4, "group_size": 128, "extra_config": {"a.experts": {"bits": 4}}},
     {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {
         "targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}}}},
-    {"quant_method": "dymoe", "format_version": 6, "high": 4, "low": 2, "group_size": 64, "quantizer": "rtn",
+    {"quant_method": "dymoe", "format_version": 6, "hi": 4, "lo": 2, "group_size": 64, "quantizer": "rtn",
      "zeros_in_steps": [], "ordered": [], "codebooks": {"4": "mxfp4"}},
 )  # fmt: skip
 

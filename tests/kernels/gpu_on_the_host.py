@@ -25,7 +25,7 @@ import gpu  # noqa: E402
 import kernel_speeds  # noqa: E402
 import processes  # noqa: E402
 from layers import Model  # noqa: E402
-from parts import graphs, kernels, sanitizer, server, speeds  # noqa: E402
+from parts import graphs, kernels, runtime, sanitizer, speeds  # noqa: E402
 
 from tests.support.launches import decode_as_launches  # noqa: E402
 from vllm_dymoe.kernels import Activation, make_kernel  # noqa: E402
@@ -44,10 +44,10 @@ kernels.BITS, kernels.COUNTS, kernels.DECODED = ((4,),), (1, 20), (66, 40)
 kernels.FORWARD_CASES = [(ExpertShape(66, 40, 32, torch.bfloat16, True), Activation.SILU)]
 kernels.DECODE_CASES = [(torch.float16, DecodeTile(4, 2))]
 kernel_speeds.LAYERS = (Model(64, 64, 3, 2, name="Mixtral-8x7B"),)
-server.MODEL = Model(layers=2, experts=6, top_k=2, hidden=72, intermediate=40, group=32)
-graphs.MODEL = replace(server.MODEL, layers=6, experts=4, hidden=64, intermediate=32)
+runtime.MODEL = Model(layers=2, experts=6, top_k=2, hidden=72, intermediate=40, group=32)
+graphs.MODEL = replace(runtime.MODEL, layers=6, experts=4, hidden=64, intermediate=32)
 sanitizer.MODEL = replace(graphs.MODEL, layers=2, experts=2, top_k=1)
-server.TOKENS, server.BUSY_BYTES = (1, 2, 20), 1 << 10
+runtime.TOKENS, runtime.BUSY_BYTES = (1, 2, 20), 1 << 10
 graphs.STEPS, graphs.BATCH, graphs.WIDE = 3, 2, 20
 sanitizer.TOKENS = (1, 10)
 if "short" not in sys.argv:  # a launch in the interpreter takes a second: one part shows that the server launches them

@@ -13,7 +13,7 @@ import json
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.server import driver
+from triton.runtime import driver
 from tests.kernels.matrices import random_expert
 from benchmarks.gpu.experts import ExpertWork, compute_experts
 from vllm_dymoe.kernels import (Activation)

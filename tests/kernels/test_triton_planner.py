@@ -9,7 +9,7 @@ from tests.kernels.sections import DEVICE, at_the_edge
 from tests.kernels.twins import Twins
 from tests.support import recorded_routing
 from tests.support.decode_steps import COSTS, EXPERTS, LAYERS, TOKENS, make_table, random_step, rows
-from tests.support.decode_steps import plan_small_batch_on_gpu as decide_step
+from tests.support.decode_steps import decide as decide_step
 from vllm_dymoe.kernels.triton.planner import plan_small_batch_on_gpu
 from vllm_dymoe.planner.plan import LayerPlan
 from vllm_dymoe.planner.rule import HIGH, LOW

@@ -143,7 +143,7 @@ def test_a_model_without_experts_is_refused_or_left_alone(tmp_path):
 
 
 def test_a_checkpoint_of_ours_needs_no_flag_and_cannot_be_contradicted(tmp_path):
-    checkpoint = with_quantization_config(tmp_path, {"quant_method": "dymoe", "format_version": 5, "high": 8, "low": 2})
+    checkpoint = with_quantization_config(tmp_path, {"quant_method": "dymoe", "format_version": 5, "hi": 8, "lo": 2})
     config = configure(model=checkpoint, quantization=None)
     assert config.model_config.quantization == "dymoe"
     options = read_options(config, config.quant_config.checkpoint)

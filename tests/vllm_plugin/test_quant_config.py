@@ -150,7 +150,7 @@ def test_what_the_formats_of_a_checkpoint_are(config):
     own = {"integer_zeros": config is AWQ, "act_order": bool(ordered), "encoding": encoding_of(4)}
     assert format_fields(reader, {}, 4) == own
     assert format_fields(reader, {}, 2) == {"integer_zeros": False, "act_order": False, "encoding": encoding_of(2)}
-    ours = {"quant_method": "dymoe", "format_version": 5, "high": 16, "low": 4, "group_size": 32, "quantizer": "rtn"}
+    ours = {"quant_method": "dymoe", "format_version": 5, "hi": 16, "lo": 4, "group_size": 32, "quantizer": "rtn"}
     ours |= describe_encodings({4: ExpertFormat(64, 64, group_size=32, dtype=torch.bfloat16, **own)})
     load, dymoe = SimpleNamespace(load_format="auto"), {"high": 16, "low": 4, "group_size": 32}
     served = SimpleNamespace(
@@ -168,7 +168,7 @@ def test_what_the_formats_of_a_checkpoint_are(config):
         assert [fmt.integer_zeros for fmt in model.experts.formats.values()] == [False, config is AWQ]
 
 
-OURS = {"quant_method": "dymoe", "format_version": 5, "high": 4, "zeros_in_steps": [4], "dense": AWQ}
+OURS = {"quant_method": "dymoe", "format_version": 5, "hi": 4, "zeros_in_steps": [4], "dense": AWQ}
 
 
 @pytest.mark.parametrize("quantization", [AWQ, OURS])

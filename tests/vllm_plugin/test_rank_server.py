@@ -79,13 +79,13 @@ class Server:
 
     experts, cpu_execution = SimpleNamespace(layers=(0,), num_experts=64), SimpleNamespace(cpu_queue=None)
     policy = SimpleNamespace(precision=PrecisionPolicy(), prefetch=None)
-    decode = None
+    small_batches = None
 
     def __init__(self, error=None):
         self.log, self.error = [], error
 
     @property
-    def serving(self):
+    def host_planned(self):
         return self
 
     def begin_step(self, phase):

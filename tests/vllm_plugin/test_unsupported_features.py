@@ -200,7 +200,7 @@ def packed_for(folder, ranks):
     experts = experts_of(config, read_options(config, None))
     manifest = Manifest(experts, "rtn", "0" * 16, (0, ranks))
     (folder / MANIFEST).write_text(json.dumps(manifest.to_json()))
-    ours = {"quant_method": "dymoe", "format_version": 5, "high": 4, "low": 0, "group_size": 64, "quantizer": "rtn"}
+    ours = {"quant_method": "dymoe", "format_version": 5, "hi": 4, "lo": 0, "group_size": 64, "quantizer": "rtn"}
     text = json.loads((MODEL / "config.json").read_text()) | {"quantization_config": ours}
     (folder / "config.json").write_text(json.dumps(text))
     return folder

@@ -19,6 +19,7 @@ from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.packer import Journal, is_journal_of, pack
 from vllm_dymoe.quantize.readers.base import check_compatible, quantizer_name
 from vllm_dymoe.quantize.tensors import CheckpointError, check_own_files, copy_tensors, weight_files
+from vllm_dymoe.resolve import CHECKPOINT_OPTIONS
 
 _WEIGHT_SUFFIXES = frozenset(
     (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".tflite", ".ot")
@@ -29,7 +30,7 @@ _TEMPLATE_FOLDER = "additional_chat_templates"
 
 def quantization_config(options: Options) -> dict[str, Any]:
     """What config.json says of experts that are quantized from 16 bits."""
-    said = {key: getattr(options, key) for key in ("high", "low", "group_size", "quantizer")}
+    said = {key: getattr(options, option) for key, option in CHECKPOINT_OPTIONS.items()}
     return {"quant_method": "dymoe", "format_version": STORE_VERSION} | said
 
 

@@ -19,7 +19,7 @@ from vllm_dymoe.quantize.readers import PLAIN_READER, Reader, make_reader
 from vllm_dymoe.quantize.readers.base import check_compatible, store_group_sizes
 from vllm_dymoe.quantize.readers.configurations import EXPERT_DTYPE, describe_modelopt, with_expert_dtype
 from vllm_dymoe.quantize.tensors import CheckpointError
-from vllm_dymoe.resolve import resolve_options
+from vllm_dymoe.resolve import CHECKPOINT_OPTIONS, resolve_options
 from vllm_dymoe.vllm_plugin.dense import check_dense, packed_method
 from vllm_dymoe.vllm_plugin.loading import Loading
 from vllm_dymoe.vllm_plugin.rank_server import RankServer
@@ -176,7 +176,7 @@ def read_options(
         # The packer checks what config.json does not say.
         columns = expert_width(vllm_config) or 0, _ranks_of_an_expert(vllm_config)
         sizes = store_group_sizes(reader, *columns)
-        options = resolve_options(asked, {"high": reader.bits, **({"group_size": sizes[0]} if sizes else {})})
+        options = resolve_options(asked, {"hi": reader.bits, **({"group_size": sizes[0]} if sizes else {})})
         with _as_config_error():
             check_compatible(reader, options.stored_bits, options.group_size, *columns)
         return options
@@ -186,8 +186,8 @@ def read_options(
             f'vllm-dymoe: quantizer "{options.quantizer}" needs a calibration, which there is none of while a model '
             "loads; write a checkpoint with `vllm-dymoe quantize --calibration FOLDER` and serve that."
         )
-    for option in ("high", "low", "group_size", "quantizer"):
-        stored, wanted = (checkpoint or {}).get(option), getattr(options, option)
+    for key, option in CHECKPOINT_OPTIONS.items():
+        stored, wanted = (checkpoint or {}).get(key), getattr(options, option)
         if stored is not None and stored != wanted:
             raise ConfigError(
                 f"vllm-dymoe: {option} = {wanted} was asked for, but this checkpoint was written with "

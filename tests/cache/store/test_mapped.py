@@ -12,7 +12,7 @@ from vllm_dymoe.kernels import native
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="mappings are guarded by the native library")
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SERVED = """
 import faulthandler, mmap, os, signal, sys
 from pathlib import Path

@@ -64,8 +64,7 @@ class StoreWriter:
         count = experts.num_experts  # packed experts come first, so that each of them is aligned
         slices = [place for place in self._places.values() if place.start == 0]
         tensors: list[tuple[str, str, tuple[int, ...], int]] = [
-            (f"{packed.bits}bit.blobs", "U8", (count, packed.stride), count * packed.stride)
-            for packed in slices
+            (f"{packed.bits}bit.blobs", "U8", (count, packed.stride), count * packed.stride) for packed in slices
         ]
         tensors += [
             (f"{packed.bits}bit.xxh3", "I64", (count, packed.slices, 3), count * packed.slices * 3 * 8)

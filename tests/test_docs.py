@@ -100,7 +100,7 @@ def test_places_in_the_code_exist():
     """The architecture page names them ``path.py::Class.name``, and later ``Class.name``."""
     page = DOCS["docs/architecture.md"]
     classes = {}
-    found = re.findall(r"`([\w/]+\.py)(?:::([\w.]+))?`", page)
+    found = re.findall(r"`([\w/]+\.(?:py|h))(?:::([\w.]+))?`", page)
     assert len(found) > 20
     for path, name in found:
         file = next((root / path for root in (ROOT / "vllm_dymoe", ROOT) if (root / path).is_file()), None)
@@ -114,6 +114,8 @@ def test_places_in_the_code_exist():
 
 
 def definitions(path):
+    if path.suffix == ".h":
+        return set(re.findall(r"^\S.*?\b(\w+)\(", path.read_text(), re.MULTILINE))
     names = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.ClassDef):

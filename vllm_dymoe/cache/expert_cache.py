@@ -1,4 +1,4 @@
-"""What a budget has become: the plan, the slots, and the table that says which experts are in them."""
+"""The expert cache of one rank: device slots, and the table that says which experts are in them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
@@ -21,26 +21,26 @@ from vllm_dymoe.planner.table import CODES, Table, check_integrity, set_pools
 
 
 class Writer(StrEnum):
-    """What writes the table's rows."""
+    """Who writes the table's rows."""
 
-    HOST = "host"  # the host, in every step; there are no others
+    HOST = "host"  # the host, in every step; there is no table on the device
     DEVICE = "device"
-    """The device, in every step. Each layer has slots of its own, behind which lie those that no layer keeps. The host
-    has a copy of the rows as far as it has asked for them."""
+    """The device, in every step. Each layer has a range of slots of its own; the staging slots follow after them. The
+    host has a copy of the rows, as of the last time it asked."""
     PLANNER = "planner"
-    """The host, between steps. The device has a copy of the rows, where it runs steps. Every expert is there, so that a
-    step of the device plans nothing and only counts."""
+    """The host, between steps. The device has a copy of the rows. Every expert is resident, so a device step has no
+    misses and only counts uses."""
 
 
 class Budget(NamedTuple):
-    """Device bytes that experts may take, and those that they take."""
+    """Device bytes that experts may take (``limit``), and those that they take."""
 
     limit: int
     reserved: int
 
 
 class SlotPools(dict[Precision, SlotPool]):
-    """Slots by precision, the high one first."""
+    """The slots of each precision, the high one first."""
 
     def __init__(self, device: torch.device, device_memory: DeviceMemory) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class SlotPools(dict[Precision, SlotPool]):
         self._where = "host" if device.type == "cpu" else "device"  # in messages
 
     def make(self, precision: Precision, fmt: ExpertFormat, count: int, reserved: int) -> None:
-        """Add slots whose memory is there from now on; ConfigError if something else has taken it already."""
+        """Allocate the slots of a precision; ConfigError if the memory is not available."""
         nbytes, available = count * fmt.nbytes, self._device_memory.available()
         if available < nbytes:
             raise ConfigError(
@@ -79,7 +79,7 @@ class SlotPools(dict[Precision, SlotPool]):
         self._device_memory.available()
 
     def check_growth(self, plan: SlotPlan, before: SlotPlan, formats: Mapping[Precision, ExpertFormat]) -> None:
-        """ConfigError for more slots than fit beside what computation takes; the old ones are still there."""
+        """ConfigError if a larger plan's slots leave too little memory for computation; old slots still exist."""
         if plan.limit <= before.limit:  # the device has given as much before
             return
         wanted = sum(count * formats[precision].nbytes for precision, count in plan.slots.items())
@@ -95,13 +95,13 @@ class SlotPools(dict[Precision, SlotPool]):
 
 
 class ExpertCache:
-    """The device memory of one rank's experts; the device can read the store, unless the host is the writer."""
+    """Slots and table of one rank's experts. Unless the host is the writer, the device must reach the store."""
 
     slot_plan: SlotPlan  # how the budget is spent
     budget: Budget  # every byte of it
-    table: Table  # which experts are in them, on the host
-    nested: bool  # whether slots of the low precision hold bases, and those of the high one residual slices
-    parts: Mapping[Precision, tuple[Precision, ...]]  # pools that an expert of a precision needs a slot of
+    table: Table  # which experts are in the slots; the host's table
+    nested: bool  # whether low slots hold base slices, and high ones residual slices
+    parts: Mapping[Precision, tuple[Precision, ...]]  # pools in which an expert of a precision needs a slot
 
     def __init__(
         self, store: HostStore, device: torch.device, device_memory: DeviceMemory, writer: Writer = Writer.HOST
@@ -109,21 +109,23 @@ class ExpertCache:
         self.store, self.experts, self.writer, self.in_store = store, store.experts, writer, views(store)
         self.pools = SlotPools(device, device_memory)
         self.bits: dict[Precision, int] = {}  # of what the slots of each precision hold
-        self.device_table: DeviceTable | None = None  # what steps without the host go by
+        self.device_table: DeviceTable | None = None  # for device-side planning
         if writer is not Writer.HOST:
             assert store.readable
             self.device_table = DeviceTable(store, device)
 
     def store_moved(self) -> None:
-        """The store's bytes will lie elsewhere; what the device goes by follows with the next ``serve``."""
+        """Note that the store's bytes move; the device table gets the new addresses with the next ``serve``."""
         self.in_store = views(self.store)
         if self.device_table is not None:
             self.device_table.store_moved()
 
     def allocate(self, plan: SlotPlan, bits: Mapping[Precision, int], *, reuse_high: bool) -> None:
-        """Make the slots of a plan, when those of the plan before have been freed; ConfigError if the device has no
-        memory, AssertionError if the budget does not hold them. No expert is there then, except where the device
-        decides and all of them have a slot."""
+        """Allocate the slots of a plan; the old ones must be free. ConfigError if the device lacks the memory,
+        AssertionError if the slots exceed the budget.
+
+        No expert is resident afterwards, except with device-side planning and a slot for every expert: then all are.
+        """
         self.slot_plan, self.bits = plan, {precision: bits[precision] for precision in plan.slots}
         taken = sum(count * self.experts.formats[bits[precision]].nbytes for precision, count in plan.slots.items())
         self.budget = Budget(plan.limit, plan.workspace_bytes + taken)
@@ -150,7 +152,7 @@ class ExpertCache:
             self.device_table.fill(self.pools, plan.quotas)
 
     def resident(self, layer: int, expert: int, wanted: Precision) -> tuple[Precision, tuple[Slot, ...]]:
-        """The version of an expert that serves where a precision is wanted, of what is there, and its slots."""
+        """Return the resident version of an expert that serves a wanted precision, and its slots."""
         table = self.table
         precision = Precision.HIGH if table.precision[layer, expert] == HIGH else Precision.LOW
         if not self.nested:
@@ -161,14 +163,14 @@ class ExpertCache:
         return precision, (base, self.pools[Precision.HIGH].slots[table.slot[1, layer, expert]])
 
     def lacking(self, layer: int, expert: int, precision: Precision) -> tuple[Precision, ...]:
-        """Pools that an expert needs a slot of before it can serve at a precision; none where another version is
-        there."""
+        """Return the pools in which an expert still needs a slot to serve a precision; none if another version is
+        resident."""
         if not self.nested:
             return () if self.table.precision[layer, expert] else (precision,)
         return tuple(part for part in self.parts[precision] if self.slot_of(layer, expert, part) is None)
 
     def far(self, layer: int, wanted: Mapping[int, Precision]) -> list[bool]:
-        """Which of the wanted experts have no slot for what is wanted, and are not in host memory either."""
+        """Return for each wanted expert whether it is neither in a slot at that precision nor in host memory."""
         far, held = [], self.table.precision[layer]
         for expert, precision in wanted.items():
             lacks = self.lacking(layer, expert, precision) if self.nested else held[expert] != CODES[precision]
@@ -177,17 +179,17 @@ class ExpertCache:
         return far
 
     def lost(self, layer: int, wanted: Mapping[int, Precision], on_cpu: Iterable[int]) -> str:
-        """Why some of the wanted experts were not computed by the CPU; empty if all were."""
+        """Return why bytes of experts that the CPU executed could not be read; empty if all could."""
         parts = ((expert, part) for expert in on_cpu for part in self.parts[wanted[expert]])
         return self.store.lost(SliceKey(layer, expert, self.bits[part]) for expert, part in parts)
 
     def slot_of(self, layer: int, expert: int, part: Precision) -> Slot | None:
-        """The slot in a precision's pool that an expert's row names, if it does, where the versions are nested."""
+        """Return an expert's slot in a pool, or None; for nested versions only."""
         index = self.table.slot[int(part is Precision.HIGH), layer, expert]
         return self.pools[part].slots[index] if index >= 0 else None
 
     def packed(self, slots: Sequence[Slot]) -> PackedExpert:
-        """What lies in the slots of an expert: in one, or in a base and a residual slice."""
+        """Return the packed expert in one slot, or in the slots of a base and a residual slice."""
         base = slots[0].expert
         assert base is not None
         if len(slots) == 1:
@@ -198,15 +200,17 @@ class ExpertCache:
         return residual.joined[1]
 
     def evict(self, layer: int, expert: int, part: Precision | None = None) -> bool:
-        """Free an expert's slots, which the next copy may write once their last reader has ended; False if it has none.
-        For the pool of residual slices it keeps its base."""
+        """Free an expert's slots, or with the high pool of nested versions its residual slice alone.
+
+        The next copy waits for a slot's last reader. Returns False if the expert had no slot.
+        """
         freed = self.table.remove(layer, expert, residual=self.nested and part is Precision.HIGH)
         for precision, index in freed:
             self.pools[precision].give_back(self.pools[precision].slots[index], kept=True)
         return bool(freed)
 
     def clear(self) -> None:
-        """Keep no expert, and forget which ones were used; no step may be running."""
+        """Evict all experts and forget all scores; no step may be running."""
         if self.device_table is not None and self.writer is Writer.DEVICE:
             self.device_table.table.clear()
             self.device_table.fill(self.pools, self.slot_plan.quotas)
@@ -217,10 +221,10 @@ class ExpertCache:
                 self.evict(layer, expert)
         self.table.clear()
 
-    # -- what the device has --------------------------------------------------------------------
+    # -- the device's table ---------------------------------------------------------------------
 
     def rows_changed(self, layer: int) -> None:
-        """Copy a layer's rows to the device, behind all that computes and before what is launched or replayed next."""
+        """Enqueue a copy of a layer's rows to the device, after all launches so far and before the next ones."""
         if self.device_table is None:
             return
         for name in ("precision", "slot"):
@@ -228,13 +232,13 @@ class ExpertCache:
             getattr(self.device_table.table, name)[..., layer, :].copy_(rows, non_blocking=True)
 
     def read_device(self) -> None:
-        """Where the device writes, learn what it has written; waits for it."""
+        """Copy the rows from the device, if it writes them; waits for it."""
         if self.device_table is not None and self.writer is Writer.DEVICE:
             self.table.copy_rows(self.device_table.table)
 
 
 def views(store: HostStore) -> Callable[[int, int, tuple[int, ...]], PackedExpert]:
-    """Experts of a store in memory where they lie, by layer, number, and bits of the slices that they are made of."""
+    """Return a cached function from (layer, expert, bits of its slices) to the expert in the store's memory."""
 
     @cache
     def view(layer: int, expert: int, bits: tuple[int, ...]) -> PackedExpert:
@@ -248,8 +252,10 @@ def views(store: HostStore) -> Callable[[int, int, tuple[int, ...]], PackedExper
 
 
 def check_cache(cache: ExpertCache, in_flight: Iterable[tuple[Precision, Slot, bool]], *, moving: bool = False) -> None:
-    """AssertionError unless every slot is free, in a row, or in flight, and the budget is kept, by each layer unless
-    shares are moving; waits for the device."""
+    """AssertionError unless every slot is free, in a row or in flight, and the budget and quotas are kept.
+
+    ``moving``: only the sum of the quotas has to be kept. Waits for the device.
+    """
     flying, decides = list(in_flight), cache.writer is Writer.DEVICE
     if cache.device_table is not None:
         on_device = cache.device_table.table.on_host()

@@ -1,1 +1,1 @@
-"""Runs the plans of layers: on a GPU, on a CPU, and between both."""
+"""Executors: run the plans of layers on a GPU, on a CPU, or on both."""

@@ -1,4 +1,4 @@
-"""Work of a device beside its computation, in a step without the host."""
+"""A second stream for copies that run concurrently with computation, in steps without the host."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -8,24 +8,24 @@ import torch
 
 
 class Branch:
-    """Where work is done beside the computation: here where it stands, since a CPU plays the device."""
+    """A branch on a CPU that plays the device: work runs at once, in the calling thread."""
 
     def fork(self) -> AbstractContextManager[None]:
-        """Inside, work is enqueued behind what the computing stream was given before, and beside what it is given."""
+        """Enqueue work on the branch: after what the compute stream has now, concurrently with what it gets later."""
         return nullcontext()
 
     def mark(self) -> Any:
-        """The point that work on the branch has come to."""
+        """Return a mark after all work that is on the branch now."""
 
     def join(self, mark: Any) -> None:
-        """The computing stream goes on behind a point of the branch."""
+        """Let the compute stream wait for a mark of the branch."""
 
 
 class CudaBranch(Branch):
-    """A stream of its own, which a capture of the computing stream takes in."""
+    """A CUDA stream of its own; a graph capture of the compute stream includes it."""
 
     def __init__(self, device: torch.device) -> None:
-        # Few programs that wait for the link: they begin as soon as there is room for one beside the products.
+        # High priority: the few programs that wait for the link start as soon as a multiprocessor has room.
         self._device, self._stream = device, torch.cuda.Stream(device, priority=-1)
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""What of a rank's misses the host computes, with what, and at which costs: the counterpart of ``device_table``."""
+"""CPU execution of one rank's misses: worker, rates and costs."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,14 +25,14 @@ class CpuExecution:
     """CPU execution of one rank's misses; ConfigError if memory for a CPU queue cannot be had.
 
     Args:
-        decoding: kernels that plan on the device, if it plans; they get the CPU queue.
+        decoding: the kernels that plan on the device, or None; they get the CPU queue.
         lock: pins memory for the device; returns the reason why that failed, or None.
-        kept: file that keeps the rates from start to start; None to measure anew.
+        kept: file that stores the rates between starts; None to measure them again.
 
     Attributes:
-        worker: the CPU queue where the device leaves misses, or the cores for what the host's steps leave; None where
-            nothing is computed beside a device.
-        rates: of link and host, where misses are shared between them.
+        worker: a CpuQueue for device-side plans, a CpuWorker for host-side plans; None if there is no device to compute
+            concurrently with.
+        rates: of link and CPU, if misses are shared between them.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class CpuExecution:
         return self.worker if isinstance(self.worker, CpuQueue) else None
 
     def _measured(self, store: HostStore, engine: TransferEngine, kept: Path | None) -> Rates | None:
-        """Rates that misses are shared by, measured unless a file of them is ``kept`` that holds for this; None where
-        they are not shared."""
+        """Return the rates by which misses are shared, from the file ``kept`` if it is valid for this machine and
+        configuration; None if misses are not shared."""
         worker, options = self.worker, self._options
         if options.misses != "share" or worker is None:
             return None
@@ -79,7 +79,7 @@ class CpuExecution:
         )
 
     def costs(self, served: Mapping[Precision, int]) -> NDArray[np.int64]:
-        """What the rule goes by, int64 [3, 4] as ``Table.cpu_costs``, for the bits of each precision that is served."""
+        """Return ``Table.cpu_costs``, int64 [3, 4], for the bits of each precision that is served."""
         if not self._options.computes_misses:
             return np.zeros((3, len(Cost)), np.int64)
         by_precision = {HIGH: served[Precision.HIGH], LOW: served[Precision.LOW]}
@@ -88,7 +88,7 @@ class CpuExecution:
         return costs(formats, self.rates, most)
 
     def describe(self) -> str:
-        """What becomes of misses, in words; empty if all are fetched."""
+        """Describe in words how misses are executed; empty if all are fetched."""
         if not self._options.computes_misses:
             return ""
         if self.worker is None:

@@ -1,7 +1,8 @@
-"""Misses that are computed by the CPU: the host's cores beside a device.
+"""CPU workers: threads that execute misses on the CPU while the device computes the rest.
 
-Steps that the device plans leave them at a CPU queue (``kernels.cpu_queue``), where a thread without the interpreter
-lock answers; steps that the host plans hand them to a thread as they come, while the link brings the others.
+Device-side plans post misses to a queue in memory that both map (``kernels.cpu_queue``); a native thread, which does
+not hold the interpreter lock, answers them. Host-side plans hand misses to a Python thread while the link brings
+others.
 """
 
 import itertools
@@ -27,14 +28,14 @@ from vllm_dymoe.planner.large_batch import MOST_PARTS
 from vllm_dymoe.planner.plan import LayerPlan
 from vllm_dymoe.planner.routing import Routing
 
-_LOOKS = 16  # of the watchdog within the time that it allows
-_TRIPS = 256  # of which the median is taken
+_LOOKS = 16  # checks of the watchdog within one timeout
+_TRIPS = 256  # round trips; the median counts
 
 
 def cpu_worker_threads(device_type: str) -> int:
-    """Cores that may compute beside a device: all but the one that launches, or half of those of an emulated one.
+    """Return how many cores may execute misses: all but the one that launches, or half of them beside an emulated card.
 
-    Ranks of one machine have equal parts.
+    The ranks of one machine share its cores equally.
     """
     cores, ranks = usable_cores(), 1
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -50,7 +51,7 @@ def _late(what: str, timeout: float) -> str:
 
 
 def _round_trip(ask: Callable[[], object]) -> float:
-    """Seconds until an answer to nothing is there, as the median."""
+    """Return the median seconds of an empty round trip."""
     times = []
     for _ in range(_TRIPS):
         begun = time.perf_counter()
@@ -60,22 +61,25 @@ def _round_trip(ask: Callable[[], object]) -> float:
 
 
 class CpuQueue:
-    """What one rank's device leaves to the host in steps of its own, of up to so many tokens, and the threads that
-    answer and watch. ValueError if there is no native library, OSError if the memory cannot be had.
+    """The CPU worker of device-side plans: a queue that both sides map, a thread that answers, and a watchdog.
 
     Args:
-        timeout: seconds that an answer may take; 0 for ever.
-        activations: bits of those that codes are multiplied with.
-        lock: locks memory for the device; returns what is in the way.
+        tokens: most tokens of a step.
+        timeout: seconds that an answer may take; 0 for no limit.
+        activations: bits of the activations that codes are multiplied with.
+        lock: pins memory for the device; returns the reason why that failed, or None.
 
     Attributes:
-        turn: int64 [3] on the device: the last number that was posted, that of the running layer, or 0, and the
-            ring's address.
-        present: int32 on the device, scratch for pairs: what is to be summed.
-        failed: an answer was given up: from the next step on everything is fetched.
+        turn: int64 [3] on the device: the last number posted, the running layer's number or 0, and the queue's address.
+        present: int32 on the device, scratch: which pairs are to be summed.
+        failed: an answer took too long; from the next step on every miss is fetched.
+
+    Raises:
+        ValueError: there is no native library.
+        OSError: the memory cannot be allocated or pinned.
     """
 
-    on_failure: Callable[[str], None]  # called with a sentence when an answer is given up, before the device goes on
+    on_failure: Callable[[str], None]  # called with a message when an answer is given up, before the device goes on
 
     def __init__(
         self, experts: ModelExperts, tokens: int, threads: int, timeout: float, activations: int, device: torch.device,
@@ -102,11 +106,11 @@ class CpuQueue:
 
     @property
     def nbytes(self) -> int:
-        """Device memory."""
+        """Bytes of device memory."""
         return self.turn.nbytes + self.present.nbytes
 
     def serve(self, activation: Activation) -> None:
-        """Begin to answer, before anything is posted; later calls only compare: ValueError for another activation."""
+        """Start the threads before anything is posted; later calls raise ValueError for another activation."""
         if self._activation is not None and activation != self._activation:
             raise ValueError("layers with different activations are not computed beside a device")
         if self._activation is None:
@@ -119,7 +123,7 @@ class CpuQueue:
         self._threads[-1].start()
 
     def round_trip(self) -> float:
-        """Seconds until an answer to nothing is there; before ``serve``. A device's way to memory comes on top."""
+        """Return the seconds of an empty round trip, without the device's own access; call it before ``serve``."""
         queue, library, numbers = self.queue, self._library, itertools.count(1)
         arguments = queue.address, Layer(), (), queue.shape.tokens
         poller = threading.Thread(target=library.answer, args=arguments, daemon=True)
@@ -139,7 +143,7 @@ class CpuQueue:
         return took
 
     def close(self) -> None:
-        """End both threads; no step may be running."""
+        """Stop both threads; no step may be running."""
         self._closing.set()
         self.queue.control.stop = 1
         for thread in self._threads:
@@ -161,7 +165,7 @@ class CpuQueue:
         self._library.answer(queue.address, layer, known, shape.tokens)
 
     def _watch(self) -> None:
-        """Give up an answer that does not come, and all that follow it."""
+        """Give up an answer that takes too long, and all that follow it."""
         control, seen, since = self.queue.control, -1, 0.0
         pause = min(1.0, self._timeout / _LOOKS) if self._timeout else 1.0
         while not self._closing.wait(0.001 if self.failed else pause):
@@ -177,8 +181,11 @@ class CpuQueue:
 
 
 class CpuWorker:
-    """The host's cores while steps that the host plans run on a device. If a layer takes longer than so many seconds,
-    0 for ever, they have ``failed``, and everything is fetched from then on."""
+    """The CPU worker of host-side plans: one thread that executes misses on the CPU's cores.
+
+    If a layer takes longer than ``timeout`` seconds (0: no limit), the worker has ``failed``, and every miss is fetched
+    from then on.
+    """
 
     def __init__(self, threads: int, timeout: float, activations: int) -> None:
         self.threads, self.activations, self._timeout = threads, activations, timeout or None
@@ -188,9 +195,14 @@ class CpuWorker:
     def begin(
         self, routing: Routing, x: Tensor, out: Tensor, activation: Activation, experts: Mapping[int, PackedExpert]
     ) -> Callable[[], None]:
-        """Begin to compute the rows of some experts, by number, whose bytes are in host memory: x is a step's input on
-        the device, out [tokens * top_k, hidden] there, too. The function that is returned waits until all are in
-        ``out``; TransferError if that took longer than the host waits."""
+        """Start to compute the rows of experts whose bytes are in host memory; return a function that waits for them.
+
+        Args:
+            x: the step's input, on the device.
+            out: [tokens * top_k, hidden] on the device; the returned function writes the rows into it, or raises
+                TransferError after the timeout.
+            experts: by number.
+        """
         plan = LayerPlan.of_routing(routing.grouped, list(experts), row_for_each_pair=routing.weights_on_input)
         for item, expert in enumerate(experts.values()):
             plan.place(item, expert)
@@ -214,7 +226,7 @@ class CpuWorker:
         return wait
 
     def round_trip(self) -> float:
-        """Seconds until an answer to nothing is there."""
+        """Return the median seconds of an empty round trip."""
         return _round_trip(lambda: self._thread.submit(time.perf_counter).result())
 
     def _compute(self, x: Tensor, plan: LayerPlan, rows: Tensor, activation: Activation) -> None:
@@ -222,5 +234,5 @@ class CpuWorker:
         self._kernel.compute(range(len(plan.views)))
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._thread.shutdown()

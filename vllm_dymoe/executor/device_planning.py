@@ -1,24 +1,24 @@
-"""What decides about experts in decode: the host for every layer, or the device in a step without a host."""
+"""Chooses at start who plans: the host for every layer, or the device in steps without the host."""
 
 from vllm_dymoe.kernels import native
 from vllm_dymoe.options import ConfigError, Options
 from vllm_dymoe.policies import Policy
 
 DRAFTED = "a draft with experts proposes the model's tokens"
-"""What is in the way then: its layers run several times in a step, and lie behind those that a policy knows."""
+"""Reason for host-side planning: a draft's layers run several times in a step, and no policy knows them."""
 MET = "the tokens of data-parallel engines meet at the experts"
-"""What is in the way then: which rows are tokens only each engine knows, and a graph would have to be told."""
+"""Reason for host-side planning: only each engine knows which of its rows are tokens, and a graph does not."""
 
 
 def plans_on_device(
     options: Options, policy: Policy, device_type: str, *, readable: bool, obstacle: str = ""
 ) -> tuple[bool, str]:
-    """Whether the device plans, and why not, if it was to; ConfigError if it was asked for, and cannot be.
+    """Return whether the device plans, and else the reason; ConfigError if ``planning`` asks for it and it cannot.
 
     Args:
-        device_type: "cuda", or "cpu", where the device is only played.
+        device_type: "cuda", or "cpu" for an emulated device.
         readable: the device can read the host store by itself.
-        obstacle: why the model needs the host, if it does.
+        obstacle: why the model needs the host; empty if it does not.
     """
     if options.planning == "host" or (options.planning == "auto" and device_type != "cuda"):
         return False, ""
@@ -39,8 +39,10 @@ def _obstacle(options: Options, policy: Policy, readable: bool) -> str:
 
 
 def without_device(options: Options) -> Options:
-    """For a trace where ranks share the experts of a layer: the device knows its own, and the host what routers chose.
-    ConfigError if the device was to decide."""
+    """Return the options with host-side planning, for a trace where ranks share the experts of a layer.
+
+    A device knows its own experts only; the host knows what routers chose. ConfigError if ``planning`` is "device".
+    """
     if options.planning == "device":
         raise ConfigError(
             'vllm-dymoe: planning = "device" is impossible, because a trace records the experts of all ranks; use '

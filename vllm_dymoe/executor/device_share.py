@@ -1,24 +1,27 @@
-"""What an automatic expert budget takes of a device. vLLM sizes its KV cache from what is left, and refuses to start if
-the longest request does not fit: that comes first, then what a step computes with, which is estimated here."""
+"""How much device memory an automatic expert budget takes.
+
+vLLM sizes its KV cache from what is left, and refuses to start if the longest request does not fit. So the KV cache of
+one such request comes first, then the activations of a step, which are estimated here, then experts.
+"""
 
 from dataclasses import dataclass
 
 from vllm_dymoe.options import ConfigError
 from vllm_dymoe.units import size
 
-# Of what is left beside activations. More KV cache than one longest request serves more requests at once.
+# Share of what is left after activations. The rest is KV cache: more than one longest request serves more at once.
 _MOST_FOR_EXPERTS = 0.8
-# Workspaces of attention and matrix libraries, which are made at their first call.
+# Workspaces of attention and matrix libraries, which are allocated at their first call.
 _LIBRARIES = 512 << 20
 # Sampling with top-k and top-p, for each logit: two float32 copies, sorted values and their places, two sums, a mask.
 _SAMPLING = 32
-# What a driver keeps for one captured graph, as measured by others: a graph is about ten kernels.
+# What a driver keeps for one captured graph of about ten kernels, as others have measured.
 _GRAPH = 128 << 10
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """What the size of activations follows from, on one rank."""
+    """The sizes that determine the memory of activations on one rank."""
 
     tokens: int  # of the largest step
     sequences: int  # requests whose next token is sampled at once
@@ -33,24 +36,25 @@ class StepShape:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a step needs beside weights and KV cache: an estimate from above."""
-        # A dense layer's input, residual, norm, output and what follows; an expert's input, output, and between.
+        """Upper estimate of the bytes that a step needs in addition to weights and KV cache."""
+        # A dense layer's input, residual, norm, output and the next input; an expert's input, output and hidden state.
         token = 10 * self.hidden + 2 * self.attention + self.top_k * (2 * self.hidden + 3 * self.intermediate)
         sampling = self.sequences * self.vocabulary * _SAMPLING
-        step = max(self.tokens * token * self.itemsize, sampling)  # one is over when the other begins
+        step = max(self.tokens * token * self.itemsize, sampling)  # they do not overlap in time
         return step + self.graph_tokens * token * self.itemsize + self.graphs * _GRAPH + _LIBRARIES
 
 
 def automatic_share(
     free: int, kv_cache: int, activations: int, least: int, max_model_len: int, *, fixed: bool = True
 ) -> int:
-    """Bytes for experts; ConfigError if they and one request of ``max_model_len`` tokens do not fit beside each other.
+    """Return the bytes for experts; ConfigError if no room is left for one request of ``max_model_len`` tokens.
 
     Args:
-        free: that vLLM may use of the device, once the dense weights are loaded.
-        kv_cache: of one such request, or what the user has set aside.
-        least: the smallest budget that can serve.
-        fixed: whether that length is to be served; otherwise vLLM shortens it to what fits.
+        free: bytes that vLLM may use of the device after the dense weights are loaded.
+        kv_cache: bytes for one such request, or what the user reserved.
+        activations: bytes that a step needs.
+        least: the smallest feasible budget.
+        fixed: whether ``max_model_len`` is required; otherwise vLLM shortens it to what fits.
     """
     spare = free - activations
     if not fixed:

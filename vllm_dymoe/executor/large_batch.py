@@ -1,13 +1,13 @@
-"""Large-batch steps without the host: prompts, and batches of more rows than a small-batch step has.
+"""Large-batch steps with device-side planning: prompts, and batches of more rows than a small-batch step has.
 
-The host enqueues and looks at nothing. What comes passes through the staging slots, half of them at a time (see
-``planner.large_batch``), on a stream of its own, and goes on for the next layer before that one is routed, since nearly
-every expert of it will be active:
+The host enqueues everything and waits for nothing. A copy stream streams experts through the staging slots, half of
+them at a time (see ``planner.large_batch``). After the last group it copies experts of the next layer, before that
+layer is routed, since nearly all of them will be active:
 
-    copies     ... | kept, passing 0 | passing 1 | ... | ahead for the next layer | kept, passing 0 ...
-    computing  decide | there, ahead   | passing 0 | ... | last | kept | attention ... | decide | there, ahead ...
+    copies     | admitted, streamed 0 | streamed 1 | ...  | ahead for the next layer | admitted, streamed 0 | ...
+    computing  | plan | resident      | streamed 0 | ...  | last | admitted | attention | plan | resident, ahead | ...
 
-In a graph, and where there are hardly any staging slots, a layer is one group.
+In a CUDA graph, or with fewer than four staging slots, a layer is one group.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,24 +23,29 @@ from vllm_dymoe.planner.large_batch import ADMITTED, RESIDENT, STREAMED, LargeBa
 from vllm_dymoe.planner.plan import LayerPlan
 from vllm_dymoe.planner.table import Table
 
-_LEAST_HALF = 2  # staging slots of a group; with fewer there would be as many launches as experts
+_LEAST_HALF = 2  # fewest staging slots of a group; with one there would be as many launches as experts
 _MOST_ACTIVE = 0.9
-"""Share of a layer's experts that has to be active for certain before copies for it begin without its router."""
+"""Expected share of active experts from which copies for a layer begin before its router has run."""
 
 
 class LargeBatchStep(Protocol):
-    """The launches of one layer's step, of a shape; its memory serves all layers in turn."""
+    """The launches of one layer's step, for one shape; all layers use its memory in turn."""
 
-    shape: LargeBatchShape  # what was allocated for
-    ids: Tensor  # int32 [tokens, top_k], experts of what is computed, -1 for the other pairs
-    layer_plan: LayerPlan  # of the last layer that was planned
+    shape: LargeBatchShape  # that memory was allocated for
+    ids: Tensor  # int32 [tokens, top_k], the expert of each pair that is computed, -1 for the others
+    layer_plan: LayerPlan  # of the layer that was planned last
 
     def plan(
         self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, rows: Tensor, half: int, ahead: int,
         marks: Tensor | None,
     ) -> None:  # fmt: skip
-        """Decide, and list groups and copies; `half` is where the first group that passes lies, and `ahead` the version
-        that the next layer is served at, of which as much is copied as a group behind the last one; 0 for nothing."""
+        """Plan a layer, and list its groups and copies.
+
+        Args:
+            half: 0 or 1, the half of the staging slots that the first streamed group uses.
+            ahead: LOW or HIGH to copy one more group, of the next layer's experts in that version; 0 for none.
+            marks: int8 [tokens], see :meth:`LargeBatches.forward`, or None.
+        """
         ...
 
     def copy(self, group: int) -> None: ...
@@ -48,35 +53,35 @@ class LargeBatchStep(Protocol):
     def compute(self, group: int) -> None: ...
 
     def finish(self) -> Tensor:
-        """[tokens, hidden], the weighted sums of what was computed, zero for a row that is no token."""
+        """Return [tokens, hidden], the weighted sums; zeros for rows that are not tokens."""
         ...
 
 
 class LargeBatchKernel(Protocol):
-    """Makes large-batch steps."""
+    """Makes large-batch steps for a device."""
 
     def large_batch_step(self, table: Table, shape: LargeBatchShape, activation: Activation) -> LargeBatchStep: ...
 
 
 class LargeBatches:
-    """Every MoE layer of one rank, in large-batch steps that need no host; of a step int32 [1] rows are tokens."""
+    """Every MoE layer of one rank in large-batch steps; ``rows``, int32 [1], says how many rows are tokens."""
 
     count: Callable[[int, Tensor, Tensor], None] | None = None
-    """Counts what routers choose for a layer, int32 and float32 [tokens, top_k]; None where nothing asks."""
+    """Called with a layer, its ids int32 and its weights float32 [tokens, top_k], to count uses; None for no counts."""
 
     def __init__(
         self, experts: ModelExperts, table: Table, kernel: LargeBatchKernel, branch: Branch, rows: Tensor
     ) -> None:
         self._experts, self._table, self._kernel, self._branch, self._rows = experts, table, kernel, branch, rows
-        self._half = self.passing = 0  # staging slots of a group; experts that a layer does not keep
+        self._half = self.passing = 0  # staging slots of a group; most experts that a layer does not keep
         self._ahead_code = 0
-        self._groups = 0  # that have passed so far: they take turns with the halves
-        self._pending: tuple[int, Any] | None = None  # the layer for which something was copied ahead, and its event
+        self._groups = 0  # streamed so far: groups use the two halves in turn
+        self._pending: tuple[int, Any] | None = None  # layer that was copied ahead for; mark after it
         self._captured: dict[tuple[LargeBatchShape, Activation], LargeBatchStep] = {}
         self._last: tuple[tuple[LargeBatchShape, Activation], LargeBatchStep] | None = None
 
     def set_slots(self, staging: Mapping[int, int], quotas: Mapping[int, Sequence[int]]) -> None:
-        """How many slots no layer keeps and how many each keeps, by LOW and HIGH of the precisions in use."""
+        """Set the number of staging slots and the quota of each layer, by LOW and HIGH of the precisions in use."""
         half = min(staging.values()) // 2
         self._half = half if half >= _LEAST_HALF else 0
         self.passing = self._table.experts - min(min(quotas[code]) for code in quotas)
@@ -94,8 +99,10 @@ class LargeBatches:
         *,
         captured: bool = False,  # the launches go into a graph
     ) -> Tensor:
-        """One layer: [rows, hidden], the weighted sum over each token's experts on this rank. Where precision asks for
-        them marks are int8 [rows], 1 for tokens of prompts, 2 for heavy hitters among these, 0 for others."""
+        """Enqueue one layer; return [rows, hidden], the weighted sum over each token's experts on this rank.
+
+        ``marks``, for policies that ask for them: int8 [rows], 1 for a prompt's token, 2 for a heavy hitter, else 0.
+        """
         step, branch = self._step(len(x), activation, marked=marks is not None, captured=captured), self._branch
         shape, pending = step.shape, self._pending
         if pending is not None and (pending[0] != layer or not shape.passes):
@@ -110,7 +117,7 @@ class LargeBatches:
             step.copy(ADMITTED)
             step.compute(RESIDENT)
             return step.finish()
-        self._groups += shape.passes + 1  # the last one is ahead
+        self._groups += shape.passes + 1  # the last group is the next layer's
         self._pending, last = None, shape.groups + (ahead > 0)
         with branch.fork():
             step.copy(ADMITTED)
@@ -121,7 +128,7 @@ class LargeBatches:
             branch.join(pending[1])
         step.compute(RESIDENT)
         for group in range(STREAMED, shape.groups):
-            # A half is filled again when what was in it has been computed: that is all which was enqueued by now.
+            # The fork waits for all that is enqueued by now, so a half is refilled only after its last reader.
             following = None
             if group + 1 < last:
                 with branch.fork():
@@ -137,12 +144,12 @@ class LargeBatches:
         return step.finish()
 
     def actions(self, ids: Tensor) -> Tensor:
-        """Of the layer that was launched last, outside of a graph, as :meth:`~.LayerPlan.actions`."""
+        """Return :meth:`~.LayerPlan.actions` of the layer that was launched last, outside of a graph."""
         assert self._last is not None
         return self._last[1].layer_plan.actions(ids, self._table.experts)
 
     def warm_up(self, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> None:
-        """Compile and load what layers will launch, in graphs and outside, by steps without tokens."""
+        """Compile and load all kernels, for graphs and outside, by running steps without tokens."""
         for captured in (False, True):
             for marks in (None, x.new_zeros(len(x), dtype=torch.int8)):
                 self.forward(0, x, weights, ids, activation, marks, captured=captured)
@@ -150,7 +157,7 @@ class LargeBatches:
         self._captured.clear()
 
     def settle(self) -> None:
-        """What was copied ahead does not count any more: another kind of step, or another layer, comes."""
+        """Forget what was copied ahead, because another kind of step or another layer comes next."""
         if self._pending is not None:
             self._branch.join(self._pending[1])
             self._table.forget_ahead()
@@ -163,7 +170,7 @@ class LargeBatches:
         half = self._half if passes else 0
         shape = LargeBatchShape(tokens, self._experts.top_k, table.experts, 1 + table.nested, half, passes, marked)
         key = shape, activation
-        if captured:  # a graph goes on using its memory
+        if captured:  # the graph keeps using this memory
             if key not in self._captured:
                 self._captured[key] = self._kernel.large_batch_step(table, shape, activation)
             return self._captured[key]

@@ -1,5 +1,7 @@
-"""The small-batch path as a CPU plays it: the plain rule decides, and kernels read and fill the addresses that it
-wrote."""
+"""Device-side planning on a CPU: the NumPy planner plans, and CPU kernels use the addresses that it wrote.
+
+The plain twin of ``triton_kernels``, for tests and for ``planning`` "device" on a CPU.
+"""
 
 import ctypes
 import time
@@ -22,8 +24,7 @@ from vllm_dymoe.planner.table import Table
 
 
 class PlainKernels:
-    """A layer's decode step on a CPU, for tests of everything around it; behind an emulated link of so many 1e9 bytes
-    per second, for which hits do not wait."""
+    """The SmallBatchKernel of an emulated card; with ``link_gbps``, misses wait for a link of that rate."""
 
     name = "decided and fetched as a device would, by the host"
     cpu_queue: CpuQueue | None = None
@@ -64,7 +65,7 @@ class PlainKernels:
         return combine(out, weights, torch.where(plan.computed > 0, ids, -1))
 
     def begin(self, x: Tensor, plan: LayerPlan, activation: Activation) -> tuple[LayerPlan, Tensor]:
-        """Begin the kernel's step of what was decided, whose outputs are the second."""
+        """Begin the kernel's step for a plan; return its host-side plan and its outputs [tokens * top_k, hidden]."""
         items, positions = list(range(int(plan.count))), int((plan.computed > 0).sum())
         bounds = [*plan.work[: len(items), 1].tolist(), positions]
         host = Grouped(items, bounds, *(of[:positions].long() for of in (plan.rows, plan.pairs)))
@@ -78,14 +79,20 @@ class PlainKernels:
         return PlainLargeBatch(self, table, shape, activation)
 
     def copy_spans(self, spans: Tensor) -> None:
-        """Copy int64 [any, 3]: from where, to where, and how many bytes."""
+        """Carry out copies, int64 [any, 3]: source address, destination address, bytes."""
         for source, destination, nbytes in spans.tolist():
             if nbytes:
                 self.fetch(memory_at(source, nbytes), memory_at(destination, nbytes))
 
     def place(self, step: LayerPlan, plan: LayerPlan, item: int, *, through: bool = True) -> int:
-        """Say where an item is, once its bytes are where they are to be kept; or where it is read, if nothing is read
-        through. Returns how many bytes the kernel reads over the link."""
+        """Copy an item's bytes to their slot if it has one, and give the step their place.
+
+        Args:
+            through: copy on the way, as the kernels of small batches do; False where copies have been made already.
+
+        Returns:
+            bytes that the kernel reads over the link.
+        """
         gate, up, down = (self._matrix(plan, item, projection, through) for projection in range(3))
         step.place(item, PackedExpert(gate, up, down))
         widths = [self._formats[int(plan.bits[item, projection])].matrices[projection] for projection in range(3)]
@@ -95,7 +102,7 @@ class PlainKernels:
         return sum(nbytes for parts in slices for nbytes, far in zip(parts, missed, strict=False) if far)
 
     def arrival(self, nbytes: int, asked: float = 0.0) -> float:
-        """When bytes asked for at a moment of ``time.perf_counter`` have come over the emulated link."""
+        """Return the ``time.perf_counter`` at which bytes requested at ``asked`` have crossed the emulated link."""
         self._free = max(self._free, asked) + nbytes * self._seconds_per_byte
         return self._free if nbytes else 0.0
 
@@ -112,14 +119,14 @@ class PlainKernels:
         return self.fetch(section, memory_at(destination, matrix.nbytes)) if destination else section
 
     def fetch(self, source: Tensor, destination: Tensor) -> Tensor:
-        """Copy a section, or some, to a slot; returns the copy."""
+        """Copy bytes to a slot; return the copy."""
         return destination.copy_(source)
 
 
 class PlainLargeBatch:
-    """A large-batch step on a CPU, group by group; see :class:`vllm_dymoe.executor.large_batch.LargeBatchStep`."""
+    """The :class:`~vllm_dymoe.executor.large_batch.LargeBatchStep` of an emulated card."""
 
-    _steps = 0, 1 << 30  # one class: positions are in the order of experts
+    _steps = 0, 1 << 30  # a single class, so positions are in the order of experts
 
     def __init__(self, owner: PlainKernels, table: Table, shape: LargeBatchShape, activation: Activation) -> None:
         self.shape, self._owner, self._table, self._activation = shape, owner, table, activation
@@ -127,7 +134,7 @@ class PlainLargeBatch:
         self.layer_plan = LayerPlan.allocate(shape.tokens, shape.top_k, shape.experts, "cpu", **slices)
         self._large = LargeBatchWork.allocate(shape, self._steps, "cpu")
         self.ids = self._large.ids
-        self._due: dict[int, float] = {}  # when a group is there, behind an emulated link
+        self._due: dict[int, float] = {}  # when each group has crossed the emulated link
 
     def plan(
         self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, rows: Tensor, half: int, ahead: int,
@@ -144,7 +151,7 @@ class PlainLargeBatch:
     def copy(self, group: int) -> None:
         spans = self._large.spans[self.shape.spans(group)]
         self._owner.copy_spans(spans)
-        found = not self.shape.passes or group == self.shape.groups  # what is copied ahead the next layer finds
+        found = not self.shape.passes or group == self.shape.groups  # the next layer finds what is copied ahead
         self._due[RESIDENT if found else group] = self._owner.arrival(int(spans[:, 2].sum()), time.perf_counter())
 
     def compute(self, group: int) -> None:
@@ -152,7 +159,7 @@ class PlainLargeBatch:
         for item in items:
             read += owner.place(self._step, self.layer_plan, item, through=False)
         if self.shape.passes:
-            read = 0  # it was copied
+            read = 0  # all of it was copied
         sleep_until(max(self._due.pop(group, 0.0), owner.arrival(read, time.perf_counter())))
         owner.kernel.compute(items)
 
@@ -161,7 +168,7 @@ class PlainLargeBatch:
 
 
 def memory_at(address: int, nbytes: int) -> Tensor:
-    """uint8 [nbytes]: memory of this process, which must outlive the view."""
-    if nbytes == 0:  # a gate that experts do not have
+    """Return a uint8 [nbytes] view of this process's memory, which must outlive the view."""
+    if nbytes == 0:  # experts without a gate
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)

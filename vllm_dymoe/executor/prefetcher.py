@@ -1,16 +1,16 @@
-"""Fetching ahead: what a predictor names goes into slots and link time that demand leaves idle.
+"""Prefetch: fetches predicted experts into staging slots while the link is idle.
 
-A prediction must cost nothing, right or wrong:
+A prediction must cost nothing, correct or not:
 
-- It takes a staging slot and evicts nothing, so that what layers keep does not depend on predictions. A demand transfer
-  that finds no slot takes one back.
+- It uses a staging slot and evicts nothing, so predictions do not change what layers keep. A demand transfer that finds
+  no free slot takes one back.
 - It moves one projection at a time, and only while no demand transfer waits or runs.
-- When its layer is routed it is claimed, or given up at the next projection.
-- While predictions do not pay, few are made, where the policy paces them (``prefetch.pace``).
-- Where host memory is a cache, what is not in it is first read from the disk, for more layers than the link fetches
-  for; and for the layers behind these, what the last step used in them.
+- When its layer is routed, it is claimed, or cancelled at the next projection.
+- While predictions do not pay, few are made, if the policy paces them (``prefetch.pace``).
+- If host memory is a cache, experts that are only on disk are first read into it: those predicted, for more layers
+  ahead than the link fetches for, and for later layers those that the last step used.
 
-It can change only when an expert arrives, never what is computed.
+Prefetch changes when an expert arrives, never what is computed.
 """
 
 import time
@@ -31,9 +31,10 @@ from vllm_dymoe.prefetch.pace import Pace
 
 
 class Prefetcher:
-    """Turns candidates into transfers; with a level of host memory it is also read ahead into that from the disk. A
-    step that wants an expert in another precision than was fetched has no use for it, unless one lies inside the
-    other."""
+    """Turns a predictor's candidates into transfers, and into disk reads if host memory is a cache (``disk``).
+
+    An expert that was fetched in another precision than its step wants is wasted, unless the versions are nested.
+    """
 
     def __init__(
         self,
@@ -49,8 +50,8 @@ class Prefetcher:
         self._disk = disk
         self._candidates: deque[tuple[int, int, Precision]] = deque()  # layer, expert, and in which precision
         self._ahead: dict[int, list[Fetch]] = {}  # by layer, in the order of their transfers
-        self._spent = 0.0  # seconds of the host since the layer last waited for the link
-        self._waited = 0.0  # seconds of exposed waits until the last of these
+        self._spent = 0.0  # host seconds since a layer last waited for the link
+        self._waited = 0.0  # seconds of exposed waits so far
         self._answered = False  # whether the last prediction named any expert
         self._asked: tuple[int, Measured] | None = None
         # A prefill wants most experts of a layer and a single token few: what pays for one may not for the other.
@@ -60,10 +61,10 @@ class Prefetcher:
         self._pace = self._paces[Phase.DECODE]  # of the running step
 
     def look_ahead(self, layer: int, phase: Phase, predictor: Measured) -> None:
-        """Ask for a prediction and offer what it names, if this is one to act on.
+        """Ask for a prediction and offer its candidates, if the pace allows one now.
 
-        Cores that compute have no idle link time, so nothing is asked for where transfers take them. Where the
-        predictor computes on a side stream its answer is taken by :meth:`answer`, once experts are computing.
+        If the CPU's cores carry out transfers there is no idle link time, and nothing is asked. A predictor on a side
+        stream is only started here; :meth:`answer` takes its result once experts are computing.
         """
         self._pace = self._paces[phase]
         if self._engine.occupies_cores or not self._pace.acts():
@@ -77,13 +78,13 @@ class Prefetcher:
             self._ask(layer, predictor)
 
     def answer(self) -> None:
-        """Offer what a predictor on a side stream has been asked for, if one has."""
+        """Take the result of a predictor on a side stream, if one was started."""
         if self._asked is not None:
             asked, self._asked = self._asked, None
             self._ask(*asked)
 
     def predict_first_layer(self, phase: Phase, predictor: Measured) -> None:
-        """A step begins: fetch for its first MoE layer what is most often wanted there, if this is one to act on."""
+        """At the start of a step, prefetch for its first MoE layer, if the pace allows it now."""
         self._pace = self._paces[phase]
         if not self._engine.occupies_cores and self._pace.acts():
             self._ask(-1, predictor)
@@ -91,14 +92,13 @@ class Prefetcher:
 
     @property
     def frees_slots_early(self) -> bool:
-        """Whether predictions wait for slots of a layer that keeps none: its first expert is then computed by
-        itself."""
+        """Whether predictions wait for slots while layers keep none; then one expert is computed by itself first."""
         return bool(self._candidates) and not self._policy.residency.keeps
 
     def offer(self, layer: int, candidates: Iterable[Candidate]) -> None:
-        """Consider experts of the layers after ``layer``, best first, in place of those that were offered before.
+        """Replace the candidates by experts of the layers after ``layer``, best first.
 
-        Each is wanted in the precision that its own layer will want it in; in one that has no slots, it is not wanted.
+        Each has the precision that its own layer will want; one whose precision has no slots is dropped.
         """
         coming = [candidate for candidate in candidates if candidate.layer > layer]
         named: dict[int, list[int]] = {}
@@ -114,7 +114,7 @@ class Prefetcher:
             self._disk.offer(layer, list(self._candidates))
 
     def fill(self) -> None:
-        """Start transfers as far as there are slots; the engine moves them when nothing else is to be moved."""
+        """Start transfers while there are free slots; the engine runs them when no demand waits."""
         if self._fetcher.orphaned:
             self._fetcher.collect()
         if self._candidates:
@@ -126,7 +126,7 @@ class Prefetcher:
         while self._candidates:
             layer, expert, precision = self._candidates[0]
             if self._disk is not None and not self._disk.has(self._candidates[0]):
-                self._candidates.popleft()  # a prediction of the link's waits for no disk
+                self._candidates.popleft()  # the link does not wait for the disk for a prediction
                 continue
             ahead = self._ahead.setdefault(layer, [])
             for part in self._memory.lacking(layer, expert, precision):
@@ -139,8 +139,10 @@ class Prefetcher:
             self._candidates.popleft()
 
     def claim(self, layer: int, wanted: Mapping[int, Precision]) -> dict[tuple[int, Precision], Fetch]:
-        """A layer is routed: hand over what it needs, by expert and pool, and give up the rest. What is complete is
-        there, everything else is in demand from now on; the caller releases it."""
+        """Hand a routed layer the fetches that it needs, by expert and pool, and give up the others.
+
+        Fetches that have not arrived become demand transfers. The caller releases all of them.
+        """
         self._spend(0.0)
         self._pace.spend(self._spent, answered=self._answered)  # what predictions have cost the layer before
         self._spent, self._answered, self._asked = 0.0, False, None
@@ -164,7 +166,7 @@ class Prefetcher:
         return claimed
 
     def give_way(self, precision: Precision) -> bool:
-        """Free a slot for demand, if one can be freed at once: that of the prediction that was made last."""
+        """Free a slot for a demand, the latest prediction's first; return whether one could be freed at once."""
         if self._fetcher.collect():
             return True
         for fetches in (self._ahead[layer] for layer in sorted(self._ahead, reverse=True)):
@@ -189,8 +191,7 @@ class Prefetcher:
     def _spend(self, seconds: float) -> None:
         """Record host time that predictions have taken.
 
-        It is free if the layer waits for the link afterwards: the link works meanwhile, and what the layer would have
-        waited for without a prediction it waits for less long.
+        The time costs nothing if the layer waits for the link afterwards, since the link was working meanwhile.
         """
         waited = self._engine.stats.exposed_wait_seconds
         self._spent = seconds + (self._spent if waited <= self._waited else 0.0)
@@ -198,7 +199,7 @@ class Prefetcher:
 
     @property
     def intervals(self) -> dict[str, int]:
-        """One of so many predictions is acted on, by phase."""
+        """The interval of each phase: one of so many predictions is acted on."""
         return {phase.value: pace.interval for phase, pace in self._paces.items()}
 
     @property
@@ -206,7 +207,7 @@ class Prefetcher:
         return [fetch for fetches in self._ahead.values() for fetch in fetches]
 
     def _give_up(self, fetch: Fetch) -> bool:
-        """Have no more use for a prediction; whether its slot is free already."""
+        """Give up a prediction; return whether its slot is free already."""
         orphaned, ticket = len(self._fetcher.orphaned), fetch.ticket
         self._fetcher.give_up([fetch])
         free = len(self._fetcher.orphaned) == orphaned

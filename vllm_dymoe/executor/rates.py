@@ -1,7 +1,7 @@
-"""How fast the link brings experts and the host computes them, each measured while the other works.
+"""Rates of the link and of CPU execution, each measured while the other works.
 
-The two share the host's memory, so that neither number alone says what they reach together. The first starts measure,
-and the best is kept beside the store, since cores that others use look slow.
+Both use host memory, so a rate measured alone says little about the two together. The first starts measure, and the
+best result is stored next to the packed experts: a busy machine looks slow.
 """
 
 import threading
@@ -28,38 +28,45 @@ from vllm_dymoe.planner.constants import NEVER_FETCHED, Cost
 from vllm_dymoe.planner.routing import Routing
 from vllm_dymoe.planner.rule import ABSENT, HIGH, LOW
 
-RATES = "rates.json"  # where they are kept, beside a store
-_ROWS = 8  # of an expert, whose time beside that of one row says what a row costs
+RATES = "rates.json"  # file name, next to a store
+_ROWS = 8  # the time of so many rows minus that of one gives the cost of a row
 _SECONDS = 1.0
-_AT_ONCE = 8  # experts of a call, and transfers that the link has at a time
+_AT_ONCE = 8  # experts per call, and transfers in flight
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What was measured."""
+    """Measured rates of link and CPU."""
 
-    link: float  # bytes per second that arrive while the host computes
+    link: float  # bytes per second over the link while the CPU computes
     first_row: Mapping[int, float]
-    """Seconds of the host for an expert and one row while the link works, by tag of its code."""
-    next_row: Mapping[int, float]  # for each further row
-    round_trip: float  # seconds until rows have crossed and came back
+    """Seconds of the CPU for an expert and one row while the link works, by tag of the encoding."""
+    next_row: Mapping[int, float]  # seconds for each further row
+    round_trip: float  # seconds of an empty round trip to the CPU worker
     threads: int
-    measured_for: str  # what this holds for; other numbers are measured anew
-    measured: int = 1  # how often; this is the best
+    measured_for: str  # configuration for which this is valid
+    measured: int = 1  # number of measurements, of which this is the best
 
     def host(self, fmt: ExpertFormat) -> float:
-        """Bytes per second of the host, with one row."""
+        """Return bytes per second of CPU execution with one row."""
         return fmt.whole_nbytes / self.first_row[fmt.encoding.tag]
 
     def describe(self, experts: ModelExperts) -> str:
-        """In words."""
+        """Describe the rates in words."""
         host = ", ".join(f"{self.host(f) / 1e9:.1f} at {f.encoding.bits} bits" for f in experts.formats.values())
         return f"{self.link / 1e9:.1f} GB/s of the link and {host} of the host's {self.threads} threads"
 
 
 def measure_or_load(path: Path | None, measured_for: str, fmt: ExpertFormat, measured: Callable[[], Rates]) -> Rates:
-    """The best of the first starts, kept at a path if there is one: where link and host together handled most bytes of
-    a format in a second. What was kept counts if it was measured on this machine, and for the same."""
+    """Return the best rates of the first starts: those by which link and CPU together handle most bytes per second.
+
+    Args:
+        path: file that stores them between starts, or None. Its content counts only on the machine and for the
+            configuration that it was measured on.
+        measured_for: the configuration.
+        fmt: the format whose bytes are compared.
+        measured: measures now.
+    """
     key = f"{machine()}, {measured_for}"
     kept = None if path is None else kept_beside(path, key, Rates)
     kept = kept if kept is not None and kept.measured_for == measured_for else None
@@ -81,9 +88,12 @@ def measure(
     measured_for: str = "",
     seconds: float = _SECONDS,
 ) -> Rates:
-    """Let both work for about a second: experts of a store in memory come to the device, and as many threads as the
-    worker has, which has not begun, compute beside it. A GPU's own reads are measured by copies that cost the host as
-    little: through the engine an H100's link brought 10 GB/s of 55."""
+    """Measure link and CPU together for about a second.
+
+    The link transfers experts of a store in memory, while as many threads as the worker has compute; the worker itself
+    must not have started. On CUDA plain copies stand for the kernels' own reads, because the transfer engine costs
+    the host more: through it an H100's link brought 10 of 55 GB/s.
+    """
     trip, cpu_worker = worker.round_trip(), CpuWorker(worker.threads, 0, worker.activations)
     formats = list(store.experts.formats.values())
     largest = max(formats, key=lambda fmt: fmt.nbytes)
@@ -132,13 +142,13 @@ def measure(
 
 
 def _keys(experts: ModelExperts, bits: int) -> Iterator[SliceKey]:
-    """Every expert in turn, so that no cache holds them."""
+    """Yield every expert in turn, for ever, so that no CPU cache holds them."""
     everything = [SliceKey(layer, e, bits) for layer in range(len(experts.layers)) for e in range(experts.num_experts)]
     return cycle(everything)
 
 
 def host_seconds(store: HostStore, fmt: ExpertFormat, cpu_worker: CpuWorker, rows: int, seconds: float) -> float:
-    """Of one expert, as the median call has it."""
+    """Return the median seconds of the CPU for one expert with so many rows."""
     keys, view = _keys(store.experts, fmt.bits), views(store)
     activation = Activation.SILU if fmt.has_gate else Activation(Curve.RELU2, has_gate=False)
     x, ids = torch.randn(rows, fmt.hidden).to(fmt.dtype), torch.arange(_AT_ONCE).expand(rows, _AT_ONCE)
@@ -158,8 +168,13 @@ def host_seconds(store: HostStore, fmt: ExpertFormat, cpu_worker: CpuWorker, row
 
 
 def costs(formats: Mapping[int, ExpertFormat | None], rates: Rates | None, most_rows: int) -> NDArray[np.int64]:
-    """What the rule goes by: int64 [3, 4], see ``Table.cpu_costs``. Formats are those in use by LOW and HIGH, None for
-    one that is skipped; without rates all misses are computed by the CPU, those of experts of more rows excepted."""
+    """Return ``Table.cpu_costs``, int64 [3, 4].
+
+    Args:
+        formats: those in use, by LOW and HIGH; None for one that is skipped.
+        rates: None to execute every miss on the CPU.
+        most_rows: an expert with more rows is fetched.
+    """
     table = np.zeros((3, len(Cost)), np.int64)
     for code, fmt in formats.items():
         if fmt is None:
@@ -170,7 +185,7 @@ def costs(formats: Mapping[int, ExpertFormat | None], rates: Rates | None, most_
         link, one, more = fmt.nbytes / rates.link, rates.first_row[fmt.encoding.tag], rates.next_row[fmt.encoding.tag]
         table[code] = max(1, round(1e9 * link)), max(1, round(1e9 * one)), round(1e9 * more), most_rows
     high = formats.get(HIGH)
-    if high is not None and high.nested and rates is not None:  # a base is needed where no expert is low, too
+    if high is not None and high.nested and rates is not None:  # a base is fetched even if no expert is wanted low
         table[LOW, Cost.LINK] = round(1e9 * high.base.nbytes / rates.link)
     if rates is not None:
         table[ABSENT, Cost.LINK] = round(1e9 * rates.round_trip)

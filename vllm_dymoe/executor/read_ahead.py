@@ -1,4 +1,4 @@
-"""What steps tell a host cache: what a layer lacks, and what later layers may want from the disk."""
+"""Reads from disk into a host cache: the misses of this layer, and predictions for later layers."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -10,13 +10,13 @@ from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.rule import HIT, Ints
 from vllm_dymoe.prefetch.gate import FAR
 
-Prediction = tuple[int, int, Precision]  # layer, expert, and the precision in which it may be wanted
+Prediction = tuple[int, int, Precision]  # layer, expert, and its likely precision
 
 
 def expect(
     host_cache: HostCache, cache: ExpertCache, layer: int, wanted: Mapping[int, Precision], places: Ints
 ) -> None:
-    """Let all that the device lacks be read at once, in front of the link, which asks for one after the other."""
+    """Start the disk reads of all misses of a layer at once, before the link asks for them one by one."""
     keys: list[SliceKey] = []
     for (expert, precision), place in zip(wanted.items(), places.T.tolist(), strict=True):
         parts = zip(cache.parts[precision], place, strict=False)
@@ -25,14 +25,13 @@ def expect(
 
 
 class ReadAhead:
-    """Reads what predictions name into host memory; and for the layers behind these, what the last step used in
-    them."""
+    """Reads predicted experts into host memory, and for layers beyond the predictions what the last step used there."""
 
     def __init__(self, host_cache: HostCache, cache: ExpertCache, num_layers: int) -> None:
         self._host_cache, self._memory, self._num_layers = host_cache, cache, num_layers
 
     def offer(self, layer: int, predictions: Sequence[Prediction]) -> None:
-        """Predictions about the layers after one, the best first, in place of those before."""
+        """Replace the predictions by new ones about the layers after ``layer``, the best first."""
         behind = 1 + max((prediction[0] for prediction in predictions), default=layer)
         later = range(behind, min(layer + 1 + 2 * FAR, self._num_layers))
         self._host_cache.reads.prefetch(
@@ -40,7 +39,7 @@ class ReadAhead:
         )
 
     def has(self, prediction: Prediction) -> bool:
-        """Whether the link could fetch it without waiting for the disk."""
+        """Return whether the link could fetch it without waiting for the disk."""
         return all(map(self._host_cache.reads.has, self._lacking(prediction)))
 
     def _lacking(self, prediction: Prediction) -> Iterable[SliceKey]:

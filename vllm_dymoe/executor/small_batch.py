@@ -1,7 +1,7 @@
-"""The small-batch path: a layer's step in three launches over fixed memory, with no host in it (docs/architecture.md).
+"""Small batches with device-side planning: a layer's step in three launches (docs/architecture.md).
 
-Nothing depends on a value that the host would have to know, so that a whole step can be captured in a CUDA graph and
-replayed for ever: budget, shares, precisions and retention are values in the table.
+The launches use fixed memory and need no value from the host, so a whole step can be captured in a CUDA graph. Budget,
+quotas, precisions and retention are values in the table; the graph stays valid when they change.
 """
 
 from typing import Protocol
@@ -23,30 +23,31 @@ from vllm_dymoe.planner.table import Table
 
 
 class SmallBatchKernel(LargeBatchKernel, Protocol):
-    """Decides and computes one layer's step."""
+    """Plans and computes one layer's step on a device."""
 
     name: str  # which implementation, for logs and reports
-    cpu_queue: CpuQueue | None  # through which the host computes some misses; None if all are fetched
+    cpu_queue: CpuQueue | None  # the CPU worker of misses; None if all are fetched
 
     def forward(
         self,
         table: Table,  # which experts are where; rewritten
         layer: int,  # position among the MoE layers
         rows: Tensor,  # int32 [1], how many of the rows are tokens; the others come out as zeros
-        plan: LayerPlan,  # scratch for as many rows as x has
+        plan: LayerPlan,  # overwritten, with room for the rows of x
         x: Tensor,  # [rows, hidden] bfloat16 or float16
         weights: Tensor,  # float32 [rows, top_k]
         ids: Tensor,  # int [rows, top_k], negative where another rank has the expert
         activation: Activation,
     ) -> Tensor:
-        """Decide, fetch and compute, without waiting: [rows, hidden], the sum over each token's experts on this
-        rank."""
+        """Enqueue plan, fetches and computation; return [rows, hidden], the weighted sum over each token's experts."""
         ...
 
 
 class SmallBatches:
-    """Every MoE layer of one rank, in steps that need no host: small ones here, others and prompts are ``large``.
-    If they are ``recorded``, decisions of all layers are kept until the next step."""
+    """Every MoE layer of one rank in steps that the device plans; ``large`` runs prompts and steps of more rows.
+
+    With ``recorded``, each layer has a plan of its own, which stays readable until the next step.
+    """
 
     def __init__(
         self, experts: ModelExperts, table: Table, kernel: SmallBatchKernel, device: torch.device, branch: Branch,
@@ -55,31 +56,30 @@ class SmallBatches:
         self.table, self.kernel = table, kernel
         self._experts, self._device, layers = experts, device, table.layers if recorded else 1
         sizes = SMALL_BATCH_ROWS, experts.top_k, experts.num_experts, device
-        # One for each number of rows, made once: slices are host work, too.
+        # A view of the plan for each number of rows, made once, because slicing costs host time.
         self._plans = [
             [scratch.of(rows, experts.num_experts) for rows in range(SMALL_BATCH_ROWS + 1)]
             for scratch in (LayerPlan.allocate(*sizes, slices=1 + table.nested) for _ in range(layers))
         ]
         self._rows = torch.zeros(1, dtype=torch.int32, device=device)
         self.large = LargeBatches(experts, table, kernel, branch, self._rows)
-        # Those of small-batch steps in place of a large one, on addresses as even as that of `rows`.
+        # First rows and row counts of the small steps that replace a large one, with the alignment of `rows`.
         self._firsts = torch.arange(MOST_PARTS, dtype=torch.int32, device=device).mul_(SMALL_BATCH_ROWS).view(-1, 1)
         self._of_parts = torch.zeros(MOST_PARTS, 4, dtype=torch.int32, device=device)
         self._told = 0
         self.costs: NDArray[np.int64] | None = None
-        """``Table.cpu_costs`` where large-batch steps may be computed in small ones: all experts are wanted in one
-        version."""
+        """``Table.cpu_costs`` if large-batch steps may run as small ones (all experts in one precision), else None."""
 
     @property
     def nbytes(self) -> int:
-        """Device memory of the table and of what is decided; slots and scratch are counted elsewhere."""
+        """Bytes of device memory of the table and the plans; slots and scratch are counted elsewhere."""
         cpu_queue = self.kernel.cpu_queue
         tensors = *vars(self.table).values(), self._rows, self._firsts, self._of_parts
         tensors += tuple(tensor for of_layer in self._plans for tensor in of_layer[-1].tensors.values())
         return sum(tensor.nbytes for tensor in tensors) + (0 if cpu_queue is None else cpu_queue.nbytes)
 
     def warm_up(self, activation: Activation) -> None:
-        """Compile and load what layers will launch, by a step without tokens: neither requests nor captures wait."""
+        """Compile and load all kernels by running steps without tokens, so that no request or capture waits."""
         fmt, top_k = next(iter(self._experts.formats.values())), self._experts.top_k
         if self.kernel.cpu_queue is not None:
             self.kernel.cpu_queue.serve(activation)
@@ -92,7 +92,7 @@ class SmallBatches:
         self.settle()
 
     def tell(self, rows: int) -> None:
-        """How many rows are tokens in what is launched or replayed from now on; 0 for a step without requests."""
+        """Set how many rows are tokens in what is launched or replayed next; 0 for a step without requests."""
         if rows != self._told:
             self._rows.fill_(rows)
             if self.costs is not None:
@@ -108,8 +108,10 @@ class SmallBatches:
         self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation, marks: Tensor | None = None,
         *, captured: bool = False,
     ) -> Tensor:  # fmt: skip
-        """A layer of a step of more rows, see :meth:`LargeBatches.forward`; in small-batch steps one behind the other
-        where the host computes misses and these end first."""
+        """Run a layer of a large-batch step, see :meth:`LargeBatches.forward`.
+
+        It runs as several small-batch steps, one after another, if the CPU executes misses and this is faster.
+        """
         parts, experts = 0, self.table.experts
         if self.costs is not None and marks is None:
             sizes = len(x), SMALL_BATCH_ROWS, ids.shape[1], experts
@@ -125,14 +127,13 @@ class SmallBatches:
         return torch.cat(outs)
 
     def actions(self, layer: int, ids: Tensor) -> Tensor | None:
-        """Of a layer of the last small-batch step, as :meth:`~.LayerPlan.actions`; None where decisions are not
-        recorded."""
+        """Return :meth:`~.LayerPlan.actions` of a layer of the last small-batch step; None without recorded plans."""
         if len(self._plans) < self.table.layers:
             return None
         return self._plans[layer][-1].actions(ids, self.table.experts)
 
     def settle(self) -> None:
-        """A step begins: no other one finds what a large one has copied ahead."""
+        """Begin a step: forget what an earlier large-batch step copied ahead."""
         self.large.settle()
         if (cpu_queue := self.kernel.cpu_queue) is not None and cpu_queue.failed:
             self.table.cpu_costs.zero_()  # from now on everything is fetched

@@ -1,13 +1,14 @@
-"""One layer's experts through the slots: residents first, the others as they arrive, the next layer's behind them.
+"""A host-planned layer with misses: computes the hits first, and the others as they arrive.
 
-The schedule of DuoServe-MoE 5.2: each expert is fetched once, the link starts before anything is computed, and one slot
-computes while others fill. Its grain is FIRM-MoE's: an expert is computed projection by projection as they arrive.
-While slots are short, an expert that frees one goes first, because the link must not wait for computation; otherwise
-all that is there is computed together, which costs the host least. Where computing only enqueues (a GPU) half of what
-is on its way is computed in one launch, while the other half keeps the link busy.
+The schedule is DuoServe-MoE's (5.2): each expert is fetched once, the link starts before anything is computed, and
+one slot is computed while others fill. As in FIRM-MoE, an expert is computed projection by projection.
 
-Where a transfer is a copy by the cores that compute, there is nothing to overlap, and the two take turns: threads that
-compete for a core cost both far more.
+- While slots are short, an expert that frees one is computed first, because the link must not wait for computation.
+- Otherwise all experts that have arrived are computed together, which costs the host least.
+- On a GPU, where computing only enqueues, half of what is in flight is computed in one launch, while the other half
+  keeps the link busy.
+- If transfers are copies by the cores that compute, copying and computing alternate, because threads that compete for
+  a core slow down both.
 """
 
 from collections import deque
@@ -29,19 +30,19 @@ from vllm_dymoe.planner.table import coldest_of
 
 @dataclass(eq=False, slots=True)
 class _Held:
-    """An expert that this step computes."""
+    """An expert that this step computes, with its slots and fetches."""
 
     expert: int  # its number
     slots: list[Slot] = field(default_factory=list)
-    """Where its bytes are, or arrive: a base slice in front of its fine one."""
-    fetches: list[Fetch] = field(default_factory=list)  # that bring what was missing
+    """Where its bytes are, or arrive; a base slice comes before its residual slice."""
+    fetches: list[Fetch] = field(default_factory=list)  # the transfers of what was missing
     lacking: deque[tuple[Precision, bool]] = field(default_factory=deque)
-    """The pool that each slice still needs a slot of, and whether it is to be kept."""
-    item: int = -1  # its number in the Decision
+    """For each slice without a slot: the pool to take it from, and whether it will be kept."""
+    item: int = -1  # its number in the LayerPlan
 
 
 class LayerStep:
-    """What is left to do of one layer: :meth:`acquire`, then :meth:`run`."""
+    """One layer's step: call :meth:`acquire`, then :meth:`run`."""
 
     def __init__(
         self,
@@ -51,24 +52,26 @@ class LayerStep:
         kernel: ExpertKernel,
         counts: ResidencyCounts,
         *,
-        in_turn: bool,  # experts are computed when all that have a slot have arrived, and not while others arrive
-        whole: bool = False,  # no projection of an expert is computed before the others are there
+        in_turn: bool,  # wait until all experts that have a slot have arrived, then compute
+        whole: bool = False,  # compute an expert only when all of its projections have arrived
     ) -> None:
         self._layer, self._fetcher, self._prefetcher, self._kernel = layer, fetcher, prefetcher, kernel
         self._memory, self._engine = fetcher.cache, fetcher.engine
         self._counts, self._in_turn, self._whole = counts, in_turn, whole
-        self._shared = False  # whether residents have had their turn before what is on its way
-        self._must_keep = False  # whether misses take slots from what the layer keeps: no staging slot comes back
-        self._ready: list[_Held] = []  # whose bytes are there, those that have just arrived last
-        self._arriving: deque[_Held] = deque()  # first asked first
+        self._shared = False  # residents were computed since the last arrivals
+        self._must_keep = False  # misses take slots that the layer keeps, since no staging slot comes back
+        self._ready: list[_Held] = []  # bytes are complete; the latest arrivals are last
+        self._arriving: deque[_Held] = deque()  # in the order of their transfers
         self._missing: deque[_Held] = deque()
         self._computing: list[_Held] = []
 
     # -- slots ------------------------------------------------------------------------------------
 
     def acquire(self, wanted: Mapping[int, Precision], places: Iterable[Sequence[int]]) -> None:
-        """Claim what was fetched ahead, and evict the victims of what is to be kept: ``places`` are what the rule makes
-        of each wanted expert, in ascending order, slice by slice."""
+        """Claim prefetched experts, and evict the victims of those that are admitted.
+
+        ``places`` has for each wanted expert, ascending, the planner's decision on each slice (``rule.decide``).
+        """
         cache, counts = self._memory, self._counts
         keeping: list[_Held] = []
         passing: list[_Held] = []
@@ -90,13 +93,13 @@ class LayerStep:
                 (keeping if any(kept for _, kept in coming.lacking) else passing).append(coming)
             else:
                 (self._ready if complete else self._arriving).append(coming)
-        # What has some of its slots goes first: a staging slot that waits for another one serves nothing.
+        # Experts that have one of two slots go first: a slot that waits for its partner is useless.
         self._missing.extend(sorted(keeping + passing, key=lambda coming: not coming.fetches))
 
     def _acquire_slices(
         self, expert: int, precision: Precision, places: Sequence[int], ahead: Mapping[tuple[int, Precision], Fetch]
     ) -> _Held:
-        """Make room for what is to be kept of an expert, and take what is there or on its way."""
+        """Evict what an admitted expert displaces, and take its slots that are filled or in flight."""
         cache, coming = self._memory, _Held(expert)
         for part, place in zip(cache.parts[precision], places, strict=False):
             if place == HIT:
@@ -105,21 +108,21 @@ class LayerStep:
                 coming.slots.append(slot)
                 continue
             fetch = ahead.get((expert, part))
-            # A residual slice is kept with its base only, which may have come as a prediction that cannot be kept.
+            # A residual slice is kept only with its base, which may be a prediction that cannot be kept.
             kept = place != STREAM and all(brought.kept for brought in coming.fetches)
             if kept:
                 if not cache.nested:
                     cache.evict(self._layer, expert)  # in another version
                 if place >= 0:
                     self._counts.evictions += cache.evict(self._layer, place, part)
-            if fetch is not None and coming.lacking:  # a residual slice whose base has given way to demand
+            if fetch is not None and coming.lacking:  # the base gave its slot to a demand
                 self._fetcher.give_up([fetch])
                 fetch = None
             if fetch is None:
                 coming.lacking.append((part, kept))
                 continue
             if not all(brought.complete for brought in coming.fetches):
-                fetch.complete = False  # a residual slice is published behind its base
+                fetch.complete = False  # a residual slice is published after its base
             if kept:
                 self._fetcher.keep(fetch)
             coming.slots.append(fetch.slot)
@@ -146,11 +149,11 @@ class LayerStep:
                 plan.place(coming.item, self._memory.packed(coming.slots))
 
     def _make_room(self, precision: Precision, coming: _Held) -> bool:
-        """Give up the coldest expert of the layer, or its residual slice, that this step does not read any more."""
+        """Evict the coldest expert, or residual slice, of the layer that this step does not read any more."""
         reading = {held.expert for held in (*self._ready, *self._arriving)}
         reading |= {held.expert for held in self._missing if held.slots}
         passing = [fetch for fetch in coming.fetches if not fetch.kept]
-        if passing:  # a residual slice is kept with its base only
+        if passing:  # a residual slice is kept only with its base
             if not self._evict_coldest(passing[0].precision, reading):
                 return False
             self._fetcher.keep(passing[0])
@@ -164,9 +167,12 @@ class LayerStep:
     # -- computation ------------------------------------------------------------------------------
 
     def run(self, begin: Callable[[Sequence[int]], LayerPlan], look_ahead: Callable[[], None] | None) -> None:
-        """Until every wanted expert is computed; after a TransferError no slot is lost. The kernel's step begins with
-        the experts in about the order in which they will be computed; a prediction is asked for when every transfer
-        that has a slot is under way."""
+        """Fetch and compute until every wanted expert is done; a TransferError loses no slot.
+
+        Args:
+            begin: begins the kernel's step, for experts in about the order in which they will be computed.
+            look_ahead: asks for predictions; called once, when every transfer that has a slot is in flight.
+        """
         try:
             held = [*self._ready, *self._arriving, *self._missing]
             for item, one in enumerate(held):
@@ -198,10 +204,10 @@ class LayerStep:
         elif self._prefetcher:
             self._prefetcher.answer()
         if self._prefetcher:
-            self._prefetcher.fill()  # which finds no slot as long as an expert of this layer waits for one
+            self._prefetcher.fill()  # finds no free slot while an expert of this layer waits for one
 
     def _next(self) -> tuple[list[_Held], bool]:
-        """What is best computed now, and whether it is still arriving."""
+        """Choose the experts to compute next; return them, and whether they are still arriving."""
         ready, arriving, before = self._ready, self._arriving, len(self._ready)
         while arriving and (self._in_turn or all(self._engine.arrived(f.ticket) for f in arriving[0].fetches)):
             self._complete(arriving[0])
@@ -213,22 +219,22 @@ class LayerStep:
             return self._next_launch(arrived)
         if not ready:
             return [arriving.popleft()], True
-        # While more are missing the one that arrived last goes first, if any did: its slot is wanted.
+        # While others wait for slots, compute the latest arrival alone: its slot is needed.
         return _last(ready, 1 if self._missing and not self._in_turn else len(ready)), False
 
     def _first_frees_a_slot(self) -> bool:
-        """Whether one expert is best computed by itself, because predictions wait for its slot (DuoServe-MoE 5.3)."""
+        """Whether to compute one expert by itself, because predictions wait for its slot (DuoServe-MoE 5.3)."""
         if self._in_turn or self._missing or self._arriving or len(self._ready) < 2:
             return False
         passing = any(not fetch.kept for fetch in self._ready[-1].fetches)
         return passing and self._prefetcher is not None and self._prefetcher.frees_slots_early
 
     def _next_launch(self, arrived: int) -> tuple[list[_Held], bool]:
-        """What has just arrived and a share of the residents, or half of what is on its way.
+        """Choose the new arrivals and a share of the residents, or half of what is in flight.
 
         The other half keeps the link busy until the launch has freed its slots. Residents are spread over the layer in
-        proportion to the misses: all at once they would fill the device's queue, and the link would stand still behind
-        them as long as slots are short.
+        proportion to the misses: all at once would fill the device's queue, and while slots are short the link would
+        idle until they are computed.
         """
         half = (len(self._arriving) + 1) // 2
         residents = len(self._ready) - arrived
@@ -244,7 +250,7 @@ class LayerStep:
         return [self._arriving.popleft() for _ in range(half)], True
 
     def _compute(self, arriving: bool) -> None:
-        """Compute, each projection as soon as all have it, and free the slots of what passes."""
+        """Compute experts, each projection once all have it, and free the slots of streamed ones."""
         computing = self._computing
 
         def receive(projections: int) -> None:
@@ -272,15 +278,15 @@ class LayerStep:
                 self._fetcher.complete(fetch)
 
     def _use_kept_slots(self) -> bool:
-        """Orphaned copies have the staging slots: make do with what the layer keeps. False if that was done already."""
+        """Use slots that the layer keeps, since orphaned copies hold the staging slots; False if done already."""
         done_already, self._must_keep = self._must_keep, True
         return not done_already
 
     def _let_go(self) -> None:
-        """After a failure in the middle of a step: no slot is lost, none is freed while it is accessed."""
+        """Clean up after a failure within a step: lose no slot, and free none that is still accessed."""
         held = [*self._computing, *self._ready, *self._arriving, *self._missing]
         last_read = self._engine.fence()
-        if last_read is not None:  # a computation that failed between two projections has read the first
+        if last_read is not None:  # a computation that failed half-way has read a projection
             for slot in (slot for reading in held for slot in reading.slots):
                 slot.last_read = last_read
         self._fetcher.give_up((fetch for reading in held for fetch in reading.fetches), wait=True)

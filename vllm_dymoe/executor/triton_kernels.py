@@ -1,4 +1,4 @@
-"""The small-batch path on a GPU: three launches of Triton kernels for each layer, compiled before the first request."""
+"""Device-side planning on a GPU: Triton kernels, compiled before the first request."""
 
 from functools import cache
 
@@ -19,9 +19,11 @@ from vllm_dymoe.planner.table import Table
 
 
 class TritonKernels:
-    """A layer's decode step where the experts' memory is a GPU's; on a CPU only in Triton's interpreter. Scratch is
-    that of the kernel of the host's steps: both run on one stream. ValueError if it has too little for so many rows, or
-    a layer more experts than a device decides for."""
+    """The SmallBatchKernel of a GPU, or of a CPU in Triton's interpreter.
+
+    It shares its scratch with the kernel of host-planned steps, since both run on one stream. ValueError if that is too
+    small for ``rows`` rows, or if layers have more experts than the planner's kernel can hold.
+    """
 
     name = "triton"
     cpu_queue: CpuQueue | None = None

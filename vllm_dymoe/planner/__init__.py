@@ -1,1 +1,1 @@
-"""What a layer's step does with its experts: the table, its rule, and the plan."""
+"""The planner: the table, the rule that decides, and the plan that it writes."""

@@ -1,4 +1,4 @@
-"""How much an expert matters to a step (DyMoE 4.2, Eqs. 1 to 3)."""
+"""The importance of experts to a step (DyMoE 4.2, Eqs. 1 to 3)."""
 
 import functools
 import math
@@ -21,15 +21,15 @@ _SCORES_AT_ONCE = 1 << 20
 
 
 class Importance(NamedTuple):
-    """Of experts, for the tokens of one phase; whole numbers, so that no order of additions decides."""
+    """Importance of the experts that one phase's tokens use; integers, so the order of additions does not matter."""
 
-    used: Ints  # int64 [n], experts that its tokens use, ascending
-    hits: Ints  # int64 [n], heavy hitters among the tokens that use each (Eq. 2) and are counted; 0 in decode
-    sums: Ints  # int64 [n], of routing weights in 1 / WEIGHT_UNIT (Eq. 3), in prompts those of heavy hitters alone.
-    counted: NDArray[np.bool_]  # bool [n], whether any of its tokens has a weight that is usable
+    used: Ints  # int64 [n], the experts, ascending
+    hits: Ints  # int64 [n], heavy hitters among the tokens that use each (Eq. 2); 0 in decode
+    sums: Ints  # int64 [n], sums of routing weights in 1 / WEIGHT_UNIT (Eq. 3); in prompts of heavy hitters alone
+    counted: NDArray[np.bool_]  # bool [n], whether any of its tokens has a usable weight
 
     def first(self, count: int) -> NDArray[np.bool_]:
-        """bool [n], the most important ones, of equal ones those with the lower numbers."""
+        """Return the ``count`` most important experts, bool [n]; among equals the lower numbers win."""
         chosen = np.zeros(len(self.used), bool)
         chosen[np.lexsort((-self.sums, -self.hits))[:count]] = True
         return chosen
@@ -38,9 +38,14 @@ class Importance(NamedTuple):
 def importance(
     expert_ids: Tensor, weights: Tensor, experts: int, prompt: PromptTokens | None = None
 ) -> tuple[Importance, Importance]:
-    """For the tokens of prompts, if there are some, and for the others; the host waits for the device once, however
-    many there are. ``experts`` is more than the largest number in ``expert_ids``, int [tokens, top_k], negative where
-    another rank has the expert; weights are float32 [tokens, top_k]."""
+    """Return the importance for the prompts' tokens and for the decoded tokens; waits for the device once.
+
+    Args:
+        expert_ids: int [tokens, top_k], negative where another rank has the expert.
+        weights: float32 [tokens, top_k].
+        experts: more than the largest id.
+        prompt: which tokens belong to prompts; None if none do.
+    """
     counts = usable(weights)
     units = (weights.float().where(counts, 0.0) * float(WEIGHT_UNIT)).long() + counts
     none = torch.zeros(len(units), 1, dtype=torch.bool, device=units.device)
@@ -51,7 +56,7 @@ def importance(
     heavy_units, own = units * heavy, units * decoded
     parts = (~decoded, heavy, heavy_units, units - own, decoded, torch.zeros_like(units), own, own)
     columns = torch.stack([part.long() for part in parts])
-    places = (expert_ids.flatten().long() + 1).clamp_min_(0)  # other ranks' experts fall into the first place
+    places = (expert_ids.flatten().long() + 1).clamp_min_(0)  # experts of other ranks go to place 0
     totals = units.new_zeros(len(columns), experts + 1).index_add_(1, places, columns.view(len(columns), -1))
     phases = totals[:, 1:].cpu().numpy().reshape(2, 4, -1)
     prompts, others = (
@@ -62,9 +67,15 @@ def importance(
 
 
 def high_experts(phases: Sequence[Importance], thresholds: Sequence[Ints], critical: Callable[[int], int]) -> set[int]:
-    """The experts that tokens of some phase want high: those above the phase's threshold, which follows, or where there
-    are none as many of the most important ones as are ``critical`` of so many. Experts of which no weight is usable
-    count as none: they are high only where all others are."""
+    """Return the experts that at least one phase wants high.
+
+    Args:
+        phases: importance for each phase.
+        thresholds: one per phase; experts above it are high, and it is updated. If empty, the most important are high.
+        critical: how many of a number of active experts are high, without thresholds.
+
+    Experts without a usable weight do not count as active; they are high only if all others are.
+    """
     high: set[int] = set()
     for number, phase in enumerate(phases):
         active = int(phase.counted.sum())
@@ -79,8 +90,10 @@ def high_experts(phases: Sequence[Importance], thresholds: Sequence[Ints], criti
 
 
 def mark_heavy_hitters(mass: Tensor, share: float, heavy: Tensor) -> None:
-    """T_imp of Eq. 2: the tokens with the most attention ``mass`` [tokens], a ``share`` of them, rounded up. Sets those
-    in ``heavy``, bool [tokens], false everywhere."""
+    """Set ``heavy``, bool [tokens], for the ``share`` of tokens with the most attention (T_imp of Eq. 2), rounded up.
+
+    ``mass`` is float32 [tokens]; ``heavy`` must be all false.
+    """
     count = min(mass.shape[0], math.ceil(share * mass.shape[0] - 1e-9))
     heavy.index_fill_(0, mass.topk(count, sorted=False).indices, True)
 
@@ -88,17 +101,18 @@ def mark_heavy_hitters(mass: Tensor, share: float, heavy: Tensor) -> None:
 def attention_mass(
     query: Tensor, key: Tensor, scale: float, window: int, reach: int | None = None, at_once: int = _SCORES_AT_ONCE
 ) -> Tensor:
-    """Eq. 1: how much attention a token gets, on average over the heads: float32 [tokens], which sum to 1.
+    """Return the attention that each token gets, averaged over heads (Eq. 1): float32 [tokens] with sum 1.
 
-    The paper sums over a whole prompt. Here the last ``window`` queries stand for all of them: they have seen every
-    token, and the cost grows with the number of tokens instead of its square.
+    The paper sums over a whole prompt. Here the last ``window`` queries stand for all: they have seen every token, and
+    the cost grows linearly with the number of tokens.
 
     Args:
-        query: [tokens, heads, dim], with positions in it.
+        query: [tokens, heads, dim], with positional encoding.
         key: [tokens, kv_heads, dim]; several heads may share one.
-        scale: of the scores.
-        reach: of a sliding window, in tokens; None sees everything before.
-        at_once: scores that are held at a time; one head's are always.
+        scale: factor of the scores.
+        window: number of queries that are asked.
+        reach: length of a sliding attention window in tokens; None for full attention.
+        at_once: scores in memory at a time; those of one key-value head at least.
     """
     tokens, heads, dim = query.shape
     kv_heads = key.shape[1]
@@ -109,7 +123,7 @@ def attention_mass(
     queries = query[-asked:].view(asked, kv_heads, group, dim).permute(1, 2, 0, 3)
     queries = queries.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     queries = queries.mul_(scale).view(kv_heads, group * asked, dim)
-    # Without a window every query sees what lies before the first of them.
+    # Without a sliding window every query sees all tokens before the first query.
     hidden = _hidden(asked, asked if reach is None else tokens, reach, query.device)
     mass = torch.zeros(tokens, device=query.device)
     step = max(1, at_once // (group * asked * tokens))
@@ -123,7 +137,7 @@ def attention_mass(
 
 @functools.lru_cache(maxsize=8)
 def _hidden(asked: int, tokens: int, reach: int | None, device: torch.device) -> Tensor:
-    """Which of the last tokens each of the last queries must not see: bool [asked, tokens]."""
+    """Return which of the last tokens each of the last queries must not see: bool [asked, tokens]."""
     places = torch.arange(tokens, device=device)
     own = places[-asked:].unsqueeze(1)
     hidden = places > own

@@ -1,17 +1,16 @@
-"""What a large-batch step does about experts that are not there, with NumPy: the plain twin of
-``kernels/triton/large_batch.py``.
+"""The planner of large-batch steps, with NumPy: the plain twin of ``kernels/triton/large_batch.py``, bit for bit.
 
-Whether an expert is kept is decided as in any step (``decode_rule``). In a large-batch step nearly every expert is
-active, so that the link is the bound, and experts come in *groups*, in turn through two halves of the staging slots:
-while one is computed, the next is copied. Which groups there are follows from sizes alone, so that all of it can be
-enqueued before anything is known; which experts are in them is written here, by the device.
+Whether an expert is admitted is decided as in any step (``small_batch``). In a large batch nearly every expert is
+active, so the link is the bottleneck. Misses are streamed in *groups*, which use the two halves of the staging slots in
+turn: while one group is computed, the next is copied. The number of groups follows from sizes alone, so the host can
+enqueue all launches before anything is known; the device writes here which experts are in which group.
 
-    group 0      what is there: residents, and what was copied ahead while the layer before was computed
-    group 1      what the layer keeps from now on
-    group 2 + p  what passes, a half of the staging slots at a time; the one behind the last is the next layer's
+    group 0      resident: hits, and what was copied ahead while the layer before was computed
+    group 1      admitted: what the layer keeps from now on
+    group 2 + p  streamed, half of the staging slots at a time; the group after the last is the next layer's
 
-Where there are no such groups, in a graph or with hardly any staging slots, what is kept is copied before anything is
-computed, and what passes is read from host memory by the kernel that computes it.
+Without streamed groups (in a CUDA graph, or with hardly any staging slots) admitted experts are copied before anything
+is computed, and streamed ones are read from host memory by the kernel that computes them.
 """
 
 from collections.abc import Sequence
@@ -29,67 +28,67 @@ from vllm_dymoe.planner.rule import ABSENT, HIGH, LOW
 from vllm_dymoe.planner.small_batch import PROJECTIONS, bytes_ahead, found_ahead, list_positions, slot_address
 from vllm_dymoe.planner.table import Counter, Table
 
-RESIDENT, ADMITTED, STREAMED = 0, 1, 2  # the first two groups, and the first of those that pass
+RESIDENT, ADMITTED, STREAMED = 0, 1, 2  # the first two groups, and the first streamed one
 _LEAST_CHUNK, _MOST_CHUNKS = 256, 64
-MOST_PARTS = 2  # small-batch steps in place of a large one; for each more a CPU queue has the memory of two steps
-_MEMORY = 8  # times as fast as the link is what else a device does with an expert; its memory alone is 30
+MOST_PARTS = 2  # most small steps that replace a large one; the CPU queue has memory for two steps per part
+_MEMORY = 8  # a device uses an expert 8 times as fast as the link brings it; its memory alone is 30 times as fast
 
 
 @dataclass(frozen=True)
 class LargeBatchShape:
-    """What the host knows of a layer's large-batch step."""
+    """The sizes of a large-batch step, which the host knows before it runs."""
 
     tokens: int  # rows, padding included
     top_k: int  # experts of a row
     experts: int  # of a layer
     slices: int = 1  # 2 where low versions lie inside high ones
-    half: int = 0  # staging slots of a group
-    passes: int = 0  # groups that pass; 0 for none, and then everything is one group
+    half: int = 0  # staging slots of a streamed group
+    passes: int = 0  # streamed groups; with 0 everything is one group
     marked: bool = False  # whether tokens of prompts are marked
 
     @property
     def positions(self) -> int:
-        """Pairs of a token and an expert."""
+        """Number of (token, expert) pairs."""
         return self.tokens * self.top_k
 
     @property
     def items(self) -> int:
-        """Experts that may be active."""
+        """Most experts that can be active."""
         return min(self.experts, self.positions)
 
     @property
     def groups(self) -> int:
-        """Groups that are computed."""
+        """Number of groups that are computed."""
         return STREAMED + self.passes if self.passes else 1
 
     @property
     def chunk(self) -> int:
-        """Pairs that a program counts; a power of two."""
+        """Pairs that one GPU program counts, a power of two."""
         most = -(-self.positions // _MOST_CHUNKS)
         return max(_LEAST_CHUNK, 1 << max(0, most - 1).bit_length())
 
     @property
     def chunks(self) -> int:
-        """Programs that count."""
+        """Number of GPU programs that count pairs."""
         return -(-self.positions // self.chunk)
 
     @property
     def scratch(self) -> int:
-        """Elements of a decision's scratch: all pairs are counted, those of prompts, and those of heavy hitters."""
+        """Scratch elements of a plan; with marks, pairs of prompts and of heavy hitters are counted as well."""
         return 3 * experts_width(self.experts) + (3 if self.marked else 1) * self.counted
 
     @property
     def counted(self) -> int:
-        """Elements of what is counted at a time: sizes and sums (int64) of each chunk, and pairs' numbers."""
+        """Scratch elements of one count: sizes and sums (int64) of each chunk, and the pairs' numbers."""
         return 3 * self.chunks * experts_width(self.experts) + self.positions + self.positions % 2
 
     def spans(self, group: int) -> slice:
-        """Where a group's copies are listed."""
+        """Return where a group's copies are in ``LargeBatchWork.spans``."""
         first = 0 if group == ADMITTED else self.items + (group - STREAMED) * self.half
         return slice(self.slices * first, self.slices * (first + (self.items if group == ADMITTED else self.half)))
 
     def work_items(self, group: int, steps: Sequence[int]) -> list[int]:
-        """Most items of a group in each class, by how many positions an expert has."""
+        """Return the most work items of a group in each class; classes are by positions of an expert."""
         room = self.items if group < STREAMED else min(self.half, self.items)
         most = [room * (-(-steps[0] // 2)), *[room] * (len(steps) - 2), room + self.positions // steps[-1]]
         return [min(count, self.positions) for count in most]
@@ -97,17 +96,17 @@ class LargeBatchShape:
 
 @dataclass(frozen=True, eq=False)
 class LargeBatchWork:
-    """What a large-batch step adds to a Decision."""
+    """What a large-batch step adds to a LayerPlan."""
 
-    spans: Tensor  # int64 [copies, 3], where bytes lie, where they go, and how many they are: 0 for none
-    ids: Tensor  # int32 [tokens, top_k], experts of pairs that are computed, -1 for the others
+    spans: Tensor  # int64 [copies, 3]: source address, destination address, bytes; 0 bytes for no copy
+    ids: Tensor  # int32 [tokens, top_k], the expert of each pair that is computed, -1 for the others
     work: Tensor
-    """int32 [groups, classes, any, 3], the row of an expert and its positions, first and last + 1; what is left of a
-    list is (`items`, 0, 0), a row of no bits."""
+    """int32 [groups, classes, any, 3]: an item, its first position and its last + 1. Unused entries are
+    (`items`, 0, 0), without positions."""
 
     @classmethod
     def allocate(cls, shape: LargeBatchShape, steps: Sequence[int], device: torch.device | str) -> Self:
-        """For a step of a shape, with classes of so many positions."""
+        """Allocate for a step of a shape; ``steps`` has the most positions of each class."""
         work = shape.groups, len(steps), max(shape.work_items(RESIDENT, steps)), 3
         return cls(
             torch.zeros(shape.spans(STREAMED + shape.passes).stop, 3, dtype=torch.int64, device=device),
@@ -119,15 +118,17 @@ class LargeBatchWork:
 def small_batch_parts(
     tokens: int, most: int, top_k: int, experts: int, missing: float, costs: NDArray[np.int64]
 ) -> int:
-    """In how many small-batch steps, which share their misses between link and host, a large one is to be computed,
-    which fetches them; 0 if it ends first.
+    """Return into how many small-batch steps to split a large one; 0 to keep it whole.
+
+    Small steps share their misses between link and CPU; a large one fetches all of them. The estimate compares times.
 
     Args:
-        tokens: of the step.
-        most: tokens of a small one.
-        top_k: experts of a token, of so many.
+        tokens: tokens of the step.
+        most: most tokens of a small-batch step.
+        top_k: experts of a token.
+        experts: experts of the layer.
         missing: share of the experts that are not kept.
-        costs: :attr:`Table.cpu_costs`, where every expert is wanted HIGH.
+        costs: :attr:`Table.cpu_costs`, if every expert is wanted HIGH.
     """
     parts, (link, first, more, _) = -(-tokens // most), costs[HIGH].tolist()
     if not first or not 1 < parts <= MOST_PARTS:
@@ -142,20 +143,20 @@ def plan_large_batch(
     table: Table, layer: int, ids: Tensor, plan: LayerPlan, shape: LargeBatchShape, half: int, ahead: int,
     steps: Sequence[int], large: LargeBatchWork,
 ) -> NDArray[np.int64]:  # fmt: skip
-    """List groups, copies and work of a step that is decided, and say where what is copied will lie: the group of each
-    item, int64.
+    """Write groups, copies and work lists of a planned step; return the group of each item, int64.
 
-    Experts that are decoded have the first positions, so that what they share of scratch is little. Of the next layer,
-    which is not routed yet, as much is copied ahead of what it does not keep as half the slots hold.
+    Experts with few positions come first, so that the decode kernels share little scratch. For the next layer, which is
+    not routed yet, experts that it does not keep are copied ahead into half of the staging slots.
 
     Args:
-        table: on a CPU, like everything else; of the layer nothing is ahead any more, and ``staged`` and ``staged_for``
-            of the next one are rewritten.
-        ids: int [tokens, top_k], as the step was decided on.
-        decision: of the step; addresses, rows, pairs and positions of `work` are rewritten.
-        half: 0 or 1, which half of the staging slots the first group that passes takes.
-        ahead: the version that the next layer's experts are served at; 0 to copy nothing ahead.
-        steps: most positions of an expert that is decoded, and of one item of each grouped class.
+        table: on a CPU, like all other arguments. What was copied ahead for this layer is forgotten; ``staged`` and
+            ``staged_for`` of the next layer are rewritten.
+        ids: int [tokens, top_k], for which the step was planned.
+        plan: of the step; addresses, rows, pairs and positions of `work` are rewritten.
+        half: 0 or 1, the half of the staging slots that the first streamed group uses.
+        ahead: LOW or HIGH, the version in which the next layer's experts are served; 0 to copy nothing ahead.
+        steps: most positions of an expert for the decode kernels, and of an item in each class of grouped kernels.
+        large: overwritten.
     """
     host = table.on_host()
     large.spans.zero_()
@@ -238,6 +239,6 @@ def _list_work(
                       for item in items for at in range(begins[item], begins[item] + sizes[item], step)]  # fmt: skip
             large.work[of_group, number, : len(pieces)] = torch.tensor(pieces, dtype=torch.int32).view(-1, 3)
     large.ids.copy_(torch.where(plan.computed > 0, ids, -1))
-    begin_of = np.full(shape.experts + 1, -1)  # behind the last expert what -1 finds
+    begin_of = np.full(shape.experts + 1, -1)  # the last element is for id -1
     begin_of[plan.experts[:count].numpy()] = begins
     list_positions(begin_of[large.ids.flatten().numpy()], shape.top_k, plan)

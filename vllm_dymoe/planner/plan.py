@@ -1,5 +1,8 @@
-"""The work list of one layer's step: which experts are computed, on which rows, from which bytes, and what becomes of
-these bytes. The device's rule fills it, its plain twin, or the host, which has the bytes' places only as slots come."""
+"""The plan of one layer's step: which experts are computed, on which rows, from which bytes, and what is kept.
+
+A GPU planner or its NumPy twin fills in all of it. A host-planned step fills in experts and rows, and adds the bytes'
+places as slots are filled.
+"""
 
 # ruff: noqa: RUF009
 from collections.abc import Mapping, Sequence
@@ -17,10 +20,10 @@ _NONE = torch.empty(0, dtype=torch.int32)
 
 
 class Grouped(NamedTuple):
-    """The (token, expert) pairs of a step by expert."""
+    """The (token, expert) pairs of a step, grouped by expert."""
 
-    experts: list[int]  # that any token chose, ascending
-    bounds: list[int]  # first position of each expert, and behind them the number of positions
+    experts: list[int]  # active experts, ascending
+    bounds: list[int]  # first position of each expert, then the number of positions
     rows: Tensor  # int64 [positions], rows of the layer's input, ascending within an expert
     pairs: Tensor  # int64 [positions], rows of the unweighted output, token * top_k + k
 
@@ -31,40 +34,39 @@ def _column(*shape: str | int, dtype: torch.dtype = torch.int32) -> Any:
 
 @dataclass(eq=False)
 class LayerPlan:
-    """What a layer's step does: one item for each expert that is computed, and nothing behind them.
+    """What a layer's step does: one item for each expert that is computed.
 
-    Rows behind the last item are empty: expert and slot -1, everything else 0. On a device one decision serves all
-    layers, which are decided and computed in turn, and its items are ascending. The host fills in only `experts`,
-    `rows` and `pairs`, int64, `views` and `bounds`.
+    Rows after the last item are empty: expert and slot -1, everything else 0. With device-side planning all layers
+    use one plan in turn, and its items are in ascending order of experts. A host-planned step fills in `experts`,
+    `rows` and `pairs` (int64), `views` and `bounds` only.
     """
 
     experts: Tensor = _column("items")
     work: Tensor = _column("items and one", 3)
-    """The item's own number, first and last + 1 of its positions; that of one computed CPU is empty. The last row,
-    (-1, 0, tokens), asks for zeros where a token has no pair that is computed."""
+    """The item's number, its first position and its last + 1; an item that the CPU executes has no positions here. The
+    last row, (-1, 0, tokens), asks for zeros for tokens without a computed pair."""
     rows: Tensor = _column("positions")  # row of the input of each (token, expert) pair, by item
     pairs: Tensor = _column("positions")  # row of the output, token * top_k + k; ascending within an item
     count: Tensor = _column(1)  # number of items
-    precisions: Tensor = _column("items")  # the version that is computed
+    precisions: Tensor = _column("items")  # LOW or HIGH, the version that is computed
     slots: Tensor = _column("slices", "items")
-    """Of the precision's pool, or of the slice's: where the bytes are, or come to; -1 if they come to none, or the
-    slice is not computed."""
-    action: Tensor = _column("slices", "items")  # a Action each; HIT where the slice is not computed
-    bits: Tensor = _column("items", 3)  # tags of the codes of gate, up and down
+    """Slot in the pool of the precision, or of the slice, where the bytes are or are copied to; -1 for none."""
+    action: Tensor = _column("slices", "items")  # an Action each; HIT if the slice is not computed
+    bits: Tensor = _column("items", 3)  # encoding tags of gate, up and down
     addresses: Tensor = _column("slices", "items", 3, dtype=torch.int64)
-    """Where their bytes are read; 0 where a slice is not computed."""
+    """Source addresses of gate, up and down; 0 if the slice is not computed."""
     destinations: Tensor = _column("slices", "items", 3, dtype=torch.int64)
-    """Where they are stored as well; 0 for nowhere."""
-    computed: Tensor = _column("tokens", "top_k")  # 1 for pairs of an item, 2 for those computed CPU
-    scratch: Tensor = _column("scratch")  # for the program
-    views: list[PackedExpert | None] = field(default_factory=list)  # each item's bytes, None until they have a place
+    """Addresses to which the bytes are copied as well; 0 for none."""
+    computed: Tensor = _column("tokens", "top_k")  # 1 for computed pairs, 2 for those of the CPU
+    scratch: Tensor = _column("scratch")  # for the GPU planner
+    views: list[PackedExpert | None] = field(default_factory=list)  # each item's bytes; None until they have a place
     bounds: list[int] = field(default_factory=list)  # as in Grouped, by item
 
     @classmethod
     def allocate(
         cls, tokens: int, top_k: int, experts: int, device: torch.device | str, *, slices: int = 1, scratch: int = 0
     ) -> Self:
-        """For steps of up to so many tokens, padding included; with more scratch for a large one, and an item more."""
+        """Allocate for up to ``tokens`` rows, padding included; ``scratch`` is given for large batches."""
         sizes = _sizes(tokens, top_k, min(experts, tokens * top_k) + (scratch > 0)) | {"slices": slices}
         sizes["scratch"] = scratch or scratch_size(tokens, top_k, experts)
         made: dict[str, Any] = {}
@@ -75,8 +77,10 @@ class LayerPlan:
 
     @classmethod
     def of_routing(cls, grouped: Grouped, order: Sequence[int], *, row_for_each_pair: bool = False) -> Self:
-        """The host's: some of a step's experts, in the order in which they will be computed. The input may have a row
-        for each pair, and not for each token."""
+        """Return a host-side plan for some of a step's experts, in the order in which they will be computed.
+
+        ``row_for_each_pair``: the input has a row for each pair, not for each token.
+        """
         rows, pairs, bounds = grouped.pairs if row_for_each_pair else grouped.rows, grouped.pairs, grouped.bounds
         if list(order) != grouped.experts:
             number = {expert: n for n, expert in enumerate(grouped.experts)}
@@ -88,20 +92,22 @@ class LayerPlan:
         return cls(torch.tensor(order), _NONE, rows, pairs, views=[None] * len(order), bounds=bounds)
 
     def place(self, item: int, expert: PackedExpert) -> None:
-        """Say where an item's bytes are, or will be when it is computed; once."""
+        """Set where an item's bytes are, or will be when it is computed; once per item."""
         self.views[item] = expert
 
     def actions(self, ids: Tensor, experts: int) -> Tensor:
-        """uint8 [tokens, top_k], as :func:`~.rule.actions_of` says them, of a step that the device has planned for
-        `ids`, experts of a layer of so many; enqueued behind the decision, waits for nothing."""
+        """Return the recorded actions, uint8 [tokens, top_k], as in :func:`~.rule.actions_of`; waits for nothing.
+
+        Args:
+            ids: int [tokens, top_k], for which the device has planned.
+            experts: number of experts of the layer.
+        """
         counted = torch.arange(len(self.experts), device=ids.device) < self.count
         places = torch.where(counted, self.experts, experts).long()
         found = torch.full((experts + 1,), Action.SKIP, dtype=torch.uint8, device=ids.device)
-        actions = self.action.amax(0) + LOW_VERSION * (
-            self.precisions == LOW
-        )  # of two slices the one that lacks decides
+        actions = self.action.amax(0) + LOW_VERSION * (self.precisions == LOW)  # of two slices the missing one decides
         found[places] = actions.to(torch.uint8)
-        found[-1] = Action.SKIP  # what other ranks have, too
+        found[-1] = Action.SKIP  # also for experts of other ranks
         return found[ids.long()]
 
     @property
@@ -109,7 +115,7 @@ class LayerPlan:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def of(self, tokens: int, experts: int) -> Self:
-        """The part of it for steps of so many tokens, in layers of so many experts."""
+        """Return views of the part for steps of ``tokens`` rows in layers of ``experts`` experts."""
         top_k = self.computed.shape[1]
         sizes = _sizes(tokens, top_k, min(experts, tokens * top_k))
         parts: dict[str, Any] = {}

@@ -1,10 +1,10 @@
-"""The precision an expert gets in one step."""
+"""The precision of an expert in one step."""
 
 from enum import StrEnum
 
 
 class Precision(StrEnum):
-    """High, low, or skipped: how many bits each means is the configuration's."""
+    """High, low or skipped; the options say how many bits each one has."""
 
     HIGH = "high"
     LOW = "low"

@@ -1,4 +1,4 @@
-"""What a router said for one layer of one step: copied to the host at most once."""
+"""The routing of one layer in one step; copied from the device to the host at most once."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -13,11 +13,11 @@ from vllm_dymoe.planner.constants import MOST_WEIGHT
 from vllm_dymoe.planner.hotness import squared_gates, usable
 from vllm_dymoe.planner.plan import Grouped
 
-_UNUSABLE = 1 << 24  # is added to the number of an expert whose weight is not usable, on its way to the host
+_UNUSABLE = 1 << 24  # added to an expert's number if its weight is unusable, while both travel to the host
 
 
 class RoutingError(ValueError):
-    """A router chose an expert that the model does not have; the message is one sentence for the user."""
+    """A router chose an expert that the model does not have; the message is for the user."""
 
     def __init__(self, layer: int, expert: int, experts: int) -> None:
         super().__init__(
@@ -28,7 +28,7 @@ class RoutingError(ValueError):
 
 
 class Phase(Enum):
-    """What a step is for: prefill if any of its requests reads its prompt, be it the last token alone, else decode."""
+    """Prefill if any request of the step still reads its prompt, even its last token alone; else decode."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -38,40 +38,39 @@ class Phase(Enum):
 class PromptTokens:
     """Which tokens of a step belong to prompts, and which of these matter most."""
 
-    rows: Tensor  # bool [tokens], of a prompt that is being read; the others are being decoded
-    heavy: Tensor  # bool [tokens], heavy hitters among them; all of them where attention is not known
-    mixed: bool  # some tokens of the step are no prompt's
+    rows: Tensor  # bool [tokens], tokens of prompts; the others are decoded
+    heavy: Tensor  # bool [tokens], heavy hitters among them; all of them if attention is unknown
+    mixed: bool  # some tokens of the step are decoded
 
 
 @dataclass(eq=False)
 class Routing:
-    """One layer's routing in one step. Made once, where vLLM enters the layer."""
+    """One layer's routing in one step, made once when vLLM enters the layer."""
 
-    layer: int  # position of the MoE layer among the model's MoE layers, from 0; a step begins where it does not grow
+    layer: int  # position among the model's MoE layers, from 0; if it does not grow, a new step has begun
     num_layers: int  # how many MoE layers the model has
     x: Tensor
-    """[tokens, hidden] bfloat16 or float16, the router's input. Another layer may overwrite it: copy what is to be
-    kept."""
+    """[tokens, hidden] bfloat16 or float16, the router's input. Later layers may overwrite it; copy it to keep it."""
     ids: Tensor  # [tokens, top_k] int, experts of this rank; negative where another rank has the expert
     weights: Tensor  # [tokens, top_k] float32 routing weights
     phase: Phase = Phase.DECODE  # of the whole step
     prompt: PromptTokens | None = None
-    """Which tokens are prompts'; None in a step that only decodes, or where no policy needs it."""
+    """Which tokens are prompts'; None if the step only decodes, or if no policy asks."""
     global_ids: Tensor | None = None
-    """[tokens, top_k] int, as the router numbers experts; None where a rank has all of them, as ``ids``."""
-    weights_on_input: bool = False  # weights multiply what experts read, and not what they give (Llama 4, Laguna)
+    """[tokens, top_k] int, experts as the router numbers them; None if the rank has all of them, as in ``ids``."""
+    weights_on_input: bool = False  # weights multiply the experts' inputs instead of their outputs (Llama 4, Laguna)
     actions: Tensor | None = (
-        None  # uint8 [tokens, top_k], see :func:`~.rule.actions_of`, once it is decided and recorded
+        None  # uint8 [tokens, top_k], see :func:`~.rule.actions_of`; set after planning, if recorded
     )
 
     @cached_property
     def host_ids(self) -> NDArray[np.int64]:
-        """``ids`` on the host; on a GPU the first call waits for the router."""
+        """``ids`` on the host; with a GPU the first call waits for the router."""
         return self._told[0]
 
     @cached_property
     def _told(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """``ids``, and which of their weights are usable; from a GPU both come in one copy."""
+        """``ids``, and whether their weights are usable; both come from a GPU in one copy."""
         if self.ids.is_cpu:
             return self.ids.numpy().astype(np.int64, copy=False), np.abs(self.host_weights) < MOST_WEIGHT
         marked = torch.where(usable(self.weights), self.ids, self.ids + _UNUSABLE)
@@ -80,7 +79,7 @@ class Routing:
         return numbers - np.where(counts, 0, _UNUSABLE), counts
 
     def check(self, num_experts: int) -> None:
-        """RoutingError for an expert that this rank does not have: it would be another one's bytes, or none at all."""
+        """RoutingError for an id that is no expert, which would read another expert's bytes, or none."""
         if (highest := int(self.host_ids.max(initial=-1))) >= num_experts:
             raise RoutingError(self.layer, highest, num_experts)
 
@@ -90,7 +89,7 @@ class Routing:
 
     @cached_property
     def uses(self) -> NDArray[np.int64] | None:
-        """By how many tokens each expert was chosen, as far as their weights are usable; None where all of them are."""
+        """How many tokens with usable weights chose each expert; None if all weights are usable."""
         ids, counts = self._told
         if counts.all():
             return None
@@ -99,10 +98,10 @@ class Routing:
 
     @cached_property
     def squared_gates(self) -> NDArray[np.int64]:
-        """Of each expert of this rank, up to the last that occurs: sums of :func:`~.hotness.squared_gates`."""
+        """Sums of :func:`~.hotness.squared_gates` for each expert of this rank, up to the last that occurs."""
         gates = squared_gates(torch.from_numpy(self.host_weights)).flatten()
         places = torch.from_numpy(self.host_ids).flatten()
-        sums = gates.new_zeros(2 + int(places.max()))  # other ranks' experts fall into the first place
+        sums = gates.new_zeros(2 + int(places.max()))  # experts of other ranks go to place 0
         return sums.index_add_(0, places.clamp(min=-1) + 1, gates).numpy()[1:]
 
     @cached_property
@@ -110,7 +109,7 @@ class Routing:
         return group_by_expert(self.host_ids)
 
     def inputs(self) -> tuple[Tensor, Tensor]:
-        """What experts read, with a row for each pair where weights are on inputs, and what their outputs are times."""
+        """Return the experts' input, and the weights of their outputs; see ``weights_on_input``."""
         if not self.weights_on_input:
             return self.x, self.weights
         x = (self.x.unsqueeze(1) * self.weights.unsqueeze(2).to(self.x.dtype)).flatten(0, 1)
@@ -118,7 +117,7 @@ class Routing:
 
     @cached_property
     def counts(self) -> dict[int, int]:
-        """This rank's experts in ascending order, each with how many tokens chose it."""
+        """How many tokens chose each active expert of this rank, in ascending order."""
         bounds = self.grouped.bounds
         return {expert: bounds[n + 1] - bounds[n] for n, expert in enumerate(self.grouped.experts)}
 
@@ -128,10 +127,9 @@ class Routing:
 
 
 def group_by_expert(ids: NDArray[np.int64]) -> Grouped:
-    """Group the pairs of a step [tokens, top_k] by expert; negative are another rank's, and rows that fill up a
-    batch."""
+    """Group the pairs of a step, ids [tokens, top_k], by expert; negative ids (other ranks', padding) are left out."""
     tokens, top_k = ids.shape
-    if tokens == 1:  # decode of one request: no sorting of arrays, no tensors to divide
+    if tokens == 1:  # decode of one request: skip the array sort and the tensor division
         numbers = ids[0].tolist()
         if len(set(numbers)) == top_k and min(numbers, default=-1) >= 0:
             ranked = sorted(range(top_k), key=numbers.__getitem__)
@@ -139,7 +137,7 @@ def group_by_expert(ids: NDArray[np.int64]) -> Grouped:
             return Grouped(experts, list(range(top_k + 1)), _one_row(top_k), torch.tensor(ranked))
     keys = np.maximum(ids.reshape(-1), -1)
     if keys.max(initial=0) < np.iinfo(np.int16).max:
-        keys = keys.astype(np.int16)  # whose sort is a radix sort
+        keys = keys.astype(np.int16)  # NumPy sorts int16 by radix sort
     order = keys.argsort(kind="stable")
     counts = np.bincount(keys + 1, minlength=1)
     pairs = torch.from_numpy(order[counts[0] :])

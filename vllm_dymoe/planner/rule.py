@@ -1,15 +1,18 @@
-"""Which experts a layer keeps on the device: one pure rule over integers, for one layer and one step.
+"""The planner's specification: what one layer does with the experts of one step, as a pure function over integers.
 
-*Score* is integer ageing: each step of a layer takes a share of every expert's score, and adds a fixed amount to that
-of the experts it uses. The *victim* is the coldest expert that the step does not use, of equals the one used longest
-ago. *Admission* means that an expert which is colder than every victim is used without being kept. In a step that needs
-more experts than its layer may keep the hottest come first, so that a prompt, or a large batch, does not empty the
-cache. *There* an expert is computed that is neither held nor fetched: the coldest misses, one after the other, as long
-as the host ends with them before the link with the others. What finds a free place is always fetched.
+- The *score* of an expert is an aged use count: each step of the layer takes a share of every score, and adds a fixed
+  amount for the experts that it uses.
+- A miss takes a free slot, if there is one, and is admitted.
+- Otherwise it may evict the *victim*: the coldest expert that the step does not use, among equals the one used longest
+  ago. If the miss is colder than every victim, it is streamed.
+- If a step needs more experts than the layer's quota, the hottest are admitted first, so that a prompt or a large batch
+  does not empty the cache.
+- The coldest misses are executed on the CPU, as many as the CPU finishes before the link has brought the others. A miss
+  that finds a free slot is always fetched.
 
-What is held, and nothing else, decides: not what was fetched ahead, nor when anything arrives. Everything is integer
-arithmetic, so that the second writing, ``kernels/triton/planner.py``, gives the same rows bit for bit. Constants of
-both are in ``constants``.
+Only what is held decides, not what was prefetched nor when anything arrives. Everything is integer arithmetic, so the
+other writings, ``kernels/cpu/planner.h`` and ``kernels/triton/planner.py``, give the same results bit for bit. Their
+common constants are in ``constants``.
 """
 
 from collections.abc import Sequence
@@ -19,25 +22,25 @@ from numpy.typing import NDArray
 
 from vllm_dymoe.planner.constants import AGING, LOW_VERSION, NEVER_FETCHED, USE, Action, Cost
 
-ABSENT, LOW, HIGH = 0, 1, 2  # in which version an expert is held, or wanted
+ABSENT, LOW, HIGH = 0, 1, 2  # the version in which an expert is held or wanted
 
 CPU, HIT, STREAM, FREE = -4, -3, -2, -1
-"""An expert is computed by the CPU in host memory; a slice has a slot; comes for this step alone; takes a slot that
-its layer has left. From 0 on: takes that expert's."""
+"""The place of a slice: executed on the CPU; in a slot already; streamed; admitted to a free slot. A number from 0 on
+means that the slice is admitted to the slot of that expert, which is evicted."""
 
 Ints = NDArray[np.int64]
 
-_STEPS = 1 << 40  # more than a server can run: score and step fit into one int64 that orders by both
+_STEPS = 1 << 40  # more steps than a server can run, so score and step fit into one int64 that orders by both
 
 
 def record_uses(score: Ints, used_at: Ints, active: Ints, wanted: NDArray[np.int8], step: int) -> None:
-    """Age a layer's score by one step, and count what the step uses; both arrays are changed in place.
+    """Age a layer's scores by one step and count its uses; changes both arrays in place.
 
     Args:
         score: int64 [slices, experts].
         used_at: int64 [slices, experts], the step of each one's last use.
         active: experts that the step uses, each once.
-        wanted: LOW or HIGH for each of them: where there are two slices LOW uses the first one alone.
+        wanted: LOW or HIGH for each of them; with two slices LOW uses the first one alone.
         step: number of the step, larger than those before it and below 2 ** 40.
     """
     score -= score >> AGING
@@ -48,28 +51,28 @@ def record_uses(score: Ints, used_at: Ints, active: Ints, wanted: NDArray[np.int
 
 
 def decide(
-    active: Ints,  # int64 [n], the experts, ascending, counted by :func:`record_uses` already
+    active: Ints,  # int64 [n], the experts, ascending; :func:`record_uses` has counted them
     wanted: NDArray[np.int8],  # int8 [n], LOW or HIGH for each of them
     held: NDArray[np.int8],  # int8 [experts], ABSENT, LOW or HIGH
-    score: Ints,  # int64 [slices, experts]; used_at likewise
+    score: Ints,  # int64 [slices, experts], as is used_at
     used_at: Ints,
-    quotas: Sequence[int],  # versions, or slices, that the layer may keep, by LOW and HIGH
+    quotas: Sequence[int],  # slots of the layer, by LOW and HIGH
     *,
     reuse_high: bool = True,
-    rows: Ints | None = None,  # int64 [n], of each expert; None where nothing is computed by the CPU
+    rows: Ints | None = None,  # int64 [n], rows of each expert; None for no CPU execution
     costs: Ints | None = None,  # int64 [3, 4], by precision and Cost
 ) -> Ints:
-    """What becomes of each expert that a step uses (DyMoE 4.4.2: no duplication, promotion, conservative reuse).
+    """Decide the place of each expert that a step uses (DyMoE 4.4.2: no duplication, promotion, conservative reuse).
 
-    It is int64 [slices, n]: CPU for all slices, or HIT, STREAM, FREE, or the expert whose place is taken. A slice that
-    is not wanted counts as HIT.
-
-    Versions that exclude each other are one slice, and an expert that is to be kept in another version than it has
-    takes the place of that one as well. Where the low version lies inside the high one there are two slices: a fine
-    slice needs its base, is kept only with it, and loses its place with it.
+    Separate versions are one slice: an expert that is admitted in another version than it has gives up the old one.
+    Nested versions are two slices: a residual slice needs its base, is kept only with it, and is evicted with it.
 
     Args:
-        reuse_high: whether a high version serves where a low one is wanted; it always does where there are two slices.
+        reuse_high: whether a high version serves where a low one is wanted; with two slices it always does.
+
+    Returns:
+        int64 [slices, n]: CPU for all slices, or HIT, STREAM, FREE, or the expert whose slot is taken. A slice that is
+        not wanted counts as HIT.
     """
     has = held[active]
     if len(score) == 1:
@@ -86,7 +89,7 @@ def decide(
     if len(score) == 1:
         for precision, wanting in ((HIGH, high), (LOW, ~high)):
             kept = held == precision
-            kept[active[fetched[0] & (places[0] != STREAM)]] = False  # superseded by their other version
+            kept[active[fetched[0] & (places[0] != STREAM)]] = False  # replaced by their other version
             _find_places(
                 places[0], active, wanting, wanting & fetched[0], kept, score[0], used_at[0], quotas[precision]
             )
@@ -102,12 +105,12 @@ def decide(
 def actions_of(
     ids: Ints, active: Ints, wanted: NDArray[np.int8], held: NDArray[np.int8], places: Ints
 ) -> NDArray[np.uint8]:
-    """What becomes of the expert of each pair: a Action, and LOW_VERSION where it is computed low.
+    """Return the action of each pair's expert: an Action, plus LOW_VERSION if it is computed low.
 
     Args:
         ids: int64 [tokens, top_k], negative where another rank has the expert.
-        active: as for :func:`decide`; wanted and held likewise.
-        places: what that returned.
+        active: as for :func:`decide`, as are wanted and held.
+        places: the result of :func:`decide`.
     """
     hit, found = (places == HIT).all(0), np.full(int(ids.max()) + 2, Action.SKIP, np.uint8)  # the last of other ranks
     cases = (places == CPU).any(0), hit, (places == STREAM).any(0)
@@ -120,13 +123,15 @@ def _executed_on_cpu(
     hit: NDArray[np.bool_], score: Ints, wanted: NDArray[np.int8], held: NDArray[np.int8], rows: Ints,
     quotas: Sequence[int], costs: Ints,
 ) -> NDArray[np.bool_]:  # fmt: skip
-    """Which experts the host computes where they lie.
+    """Return which experts the CPU executes, bool [n].
 
-    With each one more the link has less to bring and the host more to do; the longer of the two is shortest where they
-    meet, which is at B_link / (B_link + B_cpu) of the bytes. The hottest are fetched, because they will be kept.
+    Each expert that moves from the link to the CPU shortens the link's time and lengthens the CPU's. The longer of the
+    two is shortest where they meet, when the link brings B_link / (B_link + B_cpu) of the bytes. The hottest misses are
+    fetched, because they will be kept.
 
-    Of the step's experts are ``hit``, bool [slices, n], which have what they need, and ``score``, int64 [n]; all else
-    is as for :func:`decide`.
+    Args:
+        hit: bool [slices, n], slices that are resident or not wanted.
+        score: int64 [n], of the step's experts; the other arguments are as for :func:`decide`.
     """
     link, cost = np.zeros(len(score), np.int64), costs[wanted]
     may = (cost[:, Cost.FIRST_ROW] > 0) & (rows <= cost[:, Cost.MOST_ROWS])
@@ -152,16 +157,16 @@ def _executed_on_cpu(
 
 
 def _find_places(
-    place: Ints,  # int64 [n], of the active experts, changed where one is found
+    place: Ints,  # int64 [n], places of the active experts; changed where one is found
     active: Ints,
-    wanting: NDArray[np.bool_],  # bool [n], which of them use this kind
-    missing: NDArray[np.bool_],  # bool [n], which of them look for a place
-    kept: NDArray[np.bool_],  # bool [experts], which experts have one
+    wanting: NDArray[np.bool_],  # bool [n], experts that use this kind of slot
+    missing: NDArray[np.bool_],  # bool [n], experts that need a slot
+    kept: NDArray[np.bool_],  # bool [experts], experts that have one; overwritten
     score: Ints,
     used_at: Ints,
-    quota: int,  # places that the layer has
+    quota: int,  # slots of the layer
 ) -> None:
-    """Give what is missing of one kind the places that are free, and then those of colder experts."""
+    """Give misses of one kind the free slots, and then the slots of colder experts."""
     looking = missing.nonzero()[0]
     if not len(looking):
         return
@@ -181,6 +186,5 @@ def _find_places(
 
 
 def coldest(score: Ints, used_at: Ints, among: Ints) -> int:
-    """The expert to give up among some, ascending: the coldest, among equals the one used longest ago, then the
-    first."""
+    """Return the expert of ``among`` to evict: the coldest, then the one used longest ago, then the first."""
     return int(among[np.argmin(score[among] * _STEPS + used_at[among])])

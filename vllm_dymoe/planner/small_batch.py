@@ -1,5 +1,7 @@
-"""A layer's step decided at once, with NumPy: the plain twin of ``kernels/triton/planner.py``, bit for bit. Around the
-rule are the choice of precisions (DyMoE 4.2 and 4.3), the slots, and the work list."""
+"""The planner for a whole layer, with NumPy: the plain twin of ``kernels/triton/planner.py``, bit for bit.
+
+In addition to the rule it chooses precisions (DyMoE 4.2 and 4.3), assigns slots, and writes the plan.
+"""
 
 from collections.abc import Collection
 
@@ -23,16 +25,15 @@ def plan_small_batch(
     table: Table, layer: int, ids: Tensor, weights: Tensor, rows: Tensor, plan: LayerPlan, *, large: bool = False,
     marks: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Decide a layer's step: changes the table's rows, and says in `plan` what is to be computed from where. A step
-    without rows changes nothing of the table.
+    """Plan a layer's step: update the table's rows, and write the plan. Without real tokens the table stays as it is.
 
     Args:
-        table: tensors on a CPU, like everything else.
+        table: tensors on a CPU, like all other arguments.
         ids: int32 or int64 [tokens, top_k]; negative where another rank has the expert.
         weights: float32 [tokens, top_k].
-        rows: int32 [1], how many tokens are real, the first ones.
-        decision: for so many tokens, overwritten.
-        wide: nothing is recorded, and nothing computed by the CPU: the ring holds the rows of small-batch steps.
+        rows: int32 [1], number of real tokens, which come first.
+        plan: for ``tokens`` rows, overwritten.
+        large: a large-batch step, which is not recorded in the ring and executes nothing on the CPU.
         marks: int8 [tokens], 1 for tokens of prompts, 2 for heavy hitters among these, 0 for others; None for all 0.
     """
     _empty(plan)
@@ -90,7 +91,7 @@ def _empty(plan: LayerPlan) -> None:
 def _choose(
     table: Table, layer: int, active: Ints, ids: Tensor, weights: Tensor, marks: Tensor | None
 ) -> NDArray[np.int8]:
-    """The precision of each active expert; thresholds follow."""
+    """Choose the version of each active expert, LOW or HIGH, and update the thresholds."""
     prompt = None if marks is None else PromptTokens(marks > 0, marks > 1, mixed=True)
     thresholds = (table.prompt_threshold, table.threshold) if table.threshold[1] >= 0 else ()
     phases = importance(ids, weights, table.experts, prompt)
@@ -98,7 +99,7 @@ def _choose(
 
 
 def precisions_of(active: Ints, high: Collection[int]) -> NDArray[np.int8]:
-    """HIGH for some of the active experts, LOW for the others."""
+    """Return HIGH for the active experts in ``high``, LOW for the others."""
     return np.where(np.isin(active, list(high)), HIGH, LOW).astype(np.int8)
 
 
@@ -107,12 +108,12 @@ def slot_address(table: Table, code: int, slot: int) -> int:
 
 
 def bytes_ahead(table: Table, code: int, projections: int) -> int:
-    """Of an expert of whose projections the first ones are fetched ahead."""
+    """Return the bytes of an expert's first projections, as fetched ahead."""
     return int(table.slot_bytes[code] if projections == PROJECTIONS else table.offsets[code, projections])
 
 
 def found_ahead(table: Table, layer: int, expert: int, code: int) -> tuple[int, int]:
-    """Where a missing expert was fetched ahead, and how many of its projections."""
+    """Return the slot that a missing expert was fetched ahead into, or -1, and how many of its projections."""
     slot, precision, projections = table.staged[layer % 2, :, expert].tolist()
     found = not table.nested and table.staged_for[layer % 2] == layer and precision == code
     return (slot, projections) if found else (-1, 0)
@@ -121,12 +122,11 @@ def found_ahead(table: Table, layer: int, expert: int, code: int) -> tuple[int, 
 def _list_items(
     table: Table, layer: int, active: Ints, computed: NDArray[np.int8], places: Ints, sizes: Ints, plan: LayerPlan
 ) -> None:
-    """What is read from where, and where it goes: for the version of each active expert that is computed, what becomes
-    of its slices, and positions of each expert of the layer. The table's rows are those after the step.
+    """Write the plan's items: for each slice its action, source and destination, and each expert's positions.
 
-    A miss is read from where it was fetched ahead, as far as it was. One that passes is read once for every two of its
-    positions. With more of them, and if the link has to be crossed, it has a staging slot, as long as there are some:
-    the link is slower than the slot.
+    The table's rows are those after the step. Projections that were fetched ahead are read from there. A streamed
+    expert is read once for every two positions (POSITIONS_AT_ONCE); if it has more and has to cross the link, it gets a
+    staging slot while there are some, because the link is slower than a slot.
     """
     staged = dict(enumerate(table.staging.tolist()))
     counts = table.counters[layer]
@@ -164,7 +164,7 @@ def _list_items(
 
 
 def list_positions(keys: Ints, top_k: int, plan: LayerPlan) -> None:
-    """Pairs by their keys, in their order where these are equal; those of negative keys are not computed."""
+    """Write the pairs in stable order of their keys; pairs with negative keys are not computed."""
     pairs = (keys >= 0).nonzero()[0]
     pairs = pairs[np.argsort(keys[pairs], kind="stable")]
     plan.pairs.numpy()[: len(pairs)] = pairs

@@ -1,11 +1,11 @@
-"""The table: (layer, expert) -> where. Integers only; a row names complete bytes, or nothing.
+"""The table: which expert is where, as integer columns. A row names complete bytes, or nothing.
 
-Its columns are NumPy arrays where the host writes, and where the device does tensors that a captured graph reads and
-writes, of which the host has a copy. What changes between two steps is values in columns, so that a graph stays.
+If the host writes it, the columns are NumPy arrays. If the device does, they are tensors that a captured graph reads
+and writes, and the host has a copy. Between two steps only values in columns change, so a captured graph stays valid.
 
-Precisions are numbered as in ``rule``: ABSENT, LOW and HIGH index what has size 3. An expert has one *slice*, the
-version that is held, or two where the low version lies inside the high one: the pool of LOW has bases and that of HIGH
-fine slices, and what is said of a version's address, slot, source and offsets is then said of that slice.
+Versions are numbered as in ``rule``: ABSENT, LOW and HIGH index dimensions of size 3. An expert has one *slice*, the
+version that is held; or two, if versions are nested: then the LOW pool holds base slices and the HIGH pool residual
+slices, and a column about a version's slot, source, address or offsets is about that slice.
 """
 
 # ruff: noqa: RUF009
@@ -25,13 +25,13 @@ from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.rule import ABSENT, FREE, HIGH, LOW, Ints, coldest, decide, record_uses
 from vllm_dymoe.planner.threshold import NO_THRESHOLD
 
-CODES = {Precision.SKIPPED: ABSENT, Precision.LOW: LOW, Precision.HIGH: HIGH}  # how the table writes a precision
+CODES = {Precision.SKIPPED: ABSENT, Precision.LOW: LOW, Precision.HIGH: HIGH}  # the table's numbers of precisions
 
 
 class Counter(IntEnum):
-    """Columns of :attr:`Table.counters`; experts unless said otherwise."""
+    """Columns of :attr:`Table.counters`; they count experts unless noted."""
 
-    STEPS = 0  # steps with at least one row
+    STEPS = 0  # steps with at least one real token
     NEEDED_HIGH = auto()
     NEEDED_LOW = auto()
     SKIPPED = auto()
@@ -39,14 +39,14 @@ class Counter(IntEnum):
     REUSES = auto()  # hits of a high version where a low one was wanted
     FETCHED_HIGH = auto()  # versions, or residual slices
     FETCHED_LOW = auto()  # versions, or bases
-    STREAMED = auto()  # those among the fetched that are not kept
-    PROMOTIONS = auto()  # fetches of a high version where the low one was there
-    EVICTIONS = auto()  # experts, or residual slices, whose place another one took
-    AHEAD = auto()  # experts of which something was fetched before the layer was routed
+    STREAMED = auto()  # of the fetched, those that are not kept
+    PROMOTIONS = auto()  # fetches of a high version while the low one was held
+    EVICTIONS = auto()  # experts, or residual slices, whose slot another one took
+    AHEAD = auto()  # experts that were fetched, at least in part, before the layer was routed
     AHEAD_BYTES = auto()
-    AHEAD_USED = auto()  # those among the fetched that were found there, whole or in part
+    AHEAD_USED = auto()  # misses that had been fetched ahead, at least in part
     AHEAD_USED_BYTES = auto()
-    CPU_EXECUTED = auto()  # computed by the CPU in host memory
+    CPU_EXECUTED = auto()  # misses that the CPU executed
 
 
 def _column(*shape: str | int, dtype: str = "int64", fill: int = 0) -> Any:
@@ -55,44 +55,44 @@ def _column(*shape: str | int, dtype: str = "int64", fill: int = 0) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """What is where, for every layer: NumPy arrays, or tensors on the device that plans."""
+    """The columns, for every layer: NumPy arrays, or tensors on the device that plans."""
 
-    precision: Any = _column("layers", "experts", dtype="int8")  # which version a row names
+    precision: Any = _column("layers", "experts", dtype="int8")  # the version that is held
     slot: Any = _column("slices", "layers", "experts", dtype="int32", fill=-1)
-    """Index in the precision's pool, or in that of the slice; -1 for none."""
+    """Index in the pool of the version, or of the slice; -1 for none."""
     score: Any = _column("slices", "layers", "experts")
     used_at: Any = _column("slices", "layers", "experts")
-    """The layer's step in which an expert, or its residual slice, was last used."""
+    """The layer's step that last used an expert, or its residual slice."""
     step: Any = _column("layers")  # the layer's last step
-    quotas: Any = _column("layers", 3, dtype="int32")  # experts, or slices, that a layer may keep
+    quotas: Any = _column("layers", 3, dtype="int32")  # slots that a layer may fill, by version
     reuse_high: Any = _column(1, dtype="int32", fill=1)
-    """Whether a high version serves where a low one is wanted. It makes what is computed depend on what is held;
-    without it the high version is replaced like a low one where a high one is wanted."""
-    counters: Any = _column("layers", len(Counter))  # counted up by steps of the device
+    """Whether a high version serves where a low one is wanted. Then results depend on what is held. Otherwise a held
+    high version is replaced if the low one is wanted, as the other way round."""
+    counters: Any = _column("layers", len(Counter))  # incremented by the planner in C++ and on the device
     first_slot: Any = _column("layers", 3, dtype="int32")
-    """Where the layer's own range in a pool begins. Where the device plans a free slot is the lowest of the range
-    that no row names, and no list has to be kept."""
-    staging: Any = _column(3, 2, dtype="int32")  # first and number of the slots that no layer keeps, for what passes
+    """First slot of the layer's own range in each pool. With device-side planning a free slot is the lowest of the
+    range that no row names, so no list of free slots is needed."""
+    staging: Any = _column(3, 2, dtype="int32")  # first staging slot and their number, by version
     staged: Any = _column(2, 3, "experts", dtype="int32")
-    """What was fetched ahead for an even and an odd layer: of each expert its slot, its precision, and how many of its
-    projections, gate first. It counts until the next prediction about a layer of its kind."""
-    staged_for: Any = _column(2, dtype="int32", fill=-1)  # which layers these are, -1 for none
+    """What was fetched ahead, for an even and an odd layer: each expert's slot, version, and number of projections,
+    gate first. An entry is valid until the next prediction for a layer of the same parity."""
+    staged_for: Any = _column(2, dtype="int32", fill=-1)  # the layers of ``staged``, -1 for none
     critical: Any = _column("layers", "counts", dtype="int32")
-    """How many of a step's active experts are high, by their number, 0 to that of a layer's experts."""
-    threshold: Any = _column(2)  # above which an expert is high, see :mod:`~.threshold`; then ``critical`` is not asked
-    prompt_threshold: Any = _column(2)  # the same for tokens of prompts in a step that says which these are
+    """How many experts are high, by the number of active experts in a step."""
+    threshold: Any = _column(2)  # see :mod:`~.threshold`; if in use, ``critical`` is ignored
+    prompt_threshold: Any = _column(2)  # the same for tokens that are marked as prompts'
     cpu_costs: Any = _column(3, len(Cost))
-    """What fetching a version costs, and computing it where it lies; zeros where nothing ever is."""
-    bits: Any = _column(3, dtype="int32")  # tags of the precisions' codes; 0 for one that is skipped
-    offsets: Any = _column(3, 3)  # bytes from a packed expert's beginning to gate, up and down
+    """Cost in ns of fetching a version and of executing it on the CPU; 0 disables the latter. See ``Cost``."""
+    bits: Any = _column(3, dtype="int32")  # encoding tags of the versions; 0 for one that is skipped
+    offsets: Any = _column(3, 3)  # offsets in bytes of gate, up and down in a packed expert
     pool: Any = _column(3)  # address of slot 0
-    slot_bytes: Any = _column(3)  # from one slot to the next
+    slot_bytes: Any = _column(3)  # size of a slot
     source: Any = _column("layers", "experts", 3)
-    """Address of each version in the host store, which the device can read."""
-    recording: Any = _column(1, dtype="int32")  # whether routing decisions go into the ring
-    ring_ids: Any = _column("depth", "layers", "rows", "top_k", dtype="int32")  # the decisions of step s at s % depth
+    """Address of each version in the host store."""
+    recording: Any = _column(1, dtype="int32")  # whether routing is recorded in the ring
+    ring_ids: Any = _column("depth", "layers", "rows", "top_k", dtype="int32")  # those of step s are at s % depth
     ring_weights: Any = _column("depth", "layers", "rows", "top_k", dtype="float32")
-    ring_rows: Any = _column("depth", "layers", dtype="int32")  # how many of the ring's rows are real
+    ring_rows: Any = _column("depth", "layers", dtype="int32")  # real tokens of each recorded step
 
     @classmethod
     def allocate(
@@ -100,13 +100,13 @@ class Table:
         layers: int,
         experts: int,
         *,
-        nested: bool = False,  # whether the low version lies inside the high one
-        rows: int = 0,  # that a step of the device may have at most
+        nested: bool = False,  # whether versions are nested, which makes two slices
+        rows: int = 0,  # most rows of a recorded step
         top_k: int = 0,
         depth: int = 0,  # steps that the ring holds
-        device: torch.device | str | None = None,  # that writes it; None for the host
+        device: torch.device | str | None = None,  # the device that writes the table; None for the host
     ) -> Self:
-        """A table that names nothing, keeps nothing and wants every expert high."""
+        """Allocate a table that holds nothing, has no quotas and wants every expert high."""
         sizes = {"layers": layers, "experts": experts, "counts": experts + 1, "slices": 2 if nested else 1}
         sizes |= {"rows": rows, "top_k": top_k, "depth": depth}
         columns = {}
@@ -132,7 +132,7 @@ class Table:
         return int(self.precision.shape[1])
 
     def clear(self) -> None:
-        """No expert is there, and none was ever used."""
+        """Empty all rows, and forget all uses."""
         for name, empty in {"precision": 0, "slot": -1, "score": 0, "used_at": 0, "step": 0}.items():
             getattr(self, name)[:] = empty
         self.forget_ahead()
@@ -141,16 +141,16 @@ class Table:
         self.staged_for[:] = -1
 
     def on_host(self) -> "Table":
-        """The same as NumPy arrays: a view of tensors in host memory, a copy of others, for which it waits."""
+        """Return the table as NumPy arrays: views of CPU tensors; copies of others, which it waits for."""
         return Table(**{name: values.cpu().numpy() for name, values in vars(self).items()})
 
     def copy_rows(self, rows: "Table") -> None:
-        """What is where, and was used when, is as in another table; a copy to the host waits for the device."""
+        """Copy rows, scores and uses from another table; a copy to the host waits for the device."""
         for name in ("precision", "slot", "score", "used_at", "step"):
             ours, theirs = getattr(self, name), getattr(rows, name)
-            same = min(len(ours), len(theirs))  # slices: the host has one where nothing is served at the high version
+            same = min(len(ours), len(theirs))  # slices: the host has one if nothing is served high
             if isinstance(ours, torch.Tensor):
-                ours[:same].copy_(torch.from_numpy(theirs.copy()), non_blocking=True)  # which may change meanwhile
+                ours[:same].copy_(torch.from_numpy(theirs.copy()), non_blocking=True)  # the source may change before
             else:
                 ours[:] = theirs[:same].cpu().numpy()
 
@@ -160,10 +160,11 @@ class Table:
         self, layer: int, active: Ints, wanted: NDArray[np.int8], rows: Ints | None = None, *, ages: bool = True,
         counted: NDArray[np.bool_] | None = None,
     ) -> Ints:  # fmt: skip
-        """Count what a layer's step uses, and decide what it keeps: int64 [slices, n], see :func:`~.rule.decide`.
+        """Count the uses of a layer's step and decide; return int64 [slices, n], see :func:`~.rule.decide`.
 
-        Without ageing what came first goes first: score is the step in which an expert came. Uses are those of the
-        experts that are ``counted``, bool [n]; None for all.
+        Args:
+            ages: scores are aged use counts; otherwise the step in which an expert came (first in, first out).
+            counted: bool [n], experts whose use counts; None for all.
         """
         self.step[layer] += 1
         score, used_at = self.score[:, layer], self.used_at[:, layer]
@@ -177,7 +178,7 @@ class Table:
         return decide(active, wanted, self.precision[layer], score, used_at, quotas, **where)
 
     def keep(self, layer: int, active: Ints, wanted: NDArray[np.int8], places: Ints) -> None:
-        """Write the rows of what is kept at once, in slots of the layer's own range, free ones in ascending order."""
+        """Write the rows of admitted experts at once; free slots of the layer's range are taken in ascending order."""
         precision = self.precision[layer]
         for code in (LOW, HIGH) if self.nested else (HIGH, LOW):  # an expert that loses its base loses both slices
             given = places[code - 1] if self.nested else np.where(wanted == code, places[0], FREE - 1)
@@ -192,22 +193,24 @@ class Table:
             self.slot[1:, layer, precision == ABSENT] = -1
 
     def free_slots(self, layer: int, code: int) -> list[int]:
-        """Slots of a layer's own range in a precision's pool that no row names, ascending."""
+        """Return the slots of a layer's own range that no row names, ascending."""
         first = int(self.first_slot[layer, code])
         own = np.arange(first, first + int(self.quotas[layer, code]))
         slot = self.slot[code - 1 if self.nested else 0, layer]
         return own[~np.isin(own, slot[self.holders(code)[layer]])].tolist()
 
     def publish(self, layer: int, expert: int, precision: Precision, slot: int) -> None:
-        """The bytes of an expert are complete: from now on its row names them. AssertionError if it names others, or a
-        residual slice comes without its base."""
+        """Write the row of an expert whose bytes are complete.
+
+        AssertionError if the row names other bytes already, or if the base of a residual slice is missing.
+        """
         residual, held = self.nested and precision is Precision.HIGH, self.precision[layer, expert]
         assert not residual or held == LOW, f"the base of expert {expert} of layer {layer} is not there"
         assert residual or not held, f"expert {expert} of layer {layer} would be there twice"
         self.precision[layer, expert], self.slot[int(residual), layer, expert] = CODES[precision], slot
 
     def remove(self, layer: int, expert: int, *, residual: bool = False) -> list[tuple[Precision, int]]:
-        """Empty a row, or give up its ``residual`` slice alone; precision and index of each slot that it named."""
+        """Empty a row, or its ``residual`` slice alone; return precision and index of each slot that it named."""
         code = int(self.precision[layer, expert])
         slots: list[tuple[Precision, int]] = []
         if self.nested and code == HIGH:
@@ -224,11 +227,11 @@ class Table:
         return slots
 
     def holders(self, code: int) -> NDArray[np.bool_]:
-        """bool [layers, experts]: whose row names a slot of a precision's pool."""
+        """Return which rows name a slot of a version's pool, bool [layers, experts]."""
         return self.precision >= code if self.nested else self.precision == code
 
     def residents(self, precision: Precision) -> set[tuple[int, int]]:
-        """(layer, expert) of all that are held in one precision."""
+        """Return (layer, expert) of all experts that are held in one precision."""
         return {(int(layer), int(expert)) for layer, expert in np.argwhere(self.precision == CODES[precision])}
 
     def slots(self, precision: Precision) -> list[int]:
@@ -236,7 +239,7 @@ class Table:
 
 
 def coldest_of(table: Table, layer: int, precision: Precision, spared: set[int]) -> int | None:
-    """The expert, of those that a layer keeps in a precision and that are not spared, that is missed least; or None."""
+    """Return the coldest expert that a layer holds in a precision, except those ``spared``; None if there is none."""
     kept = table.holders(CODES[precision])[layer].nonzero()[0]
     among = np.array([expert for expert in kept.tolist() if expert not in spared], dtype=np.int64)
     number = int(table.nested and precision is Precision.HIGH)
@@ -244,8 +247,12 @@ def coldest_of(table: Table, layer: int, precision: Precision, spared: set[int])
 
 
 def check_integrity(table: Table, *, ranges: bool = False, moving: bool = False) -> None:
-    """AssertionError unless no layer keeps more than its share (all together, if shares are moving), no slot is named
-    twice, slots are of their layer's own range, if there are ranges, and what was fetched ahead lies apart."""
+    """AssertionError unless quotas are kept, no slot is named twice, and prefetched experts are in staging slots.
+
+    Args:
+        ranges: also check that layers use slots of their own range only.
+        moving: only the sum of the quotas has to be kept.
+    """
     assert (table.slot[0][table.precision == ABSENT] == -1).all(), "an empty row names a slot"
     for residual in table.slot[1:]:
         assert ((residual >= 0) == (table.precision == HIGH)).all(), (
@@ -276,16 +283,18 @@ def set_precision(
     critical: NDArray[np.int32],  # int32 [layers, experts + 1], by the number of active experts
     thresholds: Sequence[NDArray[np.int64]] = (),
 ) -> None:
-    """What precisions mean in planned steps, and how many experts of a step are high; ValueError if versions are
-    nested where the table is not, or the other way round. Thresholds are of prompts' tokens and of others, int64 [2]
-    each, or none; one that is in use for the same retention stays where it has settled."""
+    """Write the columns that say what precisions mean, and how many experts of a step are high.
+
+    ``thresholds`` are those of prompts' tokens and of decoded tokens, int64 [2] each, or none; one that is in use for
+    the same retention keeps its value. ValueError if formats are nested and the table is not, or the reverse.
+    """
     bits, offsets = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 3, dtype=torch.int64)
     high = formats[HIGH]
     if (high is not None and high.nested) != table.nested:
         raise ValueError("formats are nested where the table is not, or the other way round")
     for code, fmt in formats.items():
         bits[code] = 0 if fmt is None else fmt.encoding.tag
-    # A base has its place, too, where nothing is computed from it alone.
+    # A base slice has offsets even if nothing is computed from it alone.
     low = high.base if high is not None and high.nested else formats.get(LOW)
     for code, fmt in ((HIGH, high), (LOW, low)):
         if fmt is not None:
@@ -302,12 +311,13 @@ def set_precision(
 def set_pools(
     table: Table, pools: Mapping[int, tuple[int, int, int]], quotas: Mapping[int, Sequence[int]]
 ) -> dict[int, int]:
-    """Where slots are and how layers share them; no expert is there from now on. Returns the number of staging slots.
-    ValueError if layers would keep more than a pool has, or one more than it has experts.
+    """Write the columns about slots, and empty all rows; return the number of staging slots by LOW and HIGH.
+
+    ValueError if the quotas exceed a pool, or a layer's quota its experts.
 
     Args:
         pools: address of slot 0, bytes of a slot and number of slots, by LOW and HIGH.
-        shares: experts that each layer may keep, by LOW and HIGH.
+        quotas: slots that each layer may fill, by LOW and HIGH.
     """
     names = ("first_slot", "quotas", "staging", "pool", "slot_bytes")
     columns = {name: np.zeros(tuple(getattr(table, name).shape), np.int64) for name in names}
@@ -329,10 +339,12 @@ def set_pools(
 
 
 def layer_quotas(slots: int, weights: Sequence[float], staging: int, most: int) -> list[int]:
-    """Slots that each layer may keep, up to ``most``, in proportion to its weight (none at 0); among equals the first
-    layers get the remainder. No layer keeps ``staging`` of them."""
+    """Return each layer's quota, up to ``most``, in proportion to its weight; among equals the first get the remainder.
+
+    Layers of weight 0 get none, and ``staging`` of the slots belong to no layer.
+    """
     quotas = [0] * len(weights)
-    # The next slot goes where it is worth most (d'Hondt): ordered by what one more means to a layer.
+    # D'Hondt: the next slot goes to the layer with the largest weight per slot.
     claims = [(-weight, layer) for layer, weight in enumerate(weights) if weight > 0 and most > 0]
     heapify(claims)
     for _ in range(slots - staging):

@@ -1,18 +1,18 @@
-"""One threshold for all layers and tokens: an expert is high if its share of a step's routing weights is above it.
+"""The precision threshold: an expert is high if its share of a step's routing weights is above it.
 
-A share counts in even ones: that of an expert, times the number of active experts. So one token and a batch, a layer
-of few active experts and one of many have one scale. An integral controller moves the threshold until the average
-share of high experts is the retention; all of it is whole numbers, so that host and device agree to the bit
-(``precisions_of`` in ``kernels/triton/planner.py``).
+One threshold serves all layers and tokens. Shares are in multiples of an even share: an expert's share times the number
+of active experts. So one token and a batch, and layers with few or many active experts, have one scale. An integral
+controller moves the threshold until the average share of high experts is the retention. All of it is integer
+arithmetic, so that host and device agree to the bit (``precisions_of`` in ``kernels/triton/planner.py``).
 
-One expert of a layer is always high. Where fewer than 1 / retention are active even that one is too many, so that no
-threshold meets the retention: there the controller rests, or it would wind up while single tokens are decoded, and the
-next batch would be served low until it had come down again.
+One expert of a layer is always high. If fewer than 1 / retention experts are active, even that one is too many, and no
+threshold meets the retention. The controller then rests. Otherwise it would wind up while single tokens are decoded,
+and the next batches would be served low until it had come down again.
 
-A threshold is int64 [2]: its value in 2 ** -32 even shares, and the retention in 2 ** -16; less than 0 where none is in
-use and ``Table.critical`` says how many experts are high.
+A threshold is int64 [2]: its value in 2 ** -32 even shares, and the retention in 2 ** -16. A negative retention means
+that no threshold is in use, and ``Table.critical`` says how many experts are high.
 
-A *curve* says where one begins: the values above which so many of the experts of a calibration's routers were.
+A *curve* gives the start value for each retention, from the shares that a calibration's routers gave.
 """
 
 import math
@@ -24,13 +24,13 @@ from numpy.typing import NDArray
 from vllm_dymoe.planner.rule import Ints
 
 NO_THRESHOLD = (0, -1)
-GAIN = 10  # an expert too many in a layer of n moves the threshold by 2 ** (GAIN - 16) / n
-MOST = 16 << 32  # of a threshold's value, where retention 0 begins: no retention above e ** -16 needs more
-RETENTIONS = tuple(part / 16 for part in range(1, 17))  # of the values of a curve
+GAIN = 10  # one high expert too many among n active ones moves the threshold by 2 ** (GAIN - 16) / n
+MOST = 16 << 32  # largest value, and the start for retention 0; no retention above e ** -16 needs more
+RETENTIONS = tuple(part / 16 for part in range(1, 17))  # for which a curve has values
 
 
 def threshold_for(retention: float, curve: Sequence[float] = ()) -> Ints:
-    """Where to begin: by a curve, or as if weights fell exponentially, which a few hundred layers put right."""
+    """Return the start value: from a curve, or for exponential weights, which some hundred layers correct."""
     value = -math.log(retention) if retention > 0 else 16.0
     if curve:
         value = float(np.interp(retention, RETENTIONS, curve))
@@ -38,7 +38,7 @@ def threshold_for(retention: float, curve: Sequence[float] = ()) -> Ints:
 
 
 def curve_of(layers: Sequence[NDArray[np.float32]]) -> tuple[float, ...]:
-    """Of shares in even ones, float32 [any, active] each; the largest of a row is high wherever the threshold is."""
+    """Return the curve of shares, float32 [any, active] per layer; overwrites each row's largest, always high."""
     for shares in layers:
         shares[np.arange(len(shares)), shares.argmax(1)] = np.inf
     every = np.sort(np.concatenate([shares.ravel() for shares in layers]))
@@ -47,8 +47,14 @@ def curve_of(layers: Sequence[NDArray[np.float32]]) -> tuple[float, ...]:
 
 
 def above(threshold: Ints, sums: Ints, counted: int | None = None) -> NDArray[np.bool_]:
-    """Which of a layer's active experts are high, by their sums int64 [active] of routing weights in 1 / WEIGHT_UNIT;
-    the one of the largest sum always is, of equal ones the first. Shares are even among so many of them, or all."""
+    """Return which of a layer's active experts are high, bool [active].
+
+    The expert with the largest sum always is; among equals the first.
+
+    Args:
+        sums: int64 [active], sums of routing weights in 1 / WEIGHT_UNIT.
+        counted: number of experts that an even share refers to; None for all active ones.
+    """
     parts = sums >> 20
     high = parts * (len(sums) if counted is None else counted) << 16 > (threshold[0] >> 16) * parts.sum()
     if len(sums):
@@ -57,7 +63,7 @@ def above(threshold: Ints, sums: Ints, counted: int | None = None) -> NDArray[np
 
 
 def follow(threshold: Ints, high: int, active: int) -> None:
-    """Move it after a layer in which so many of the active experts were high; too few active ones say nothing."""
+    """Move the threshold after a layer with ``high`` of ``active`` experts high; rest if too few are active."""
     retention = int(threshold[1])
     if active and active * retention >= 1 << 16:
         error = (high << 16) // active - retention

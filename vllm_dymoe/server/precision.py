@@ -1,4 +1,4 @@
-"""Changing the precision of a running model: which values may change, and what has to hold."""
+"""Changes of precision while a model is served: which options may change, and to what."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -12,8 +12,15 @@ _PRECISIONS = ("high", "low")
 
 
 def changed_precision(options: Options, stored: Collection[int], changes: Mapping[str, Any]) -> Options:
-    """The options with another pair of precisions, of those that are stored, or another parameter of the policy that
-    decides precision, by name; ConfigError for a name that cannot change, or a value that cannot be honoured."""
+    """Return the options with other values for high, low, or the policy's parameters that decide precision.
+
+    Args:
+        stored: bits of the precisions that the store has.
+        changes: new values, by name.
+
+    Raises:
+        ConfigError: a name that cannot change while the model is served, or an invalid value.
+    """
     parameters = POLICIES[options.policy].precision_parameters
     known = (*_PRECISIONS, *parameters)
     for name in changes:

@@ -1,4 +1,4 @@
-"""A snapshot of everything that one rank counts, as plain numbers that travel between processes."""
+"""Statistics of one rank: a snapshot of all counters, as plain numbers that travel between processes."""
 
 # ruff: noqa: RUF009
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from vllm_dymoe.prefetch import PredictionStats
 
 
 def _count(meaning: str, label: str | None = None, **more: Any) -> Any:
-    """A field that is a metric; ``label`` names the keys of a dictionary."""
+    """A field that is published as a metric; ``label`` is the metric's label for the keys of a dictionary."""
     return field(metadata={"meaning": meaning, "label": label, "gauge": False, **more})
 
 
@@ -26,13 +26,15 @@ _COUNTED = ("hits", "misses", "cpu_executed", "promotions", "reuses", "evictions
 
 @dataclass(frozen=True)
 class ServerStats:
-    """A snapshot of one rank; ``vllm_plugin.metrics`` publishes every field but ``hit_rate``.
+    """A snapshot of one rank; ``vllm_plugin.metrics`` publishes every field except ``hit_rate``.
 
-    A prefetch is useful (needed, and there in time), late (needed while it was on its way), wasted (not needed) or
-    cancelled (before a byte moved). Experts that are predicted are named; wanted are those that routers then chose in
-    the same layers, and right those that are both: right / wanted is FIRM-MoE's prediction accuracy (Eq. 7), right /
-    named its expert utilisation (Eq. 8). A move is published, failed, late (not there after a whole window), refused
-    (no slot for it) or outdated (not begun before the next plan).
+    - A prefetch is useful (needed, and arrived in time), late (needed before it arrived), wasted (not needed) or
+      cancelled (before a byte moved).
+    - Of predictions, *predicted* experts were named by the predictor, *needed* ones were chosen by routers in the same
+      layers, and *correct* ones are both. FIRM-MoE's prediction accuracy (Eq. 7) is correct / needed, its expert
+      utilisation (Eq. 8) correct / predicted.
+    - A move is published, failed, late (not finished after a whole window), refused (no slot) or outdated (not begun
+      before the next plan).
     """
 
     hit_rate: float
@@ -119,7 +121,7 @@ class ServerStats:
 
 
 def total(counted: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Snapshots as data, added up."""
+    """Add up snapshots of several ranks, given as data."""
 
     def add(values: list[Any]) -> Any:
         if isinstance(values[0], dict):

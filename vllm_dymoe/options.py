@@ -27,6 +27,11 @@ _LONGEST_S = 366 * 24 * 3600  # of a timeout: a year; clocks and locks overflow 
 _MOST_ROWS = 1 << 20  # that the host computes of an expert; more than any step has
 
 
+CHECKPOINT_OPTIONS = {"hi": "high", "lo": "low", "group_size": "group_size", "quantizer": "quantizer"}
+"""Options that a checkpoint's quantization_config may set, how its experts are stored, by the keys that the format has
+for them. Everything else is for whoever serves it."""
+
+
 class ConfigError(ValueError):
     """An option that cannot be honoured; the message is one sentence for the user."""
 

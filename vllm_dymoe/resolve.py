@@ -13,15 +13,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from vllm_dymoe.cache.store import READABLE_VERSIONS, STORE_VERSION
-from vllm_dymoe.options import ConfigError, Options
+from vllm_dymoe.options import CHECKPOINT_OPTIONS, ConfigError, Options
 from vllm_dymoe.policies import POLICIES, PolicyOptionError, make_policy
 
 ENVIRONMENT_PREFIX = "DYMOE_"
 # Keys of a checkpoint's quantization_config that describe the checkpoint, not an option.
 _CHECKPOINT_ONLY_KEYS = frozenset({"quant_method", "format_version", "zeros_in_steps", "ordered", "codebooks", "dense"})
-CHECKPOINT_OPTIONS = {"hi": "high", "lo": "low", "group_size": "group_size", "quantizer": "quantizer"}
-"""Options that a checkpoint's quantization_config may set, how its experts are stored, by the keys that the format has
-for them. Everything else is for whoever serves it."""
 # What Kubernetes and Docker's links inject for a service whose name begins with "dymoe"; no option is named so.
 _OF_A_SERVICE = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 _ADDITIONAL = "additional_config.dymoe."

@@ -87,7 +87,7 @@ def test_it_runs_to_its_end(tmp_path):
     assert all(speed["bound"] > 0 and speed["measured"] > 0 for speed in parts["speeds"]["speeds"])
     table = readme.read_text().split("<!-- gpu:begin -->\n")[1].split("<!-- gpu:end -->")[0]
     assert "a card, " in table
-    assert "| server | 12 right |" in table
+    assert "| runtime | 12 right |" in table
     assert "| server, decode, 25%, prefetch next-gate, a layer |" in table
     assert table.rstrip("\n") in done.stdout
     assert "gpu: everything that was checked is right." in done.stdout
@@ -203,7 +203,7 @@ def test_the_named_packages_are_enough(gpu):
     assert absent
     program = (
         f"import sys; [sys.modules.__setitem__(name, None) for name in {absent}]; "
-        "from parts import engine, graphs, kernels, machine, server, sanitizer, speeds; print('all')"
+        "from parts import engine, graphs, kernels, machine, runtime, sanitizer, speeds; print('all')"
     )
     packages = str(Path(torch.__file__).parents[1])
     done = subprocess.run(

@@ -57,12 +57,12 @@ def test_a_link_leads_to_a_file_of_the_checkpoint(indexed, model, tmp_path):
 
 
 def test_a_snapshot_of_the_hub_has_links_into_its_own_blobs(model, tmp_path):
-    """As huggingface_hub lays them out: models--a--b/snapshots/REVISION/x -> ../../packed experts/HASH."""
+    """As huggingface_hub lays them out: models--a--b/snapshots/REVISION/x -> ../../blobs/HASH."""
     blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0123"
     blobs.mkdir(parents=True), snapshot.mkdir(parents=True)
     for number, path in enumerate(sorted(model.folder.iterdir())):
         path.rename(blobs / str(number))
-        (snapshot / path.name).symlink_to(f"../../packed experts/{number}")
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
     quantized(replace(model, folder=snapshot), tmp_path / "out")
     (tmp_path / "private.safetensors").write_bytes((blobs / "1").read_bytes())
     (snapshot / "more.safetensors").symlink_to(tmp_path / "private.safetensors")

@@ -13,13 +13,12 @@ from vllm_dymoe.cache.store import MANIFEST, STORE_VERSION, Manifest
 from vllm_dymoe.cache.store.durable import put_back, sync_folder, write_synced
 from vllm_dymoe.cache.store.manifest import describe_encodings
 from vllm_dymoe.cache.store.writer import StoreWriter
-from vllm_dymoe.options import Options
+from vllm_dymoe.options import CHECKPOINT_OPTIONS, Options
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.packer import Journal, is_journal_of, pack
 from vllm_dymoe.quantize.readers.base import check_compatible, quantizer_name
 from vllm_dymoe.quantize.tensors import CheckpointError, check_own_files, copy_tensors, weight_files
-from vllm_dymoe.resolve import CHECKPOINT_OPTIONS
 
 _WEIGHT_SUFFIXES = frozenset(
     (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".tflite", ".ot")

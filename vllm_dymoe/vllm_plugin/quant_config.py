@@ -14,12 +14,12 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
 
-from vllm_dymoe.options import CALIBRATED, ConfigError, Options
+from vllm_dymoe.options import CALIBRATED, CHECKPOINT_OPTIONS, ConfigError, Options
 from vllm_dymoe.quantize.readers import PLAIN_READER, Reader, make_reader
 from vllm_dymoe.quantize.readers.base import check_compatible, store_group_sizes
 from vllm_dymoe.quantize.readers.configurations import EXPERT_DTYPE, describe_modelopt, with_expert_dtype
 from vllm_dymoe.quantize.tensors import CheckpointError
-from vllm_dymoe.resolve import CHECKPOINT_OPTIONS, resolve_options
+from vllm_dymoe.resolve import resolve_options
 from vllm_dymoe.vllm_plugin.dense import check_dense, packed_method
 from vllm_dymoe.vllm_plugin.loading import Loading
 from vllm_dymoe.vllm_plugin.rank_server import RankServer

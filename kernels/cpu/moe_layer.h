@@ -359,13 +359,13 @@ API int dymoe_moe_layer(MoeLayer* call, int isa, Parallel parallel) {
         w.items.back().count = w.count[e];
         position += w.count[e];
         executed += on_cpu;
-        counters[m.wanted[i] == planner::HIGH ? planner::WANTED_HIGH : planner::WANTED_LOW]++;
+        counters[m.wanted[i] == planner::HIGH ? planner::NEEDED_HIGH : planner::NEEDED_LOW]++;
         counters[planner::REUSES] += !on_cpu && version != m.wanted[i];
     }
     counters[planner::STEPS]++;
-    counters[planner::WANTED_HIGH] += skipped[planner::HIGH], counters[planner::WANTED_LOW] += skipped[planner::LOW];
+    counters[planner::NEEDED_HIGH] += skipped[planner::HIGH], counters[planner::NEEDED_LOW] += skipped[planner::LOW];
     counters[planner::SKIPPED] += skipped[planner::LOW] + skipped[planner::HIGH];
-    counters[planner::HITS] += m.count - executed, counters[planner::EXECUTED] += executed;
+    counters[planner::HITS] += m.count - executed, counters[planner::CPU_EXECUTED] += executed;
     w.rows_of.resize(position), w.pairs.resize(position);
     w.present.assign(n, 0);
     for (i64 p = 0; p < n; p++) {

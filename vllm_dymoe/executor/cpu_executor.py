@@ -1,7 +1,8 @@
 """The CPU executor: a layer's step in one native call, which groups, plans, computes and adds up.
 
-Experts are computed where their bytes are: in a slot, in host memory, or in a file that the page cache has. Only a step
-that needs an expert from disk comes back with a plan, for the caller to fetch by it (``serving``).
+Experts are computed where their bytes are: in a slot, in host memory, or in a file whose pages are in the page cache.
+Only a step that needs an expert from disk returns its plan instead, and :class:`~.host_planned.HostPlannedLayers`
+fetches by it.
 """
 
 import ctypes
@@ -32,48 +33,47 @@ _KEPT_BYTES = 32 << 20  # scratch that is kept from step to step; what a larger 
 
 @dataclass(frozen=True)
 class LayerPlanned:
-    """What the planner made of a layer's step, where something has to be fetched."""
+    """The plan of a layer that needs experts from disk."""
 
-    experts: Ints  # int64 [n], those that are computed, ascending
+    experts: Ints  # int64 [n], the experts to compute, ascending
     wanted: NDArray[np.int8]  # int8 [n], LOW or HIGH
     places: Ints  # int64 [slices, n], see :func:`~vllm_dymoe.planner.rule.decide`
 
 
 class CpuExecutor:
-    """Runs the layers of one rank on a CPU, for one allocation of slots and one policy; another has another executor.
+    """Runs one rank's layers on a CPU, for one allocation of slots and one policy.
 
     Args:
-        memory: slots and table; the native call writes scores, thresholds and counters.
-        kernel: of the CPU, with its native library.
-        formats: of the LOW and HIGH versions that are computed; None for one that is skipped.
-        executes: misses whose bytes are in memory are computed by the CPU, as the table's costs say.
-        records: routings are told what becomes of their experts.
-        uses: int64 [2, layers, experts], uses and squared gates of requests' tokens are added; None where nobody asks.
+        cache: slots and table; the native call updates scores, thresholds and counters in place.
+        kernel: the CPU kernel, which has its native library.
+        formats: formats of the LOW and HIGH versions; None for a version that is skipped.
+        executes: compute misses whose bytes are in memory, as the table's costs say; otherwise fetch them.
+        records: write each expert's action into ``Routing.actions``.
+        uses: int64 [2, layers, experts], incremented by uses and squared gates of requests' tokens; None to skip it.
     """
 
     def __init__(
-        self, memory: ExpertCache, kernel: CpuKernel, policy: Policy, formats: dict[int, ExpertFormat | None],
+        self, cache: ExpertCache, kernel: CpuKernel, policy: Policy, formats: dict[int, ExpertFormat | None],
         *, executes: bool, uses: Ints | None = None, records: bool = False,
     ) -> None:  # fmt: skip
         library = kernel.library
         assert library is not None
-        self._memory, self._kernel, self._library, self._policy = memory, kernel, library, policy
+        self._cache, self._kernel, self._library, self._policy = cache, kernel, library, policy
         self._records = records
-        table, experts = memory.table, memory.experts
+        table, experts = cache.table, cache.experts
         layers = len(experts.layers) - experts.draft_layers
         critical = policy.precision.critical_counts(layers, experts.num_experts)
         critical = np.concatenate([critical, np.repeat(critical[-1:], experts.draft_layers, axis=0)])
         set_precision(table, formats, critical)
         widths = {code: fmt.bits for code, fmt in formats.items() if fmt is not None}
-        self._slice_bits = widths | {
-            CODES[precision]: bits for precision, bits in memory.bits.items()
-        }  # by LOW and HIGH
+        in_slots = {CODES[precision]: bits for precision, bits in cache.bits.items()}
+        self._slice_bits = widths | in_slots  # of the slices that LOW and HIGH name
         self._call = call = native.MoeLayer(executes=executes, ages=policy.residency.ages, top_k=experts.top_k)
         call.renormalizes, call.lost_pages = policy.precision.renormalizes, library.lost_pages()
-        self._memory_until = np.zeros((table.layers, table.experts, 3), np.int64)
+        self._in_memory_until = np.zeros((table.layers, table.experts, 3), np.int64)
         if executes:
             self._find_sources(table)
-            call.in_memory_until = self._memory_until.ctypes.data
+            call.in_memory_until = self._in_memory_until.ctypes.data
         thresholds = policy.precision.thresholds or (table.prompt_threshold, table.threshold)
         call.table = native_table(table, *thresholds)
         self._thresholds = thresholds  # their memory is the call's
@@ -85,18 +85,19 @@ class CpuExecutor:
         call.experts, call.wanted, call.places = (a.ctypes.data for a in (self._experts, self._wanted, self._places))
         self._address = ctypes.addressof(call)
         self._activation: Activation | None = None
-        self._tokens = 0  # that there is scratch for
         self._scratch: torch.Tensor | None = None
         self._pair_rows: torch.Tensor | None = None
 
     def _find_sources(self, table: Table) -> None:
-        """Write where the slices of every expert are in host memory; what is in files is checked before its first
-        use."""
-        store = self._memory.store
+        """Write the addresses of every expert's slices into the table; bytes in files are checked before first use."""
+        store = self._cache.store
         for layer, expert in np.ndindex(table.layers, table.experts):
             for code, bits in self._slice_bits.items():
                 table.source[layer, expert, code] = store.packed(SliceKey(layer, expert, bits)).data_ptr()
-        self._memory_until[:] = FOREVER if store.whole else 0
+        self._in_memory_until[:] = FOREVER if store.whole else 0
+        if not store.whole:  # mappings stay as long as the call has their addresses
+            first = next(iter(self._slice_bits.values()))
+            self._mapped = [store.packed(SliceKey(layer, 0, first)) for layer in range(table.layers)]
 
     def _describe(self, formats: dict[int, ExpertFormat | None]) -> None:
         """Tell the call how experts are packed."""
@@ -107,7 +108,7 @@ class CpuExecutor:
         for number, code in enumerate(used):
             call.form[code] = number
         for code, bits in self._slice_bits.items():
-            call.slice_bytes[code] = self._memory.experts.formats[bits].nbytes
+            call.slice_bytes[code] = self._cache.experts.formats[bits].nbytes
         self._formats, self._any = used, next(iter(used.values()))
         columns = max(max(matrix.padded_columns, matrix.columns, matrix.rows) for matrix in matrices)
         layer, fmt = call.kernel, self._any
@@ -120,10 +121,10 @@ class CpuExecutor:
         call.piece_positions = self._kernel.most_positions(self._row_floats)
 
     def run(self, routing: Routing, activation: Activation, *, observed: bool = True) -> torch.Tensor | LayerPlanned:
-        """Compute a layer: [tokens, hidden] like x; or, where an expert has to come from disk, its plan alone.
+        """Compute one layer and return [tokens, hidden] like x, or its plan if an expert must come from disk first.
 
-        TypeError and ValueError for a tensor that does not fit, or for a number that is no expert of the model;
-        TransferError where a page of a file could not be read while it was computed with.
+        Raises TypeError or ValueError for tensors that do not fit the experts, RoutingError for an expert id that the
+        model does not have, and TransferError if a page of a mapped file could not be read.
         """
         call, x, ids, weights = self._call, routing.x, routing.ids, routing.weights
         tokens, top_k = ids.shape
@@ -183,39 +184,39 @@ class CpuExecutor:
         return (LOW, HIGH)[:version] if self._call.table.slices == 2 else (version,)
 
     def _lost(self, layer: int) -> str:
-        """Why bytes of experts that were computed in files could not be had; empty if they were others'."""
+        """Return why pages of mapped experts could not be read; empty if the lost pages were another store's."""
         planned = self._planned()
         executed = (planned.places == CPU).any(0)
         wanted = zip(planned.experts[executed].tolist(), planned.wanted[executed].tolist(), strict=True)
-        return self._memory.store.lost(
+        return self._cache.store.lost(
             SliceKey(layer, expert, self._slice_bits[part])
             for expert, version in wanted
             for part in self._parts(version)
         )
 
     def _verify(self, layer: int) -> None:
-        """Check the slices of a layer that are in the page cache and were not checked; the others are on disk."""
-        until, store = self._memory_until[layer], self._memory.store
+        """Check slices that the call asked about: those in the page cache by checksum, the others are on disk."""
+        until, store = self._in_memory_until[layer], self._cache.store
         for expert, code in np.argwhere(until == _TO_CHECK).tolist():
             found = store.in_memory(SliceKey(layer, expert, self._slice_bits[code]))
             until[expert, code] = _LOOK_AGAIN if found else _ON_DISK
 
     def _selected(self, routing: Routing) -> NDArray[np.int8]:
-        """int8 [experts], the versions that a policy of its own chooses."""
+        """Return the version that the policy chose for each expert, int8 [experts]."""
         versions = np.zeros(len(self._experts), np.int8)
         for expert, precision in self._policy.precision.select(routing).items():
             versions[expert] = CODES[precision]
         return versions
 
     def _check(self, x: torch.Tensor, activation: Activation) -> None:
-        """Refuse activations and layers that do not fit the experts, and tell the call of those that do."""
+        """Check the layer against the experts' formats, and set its activation in the call."""
         for fmt in self._formats.values():
             check_formats(*fmt.matrices, x, activation)
         native.set_activation(self._call.kernel, activation)
         self._activation = activation
 
     def _grow(self, inputs: int, positions: int) -> None:
-        """Have scratch for a step of so many input rows and pairs of a token and an expert."""
+        """Allocate scratch for a step of so many input rows and (token, expert) pairs."""
         call = self._call
         floats = self._row_floats * (inputs + min(positions, call.piece_positions))
         self._scratch = self._kernel.scratch(floats)
@@ -225,7 +226,7 @@ class CpuExecutor:
 
 
 def native_table(table: Table, prompt_threshold: Ints, threshold: Ints) -> native.CacheTable:
-    """Where a table's columns are, and the thresholds that move; both have to outlive what is returned."""
+    """Return the addresses of a table's columns and of the thresholds, which must outlive the result."""
     columns = {
         "held": table.precision, "slot": table.slot, "score": table.score, "used_at": table.used_at, "step": table.step,
         "quotas": table.quotas, "reuse_high": table.reuse_high, "counters": table.counters, "critical": table.critical,

@@ -36,7 +36,7 @@ _FAR = 1 << 40  # rows of an expert that is never computed by the CPU
 
 @dataclass(frozen=True)
 class StepCounts:
-    """What is counted of steps, whatever slots and policy serve them."""
+    """Statistics of steps, which outlive resizes and changes of policy."""
 
     residency: ResidencyCounts = field(default_factory=ResidencyCounts)
     prefetch: PrefetchStats = field(default_factory=PrefetchStats)
@@ -44,21 +44,22 @@ class StepCounts:
 
 
 class HostPlannedLayers:
-    """The layers of one rank in steps that the host plans, for one allocation of slots and one policy.
+    """One rank's layers in steps that the host plans, for one allocation of slots and one policy.
 
-    A resize, or another policy, makes another object, which goes on with the counts of this one.
+    A resize or a change of policy builds a new object, which continues the counts of the old one.
 
     Args:
-        fetcher: gives the cache's slots to what is fetched.
-        policy: chooses precisions; ``bits`` are those of each precision, 0 for one that is skipped.
-        predictor: names experts before their router does; None where nobody asks.
-        counts: what is counted on, from one object to the next.
-        executes_on_cpu: misses are computed in host memory as the table's costs say.
-        cpu: runs layers whose experts are in memory, on a CPU; None where there is a device.
-        cpu_worker: cores that compute misses while a device computes; None where the device is the host.
-        migration: moves versions between steps; None where steps fetch what they need.
-        host_cache: host memory over a disk, if that is where experts come from.
-        records_actions: routings are told what becomes of their experts.
+        fetcher: brings experts into the cache's slots.
+        policy: chooses precisions.
+        bits: bits of each precision; 0 for one that is skipped.
+        predictor: predicts experts of later layers; None if nobody asks.
+        counts: statistics that outlive this object.
+        executes_on_cpu: compute some misses from host memory, as the table's costs say.
+        cpu: runs layers whose experts are in memory, on a CPU; None beside a device.
+        cpu_worker: computes misses while a device computes; None on a CPU.
+        migration: moves versions between steps; None if steps fetch what they need.
+        host_cache: the host-memory tier over a disk; None without one.
+        records_actions: write each expert's action into ``Routing.actions``.
     """
 
     def __init__(
@@ -183,7 +184,7 @@ class HostPlannedLayers:
         return combine(out, weights, routing.ids, skipped, renormalize=self.policy.precision.renormalizes)
 
     def _served(self, routing: Routing) -> None:
-        """The CPU executor has run a layer: predictions for it were not needed, and those of later layers are asked."""
+        """After the CPU executor has run a layer: release its predictions, and ask for those of later layers."""
         if self.migration is not None:
             self.migration.see(routing)
         if self.predictor is None:

@@ -217,7 +217,7 @@ class ExpertServer:
             raise
 
     def _allocate(self, options: Options, policy: Policy, plan: SlotPlan) -> None:
-        """Serve with other slots; the old ones are gone, so that there is one arena at a time."""
+        """Allocate slots and serve with them; the old ones are freed before, so that only one arena exists."""
         cache, migrating, before = self.cache, policy.residency.migrating, self._layers
         if before is not None:  # whose CPU executor counts in the table that goes
             self._take_decode_counts()
@@ -243,7 +243,7 @@ class ExpertServer:
         self._layers = self._make_layers(options, policy, fetcher, migration)
 
     def serve(self, options: Options, policy: Policy) -> None:
-        """Go on with the slots that there are by other options and another policy."""
+        """Serve with other options and another policy, in the slots that exist."""
         self._take_decode_counts()
         layers = self.host_planned
         layers.settle()
@@ -252,7 +252,7 @@ class ExpertServer:
     def _make_layers(
         self, options: Options, policy: Policy, fetcher: Fetcher, migration: Migration | None
     ) -> HostPlannedLayers:
-        """Write what steps go by into the tables, and make what runs them."""
+        """Write costs and precisions into the tables, and build the object that runs the steps."""
         cache, table, records = self.cache, self.cache.table, options.trace is not None
         self.options = options
         policy.precision.begin(self.experts.curves)
@@ -285,8 +285,7 @@ class ExpertServer:
         self, policy: Policy, bits: Mapping[Precision, int], migration: Migration | None, *, executes: bool,
         records: bool,
     ) -> CpuExecutor | None:  # fmt: skip
-        """What runs layers in one native call; None beside a device or an emulated link, or without a native
-        library."""
+        """Return the CPU executor; None beside a device or an emulated link, or without the native library."""
         kernel, cache = self.kernel, self.cache
         if not (self._plain_cpu and isinstance(kernel, CpuKernel) and kernel.library and cache.writer is Writer.HOST):
             return None

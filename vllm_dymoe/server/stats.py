@@ -60,7 +60,7 @@ class ServerStats:
     failed_transfers: int = _count("Transfers that ended in an error.")
     exposed_wait_seconds: float = _count("Host time of waiting for transfers.")
     prefetches: dict[str, int] = _count("Experts fetched ahead, by what became of them.", "outcome")
-    predictions: dict[str, int] = _count("Experts named ahead, wanted by routers, and right (both).", "kind")
+    predictions: dict[str, int] = _count("Experts predicted, needed by routers, and correct (both).", "kind")
     prediction_seconds: float = _count("Host time of predicting.")
     predictor_bytes: int = _now("Device memory of the predictor.")
     prefetch_interval: dict[str, int] = _now("One of so many predictions is acted on.", "phase")

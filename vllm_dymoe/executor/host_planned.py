@@ -11,10 +11,11 @@ import torch
 
 from vllm_dymoe.cache.counters import PrefetchStats, ResidencyCounts
 from vllm_dymoe.cache.fetcher import Fetch, Fetcher
+from vllm_dymoe.cache.host_cache import HostCache
 from vllm_dymoe.cache.migration import Migration
 from vllm_dymoe.cache.slots import Slot
 from vllm_dymoe.cache.store.disk import DiskCounts
-from vllm_dymoe.cache.transfer import HostCache, TransferError, TransferStats
+from vllm_dymoe.cache.transfer import TransferError, TransferStats
 from vllm_dymoe.executor.cpu_executor import CpuExecutor, LayerPlanned
 from vllm_dymoe.executor.cpu_worker import CpuWorker
 from vllm_dymoe.executor.prefetcher import Prefetcher

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from vllm_dymoe.cache.expert_cache import ExpertCache
-from vllm_dymoe.cache.transfer import HostCache
+from vllm_dymoe.cache.host_cache import HostCache
 from vllm_dymoe.experts.format import SliceKey
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.rule import HIT, Ints
@@ -21,7 +21,7 @@ def expect(
     for (expert, precision), place in zip(wanted.items(), places.T.tolist(), strict=True):
         parts = zip(cache.parts[precision], place, strict=False)
         keys += [SliceKey(layer, expert, cache.bits[part]) for part, found in parts if found != HIT]
-    host_cache.reads.expect(layer, keys)
+    host_cache.expect(layer, keys)
 
 
 class ReadAhead:
@@ -35,13 +35,11 @@ class ReadAhead:
         """Predictions about the layers after one, the best first, in place of those before."""
         behind = 1 + max((prediction[0] for prediction in predictions), default=layer)
         later = range(behind, min(layer + 1 + 2 * FAR, self._num_layers))
-        self._host_cache.reads.prefetch(
-            chain.from_iterable(map(self._lacking, chain(predictions, self._used_last(later))))
-        )
+        self._host_cache.prefetch(chain.from_iterable(map(self._lacking, chain(predictions, self._used_last(later)))))
 
     def has(self, prediction: Prediction) -> bool:
         """Whether the link could fetch it without waiting for the disk."""
-        return all(map(self._host_cache.reads.has, self._lacking(prediction)))
+        return all(map(self._host_cache.has, self._lacking(prediction)))
 
     def _lacking(self, prediction: Prediction) -> Iterable[SliceKey]:
         layer, expert, precision = prediction

@@ -20,12 +20,13 @@ from vllm_dymoe.cache.device_memory import make_device_memory
 from vllm_dymoe.cache.device_table import DeviceCounts
 from vllm_dymoe.cache.expert_cache import Budget, ExpertCache, Writer, check_cache
 from vllm_dymoe.cache.fetcher import Fetcher
+from vllm_dymoe.cache.host_cache import HostCache
 from vllm_dymoe.cache.migration import Agree, Migration
 from vllm_dymoe.cache.pages import whole_pages
 from vllm_dymoe.cache.store import FileStore, HostStore, StoreError
 from vllm_dymoe.cache.store.memory import host_memory_bytes
 from vllm_dymoe.cache.store.page_lock import CudaPageLock
-from vllm_dymoe.cache.transfer import HostCache, TransferEngine, make_engine
+from vllm_dymoe.cache.transfer import TransferEngine, make_engine
 from vllm_dymoe.executor.copy_branch import Branch, make_branch
 from vllm_dymoe.executor.cpu_execution import CpuExecution
 from vllm_dymoe.executor.cpu_executor import CpuExecutor

@@ -1,6 +1,6 @@
 """The slots of a host cache: which slice is in which, on its way or not, and which may go.
 
-Mechanism of :class:`~vllm_dymoe.cache.transfer.host_cache.HostCache`, which holds its lock for every call.
+Mechanism of :class:`~vllm_dymoe.cache.host_cache.HostCache`, which holds its lock for every call.
 """
 
 from collections import OrderedDict
@@ -202,6 +202,31 @@ class HostSlots:
                     del self.passing[key]
                     if held.ticket is None:
                         self._publish(held)
+
+    def forget_predictions(self, layer: int) -> None:
+        """What was predicted for a layer counts as such until then."""
+        for key, held in self.passing.items():
+            held.prediction &= key.layer != layer
+
+    def use(self, key: SliceKey) -> bool:
+        """Lend a slice that is there or comes, until ``leave``; whether there is a slot for it."""
+        if key not in self.held and not self.begin(key, Reason.DEMAND):
+            return False
+        self.held[key].users += 1
+        if key in self.passing:
+            self.passing.move_to_end(key)
+        return True
+
+    def leave(self, held: Held) -> None:
+        held.users -= 1
+        self.collect()
+        if held.dropped and not held.users:
+            self.free(held)
+
+    @property
+    def stuck(self) -> bool:
+        """No slot will come back but from reads that were given up."""
+        return not self.coming and not any(held.users for held in (*self.held.values(), *self.orphans))
 
     def begin(self, key: SliceKey, reason: Reason) -> bool:
         """Start to read a slice, if there is a slot for it."""

@@ -11,7 +11,7 @@ import torch
 from vllm_dymoe.cache.budget import SlotPlan
 from vllm_dymoe.cache.device_memory import DeviceMemory
 from vllm_dymoe.cache.device_table import DeviceTable
-from vllm_dymoe.cache.slots import Slot, SlotPool
+from vllm_dymoe.cache.slots import Arena, Slot, SlotPool
 from vllm_dymoe.cache.store import HostStore
 from vllm_dymoe.experts.format import ExpertFormat, PackedExpert, SliceKey
 from vllm_dymoe.options import ConfigError
@@ -56,13 +56,15 @@ class SlotPools(dict[Precision, SlotPool]):
                 f"{self._where} memory are available; lower expert_budget, or end what else takes memory."
             )
         try:
-            self[precision] = SlotPool(fmt, count, self._device, reserved)
+            arena = Arena(nbytes, device=None if self._device.type == "cpu" else self._device)
+            arena.memory.fill_(0)  # so that it is there: a machine short of it would end the process later
         except (RuntimeError, OSError) as error:  # torch.OutOfMemoryError among them
             raise ConfigError(
                 f"vllm-dymoe: expert_budget needs {nbytes} bytes of {self._where} memory for {count} slots, which "
                 f"could not be had ({str(error).splitlines()[0]}); lower expert_budget or gpu_memory_utilization, or "
                 "end what else takes memory."
             ) from error
+        self[precision] = SlotPool(fmt, [arena], reserved)
 
     def fence(self, filled: Any) -> None:
         for pool in self.values():
@@ -188,14 +190,7 @@ class ExpertCache:
 
     def packed(self, slots: Sequence[Slot]) -> PackedExpert:
         """What lies in the slots of an expert: in one, or in a base and a residual slice."""
-        base = slots[0].expert
-        assert base is not None
-        if len(slots) == 1:
-            return base
-        residual = slots[1]
-        if residual.joined is None or residual.joined[0] is not slots[0]:
-            residual.joined = slots[0], self.pools[Precision.HIGH].format.view(residual.packed, base)
-        return residual.joined[1]
+        return slots[0].expert() if len(slots) == 1 else slots[1].expert(slots[0])
 
     def evict(self, layer: int, expert: int, part: Precision | None = None) -> bool:
         """Free an expert's slots, which the next copy may write once their last reader has ended; False if it has none.

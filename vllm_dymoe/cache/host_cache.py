@@ -16,6 +16,7 @@ import torch
 
 from vllm_dymoe.cache.host_slots import Held, HostCacheCounts, HostSlots
 from vllm_dymoe.cache.pages import usable_cores
+from vllm_dymoe.cache.slots import Slot
 from vllm_dymoe.cache.store import DamagedStoreError, FileStore, HostMemoryError, HostStore, StoreError
 from vllm_dymoe.cache.store.page_lock import CudaPageLock
 from vllm_dymoe.cache.store.shared import SharedMemory
@@ -87,25 +88,25 @@ class HostCache(HostStore):
         said = f"{size(slots.nbytes)} of host memory ({where}{', shared by ranks' if self._shared is not None else ''})"
         if self.whole:
             return said
-        count = sum(len(pool.slots) for pool in slots.pools.values())
+        count = sum(pool.count for pool in slots.pools.values())
         every = len(self.experts.layers) * self.experts.num_experts * len(slots.pools)
         return f"{said} for {count} of {every} slices, over {self.files.description}"
 
     def packed(self, key: SliceKey) -> torch.Tensor:
-        return self.slots.held[key].packed
+        return self.slots.held[key].slot.packed
 
     def read_into(
         self, key: SliceKey, destination: torch.Tensor, projections: range = EVERY_PROJECTION, *, wait: bool = True
     ) -> None:
-        with self.hold(key, projections, wait=wait) as held:
-            destination.copy_(held.packed[self.experts.formats[key.bits].span(projections)])
+        with self.hold(key, projections, wait=wait) as slot:
+            destination.copy_(slot.packed[self.experts.formats[key.bits].span(projections)])
 
     def hold(
         self, key: SliceKey, projections: range = EVERY_PROJECTION, *, wait: bool = True
-    ) -> contextlib.AbstractContextManager[Held]:
+    ) -> contextlib.AbstractContextManager[Slot]:
         """With the first projection it is used, if ``expect`` has not said so; what is not there is asked for."""
         if self.whole:
-            return contextlib.nullcontext(self.slots.held[key])
+            return contextlib.nullcontext(self.slots.held[key].slot)
         return self._hold(key, projections, wait)
 
     # -- what steps ask of it ---------------------------------------------------------------------
@@ -135,10 +136,10 @@ class HostCache(HostStore):
             return held is not None and held.ticket is None
 
     @contextlib.contextmanager
-    def _hold(self, key: SliceKey, projections: range, wait: bool) -> Iterator[Held]:
+    def _hold(self, key: SliceKey, projections: range, wait: bool) -> Iterator[Slot]:
         held = self._arrive(key, wait, first=projections.start == 0)
         try:
-            yield held
+            yield held.slot
         finally:
             self._leave(held)
 
@@ -190,12 +191,12 @@ class HostCache(HostStore):
         found = self._shared is not None and self._shared.found
 
         def read(held: Held) -> int:
-            assert held.key is not None
+            packed = held.slot.packed
             if found:
-                self._check_found(held.key, held.packed)
+                self._check_found(held.key, packed)
             else:
-                self.files.read_into(held.key, held.packed)
-            return held.packed.numel()
+                self.files.read_into(held.key, packed)
+            return packed.numel()
 
         there = self.slots.assign_all()
         try:
@@ -244,8 +245,8 @@ class HostCache(HostStore):
             ):
                 raise HostMemoryError("host_memory cannot change while reads have not ended; check the disk")
             for held in self.slots.held.values():
-                if held.last_read is not None:
-                    held.last_read.synchronize()
+                if held.slot.last_read is not None:
+                    held.slot.last_read.synchronize()
             self.slots.forget()
             _unshare(self._shared)
 

@@ -5,14 +5,13 @@ Mechanism of :class:`~vllm_dymoe.cache.host_cache.HostCache`, which holds its lo
 
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
-import torch
 
 from vllm_dymoe.cache.pages import available_host_memory, whole_pages
+from vllm_dymoe.cache.slots import Arena, Slot, SlotPool
 from vllm_dymoe.cache.store import HostMemoryError, smallest_host_cache
-from vllm_dymoe.cache.store.page_lock import Arena, CudaPageLock
+from vllm_dymoe.cache.store.page_lock import CudaPageLock
 from vllm_dymoe.cache.store.shared import SharedMemory
 from vllm_dymoe.cache.transfer.engine import TransferEngine
 from vllm_dymoe.cache.transfer.ticket import Reason, Ticket
@@ -27,18 +26,15 @@ _FEWEST = 2  # slots that no layer keeps
 
 @dataclass(eq=False, slots=True)
 class Held:
-    """A slot of the level, and what is in it, as ``cache.store.base.Lent``."""
+    """A slice in a slot, or on its way there."""
 
-    packed: torch.Tensor  # uint8 [bytes of the slice]
-    index: int  # of the slot in its pool
-    pinned: bool
-    key: SliceKey | None = None  # what is in it, or comes
+    key: SliceKey
+    slot: Slot
     ticket: Ticket | None = None  # of the read that fills it, until that has ended
     kept: bool = False  # a layer keeps it; otherwise it goes when its slot is wanted
     prediction: bool = False  # it was read ahead for a layer that has not come yet
     users: int = 0  # copies out of it that have not been enqueued so far
-    last_read: Any = None
-    dropped: bool = False  # it is free when the last user has gone
+    dropped: bool = False  # its slot is free when the last user has gone
 
 
 @dataclass
@@ -59,25 +55,14 @@ class HostCacheCounts:
     predictions: HostPredictions = field(default_factory=HostPredictions)
 
 
-@dataclass
-class _Pool:
-    """Slots for slices of one bit-width, and the table of what layers keep in them."""
-
-    table: Table
-    slots: list[Held]
-    free: list[Held] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.free = self.slots[::-1]
-
-
 class HostSlots:
     """An arena of slots with a hard budget, and a table for each version of what layers keep in them. HostMemoryError
     if the budget has no room for two slices of each version, or the memory cannot be had.
 
     Attributes:
-        limit: bytes that slots may take, ``nbytes`` those that they take, ``pinned`` those locked for the device.
-        refused: why not all of them are, where there is one.
+        limit: bytes that slots may take.
+        refused: why not all of them are pinned, where there is a device.
+        pools: by bit-width; ``tables`` say what layers keep in them.
         counts: since the start or the last reset.
         held: what is in slots, or comes.
         passing: that of it which no layer keeps, what was used last at the end.
@@ -94,13 +79,13 @@ class HostSlots:
         shared: SharedMemory | None = None,  # memory for everything, which other processes have, too
     ) -> None:
         self.experts, self.counts, self._page_lock, self._engine = experts, HostCacheCounts(), page_lock, engine
-        self._arenas: list[Arena] = []
-        self.pools: dict[int, _Pool] = {}
+        self.pools: dict[int, SlotPool] = {}
+        self.tables: dict[int, Table] = {}
         self.held: dict[SliceKey, Held] = {}
         self.passing: OrderedDict[SliceKey, Held] = OrderedDict()
         self.coming: set[SliceKey] = set()
         self.orphans: list[Held] = []
-        self.limit = self.nbytes = self.pinned = 0
+        self.limit = 0
         self.refused: str | None = None
         self.make(nbytes, shared)
 
@@ -119,66 +104,66 @@ class HostSlots:
             found = shared.found
         if not found and (free := available_host_memory()) < needed:
             raise HostMemoryError(f"host_memory would be {nbytes} bytes, but {free} are free")
-        self.limit, self.nbytes, self.pinned = nbytes, 0, 0
-        self.refused = None
+        self.limit, self.refused = nbytes, None
+        arenas: list[Arena] = []
         try:
             for bits, each in sizes.items():
-                slots: list[Held] = []
-                while len(slots) < count:
-                    part = min(count - len(slots), max(1, _CHUNK // each))
-                    arena = Arena(part * each, self._page_lock, shared)
-                    self._arenas.append(arena)
+                most = max(1, _CHUNK // each)
+                arenas = []
+                for first in range(0, count, most):
+                    arenas.append(arena := Arena(min(most, count - first) * each, self._page_lock, shared))
                     if not found:
                         arena.memory.fill_(0)  # so that it is there: a machine short of it would end the process later
                     self.refused = self.refused or arena.lock()
-                    locks = self._page_lock is not None and self.refused is None
-                    self.pinned += part * each * locks
-                    slices = arena.memory.view(part, each)[:, : self.experts.formats[bits].nbytes]
-                    slots += [Held(packed, len(slots) + i, locks) for i, packed in enumerate(slices)]
-                self.nbytes += count * each
-                self.pools[bits] = _Pool(_table(self.experts, count), slots)
+                self.pools[bits] = SlotPool(self.experts.formats[bits], arenas, slot_bytes=each)
+                self.tables[bits] = _table(self.experts, count)
         except OSError as error:
             self.forget()
+            for arena in arenas:
+                arena.close()
             raise HostMemoryError(f"{nbytes} bytes of host memory could not be had ({error.strerror})") from error
+
+    @property
+    def nbytes(self) -> int:
+        return sum(pool.nbytes for pool in self.pools.values())
+
+    @property
+    def pinned(self) -> int:
+        return sum(pool.pinned for pool in self.pools.values())
 
     def assign_all(self) -> list[Held]:
         """Give every slice a slot for good, and return them; there are as many slots as slices, all free."""
-        free = {bits: iter(pool.slots) for bits, pool in self.pools.items()}
         for key in all_keys(self.experts):
-            held = self.held[key] = next(free[key.bits])
-            held.key, held.kept = key, True
-        for pool in self.pools.values():
-            pool.free.clear()
+            slot = self.pools[key.bits].take(kept=False)
+            assert slot is not None
+            self.held[key] = Held(key, slot, kept=True)
         return list(self.held.values())
 
     def take(self, other: "HostSlots") -> None:
         """Hold what another one has, where both hold everything; its layers come behind one's own."""
         behind = len(self.experts.layers) - len(other.experts.layers)
+        for held in other.held.values():
+            held.key = replace(held.key, layer=held.key.layer + behind)
+            self.held[held.key] = held
         for bits, pool in other.pools.items():
-            for held in pool.slots:
-                assert held.key is not None
-                held.key = replace(held.key, layer=held.key.layer + behind)
-                held.index += len(self.pools[bits].slots)
-                self.held[held.key] = held
-            self.pools[bits].slots += pool.slots
-        self._arenas += other._arenas
-        self.limit, self.nbytes = self.limit + other.limit, self.nbytes + other.nbytes
-        self.pinned += other.pinned
+            self.pools[bits].merge(pool)
+        self.limit += other.limit
 
     @property
     def unbound(self) -> str | None:
         """Why some of it does not lie near the device; None if it does, or need not."""
-        return next((arena.unbound for arena in self._arenas if arena.unbound), None)
+        arenas = (arena for pool in self.pools.values() for arena in pool.arenas)
+        return next((arena.unbound for arena in arenas if arena.unbound), None)
 
     def expect(self, layer: int, keys: list[SliceKey]) -> None:
         if any(key not in self.held for key in keys):
             self._drop_predictions(keys)
-        for bits, pool in self.pools.items():
+        for bits, table in self.tables.items():
             asked = sorted(key.expert for key in keys if key.bits == bits)
             if not asked:
                 continue
             active = np.array(asked, np.int64)
-            places = pool.table.begin_step(layer, active, np.full(len(active), HIGH, np.int8))[0].tolist()
+            places = table.begin_step(layer, active, np.full(len(active), HIGH, np.int8))[0].tolist()
             for expert, place in zip(asked, places, strict=True):
                 key = SliceKey(layer, expert, bits)
                 held = self.held.get(key)
@@ -192,7 +177,7 @@ class HostSlots:
                 if place == HIT:
                     continue
                 if place >= 0:
-                    pool.table.remove(layer, place)
+                    table.remove(layer, place)
                     self._release(self.held.pop(SliceKey(layer, place, bits)))
                 if held is None and not self.begin(key, Reason.DEMAND):
                     continue
@@ -230,24 +215,22 @@ class HostSlots:
 
     def begin(self, key: SliceKey, reason: Reason) -> bool:
         """Start to read a slice, if there is a slot for it."""
-        pool = self.pools[key.bits]
-        held = pool.free.pop() if pool.free else self._reclaim(key.bits, predictions=reason is Reason.DEMAND)
-        if held is None:
+        slot = self.pools[key.bits].take(kept=False) or self._reclaim(key.bits, predictions=reason is Reason.DEMAND)
+        if slot is None:
             return False
         self.counts.predictions.made += reason is Reason.PREFETCH
-        held.key, held.kept, held.prediction = key, False, reason is Reason.PREFETCH
-        held.ticket = self._engine.submit(key, held.packed, reason, held.last_read)
-        held.last_read = None
-        self.held[key] = self.passing[key] = held
+        ticket = self._engine.submit(key, slot.packed, reason, slot.last_read)
+        slot.last_read = None
+        self.held[key] = self.passing[key] = Held(key, slot, ticket, prediction=reason is Reason.PREFETCH)
         self.coming.add(key)
         return True
 
-    def _reclaim(self, bits: int, *, predictions: bool) -> Held | None:
+    def _reclaim(self, bits: int, *, predictions: bool) -> Slot | None:
         """The slot of what passed, longest ago; one prediction does not push out another."""
         for key, held in self.passing.items():
             if key.bits == bits and not held.users and held.ticket is None and (predictions or not held.prediction):
                 del self.passing[key], self.held[key]
-                return held
+                return held.slot
         return None
 
     def _drop_predictions(self, wanted: list[SliceKey]) -> None:
@@ -280,10 +263,9 @@ class HostSlots:
     def _publish(self, held: Held) -> None:
         """Complete bytes get their row, unless the layer has filled its share meanwhile, because a step failed."""
         key = held.key
-        assert key is not None
-        table = self.pools[key.bits].table
+        table = self.tables[key.bits]
         if np.count_nonzero(table.precision[key.layer]) < table.quotas[key.layer, HIGH]:
-            table.publish(key.layer, key.expert, Precision.HIGH, held.index)
+            table.publish(key.layer, key.expert, Precision.HIGH, held.slot.index)
         else:
             held.kept, self.passing[key] = False, held
 
@@ -295,11 +277,10 @@ class HostSlots:
             self.free(held)
 
     def free(self, held: Held) -> None:
-        assert held.key is not None
         if held in self.orphans:
             self.orphans.remove(held)
-        self.pools[held.key.bits].free.append(held)
-        held.key, held.dropped = None, False
+        held.dropped = False
+        self.pools[held.key.bits].give_back(held.slot, kept=False)
 
     def ticket(self, key: SliceKey) -> Ticket:
         ticket = self.held[key].ticket
@@ -311,10 +292,9 @@ class HostSlots:
         self.held.clear()
         self.passing.clear()
         self.coming.clear()
+        for pool in self.pools.values():
+            pool.close()
         self.pools.clear()
-        self.nbytes = self.pinned = 0
-        while self._arenas:
-            self._arenas.pop().close()
 
     def check_integrity(self) -> None:
         """Between steps, assert: every slot is free or holds one slice, layers keep no more than their shares."""
@@ -322,14 +302,13 @@ class HostSlots:
         assert self.nbytes <= self.limit
         assert self.passing.keys() == {key for key, held in self.held.items() if not held.kept}
         for bits, pool in self.pools.items():
-            check_integrity(pool.table)
-            used = [held.index for key, held in self.held.items() if key.bits == bits]
-            lost = [held.index for held in self.orphans if held.key is not None and held.key.bits == bits]
-            found = sorted(used + lost + [held.index for held in pool.free])
-            assert found == list(range(len(pool.slots))), f"slots lost or doubled: {found} of {len(pool.slots)}"
-            for layer, expert in pool.table.residents(Precision.HIGH):
+            table = self.tables[bits]
+            check_integrity(table)
+            in_use = (held for held in (*self.held.values(), *self.orphans) if held.key.bits == bits)
+            pool.check_integrity([held.slot.index for held in in_use])
+            for layer, expert in table.residents(Precision.HIGH):
                 held = self.held[SliceKey(layer, expert, bits)]
-                assert held.index == pool.table.slot[0, layer, expert], "a row names another slot"
+                assert held.slot.index == table.slot[0, layer, expert], "a row names another slot"
                 assert held.kept, "a row names what passes"
 
 

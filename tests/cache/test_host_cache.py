@@ -97,7 +97,7 @@ def test_what_fits_is_read_once_and_what_does_not_is_kept_by_score(make_host_cac
         host_cache.expect(1, list(asked))
         for key in asked:
             read(host_cache, key)
-    before, kept = host_cache.files.counts.reads, host_cache.slots.tables[4].residents(Precision.HIGH)
+    before, kept = host_cache.files.counts.reads, host_cache.slots.fetchers[4].cache.table.residents(Precision.HIGH)
     assert {(key.layer, key.expert) for key in hot} <= kept
     for key in hot:
         read(host_cache, key)

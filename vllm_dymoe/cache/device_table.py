@@ -26,7 +26,7 @@ _RING = 1  # steps whose routing is kept: it is read between two steps
 
 
 class DeviceTable:
-    """Beside an ExpertCache whose store the device can read."""
+    """Beside an DeviceCache whose store the device can read."""
 
     quotas: Mapping[int, Sequence[int]]  # experts that each layer keeps, by LOW and HIGH of the precisions in use
     staging: Mapping[int, int]  # slots of each that no layer keeps

@@ -14,7 +14,8 @@ from dataclasses import replace
 
 import torch
 
-from vllm_dymoe.cache.host_slots import Held, HostCacheCounts, HostSlots
+from vllm_dymoe.cache.expert_cache import Fetch
+from vllm_dymoe.cache.host_slots import HostCacheCounts, HostSlots
 from vllm_dymoe.cache.pages import usable_cores
 from vllm_dymoe.cache.slots import Slot
 from vllm_dymoe.cache.store import DamagedStoreError, FileStore, HostMemoryError, HostStore, StoreError
@@ -59,7 +60,7 @@ class HostCache(HostStore):
         self.experts, self.files, self._page_lock, self._shared = files.experts, files, page_lock, shared
         self.engine = TransferEngine(_DiskDelivery(files), files.depth, timeout=timeout, waiters_move=False)
         try:
-            self.slots = HostSlots(files.experts, nbytes, page_lock, self.engine, shared)
+            self.slots = HostSlots(self.experts, nbytes, page_lock, self.engine, shared)
         except BaseException:
             self.engine.close()
             _unshare(shared)
@@ -88,7 +89,7 @@ class HostCache(HostStore):
         said = f"{size(slots.nbytes)} of host memory ({where}{', shared by ranks' if self._shared is not None else ''})"
         if self.whole:
             return said
-        count = sum(pool.count for pool in slots.pools.values())
+        count = sum(pool.count for pool in slots.pools)
         every = len(self.experts.layers) * self.experts.num_experts * len(slots.pools)
         return f"{said} for {count} of {every} slices, over {self.files.description}"
 
@@ -133,7 +134,7 @@ class HostCache(HostStore):
         with self._changed:
             self.slots.collect()
             held = self.slots.held.get(key)
-            return held is not None and held.ticket is None
+            return held is not None and held.complete
 
     @contextlib.contextmanager
     def _hold(self, key: SliceKey, projections: range, wait: bool) -> Iterator[Slot]:
@@ -143,12 +144,12 @@ class HostCache(HostStore):
         finally:
             self._leave(held)
 
-    def _arrive(self, key: SliceKey, wait: bool, first: bool) -> Held:
+    def _arrive(self, key: SliceKey, wait: bool, first: bool) -> Fetch:
         while True:
             held = self._use(key, wait, first)
             first = False
             ticket = held.ticket
-            if ticket is None:
+            if held.complete:
                 return held
             try:
                 if not wait and not self.engine.arrived(ticket):
@@ -163,7 +164,7 @@ class HostCache(HostStore):
             else:
                 return held
 
-    def _use(self, key: SliceKey, wait: bool, first: bool) -> Held:
+    def _use(self, key: SliceKey, wait: bool, first: bool) -> Fetch:
         with self._changed:
             self.slots.collect()
             if first and key not in self._expected:
@@ -177,7 +178,7 @@ class HostCache(HostStore):
                 self.slots.collect()
             return self.slots.held[key]
 
-    def _leave(self, held: Held) -> None:
+    def _leave(self, held: Fetch) -> None:
         with self._changed:
             self.slots.leave(held)
             self._changed.notify_all()
@@ -190,12 +191,12 @@ class HostCache(HostStore):
 
         found = self._shared is not None and self._shared.found
 
-        def read(held: Held) -> int:
-            packed = held.slot.packed
+        def read(fetch: Fetch) -> int:
+            key, packed = fetch.ticket.key, fetch.slot.packed
             if found:
-                self._check_found(held.key, packed)
+                self._check_found(key, packed)
             else:
-                self.files.read_into(held.key, packed)
+                self.files.read_into(key, packed)
             return packed.numel()
 
         there = self.slots.assign_all()
@@ -206,6 +207,7 @@ class HostCache(HostStore):
                     progress(nbytes)
             if self._shared is not None:
                 self._shared.publish()
+            self.slots.publish_all()
         except BaseException:
             self.close()
             raise
@@ -229,32 +231,28 @@ class HostCache(HostStore):
             self.sleep()
             self.whole, self._shared = False, None
             try:
-                self.slots.make(nbytes)
+                self._make_slots(nbytes)
             except HostMemoryError:
-                self.slots.make(before)
+                self._make_slots(before)
                 raise
+
+    def _make_slots(self, nbytes: int, shared: SharedMemory | None = None) -> None:
+        counts = self.slots.counts
+        self.slots = HostSlots(self.experts, nbytes, self._page_lock, self.engine, shared, counts)
 
     def sleep(self) -> None:
         """Give the memory back until ``wake``. No step may be running; HostMemoryError while reads have not ended."""
         with self._changed:
-            for key in list(self.slots.coming):
-                self.engine.cancel(self.slots.ticket(key))
-            if (
-                not all(self.engine.settle(self.slots.ticket(key)) for key in list(self.slots.coming))
-                or self.slots.orphans
-            ):
+            if not self.slots.settle():
                 raise HostMemoryError("host_memory cannot change while reads have not ended; check the disk")
-            for held in self.slots.held.values():
-                if held.slot.last_read is not None:
-                    held.slot.last_read.synchronize()
-            self.slots.forget()
+            self.slots.close()
             _unshare(self._shared)
 
     def wake(self) -> None:
         """Have as much memory as before, with everything in it if it was whole, else empty; errors as at start."""
         try:
             with self._changed:
-                self.slots.make(self.slots.limit, self._shared if self.whole else None)
+                self._make_slots(self.slots.limit, self._shared if self.whole else None)
         except BaseException:
             _unshare(self._shared)
             raise
@@ -263,11 +261,11 @@ class HostCache(HostStore):
 
     def take(self, other: HostStore, experts: ModelExperts) -> None:
         """As a store, with the host memory of both; empty unless both are whole. No step may be running."""
-        limit, self.experts, self.slots.experts = self.slots.limit, experts, experts
+        limit, self.experts = self.slots.limit, experts
         if isinstance(other, HostCache) and self.whole and other.whole:
             other.engine.close()
             self.files.take(other.files, experts)
-            self.slots.take(other.slots)
+            self.slots.take(other.slots, experts)
             return
         if isinstance(other, HostCache):
             limit, other = limit + other.slots.limit, other.release()
@@ -277,7 +275,7 @@ class HostCache(HostStore):
     def release(self) -> FileStore:
         """End the reads and give the memory back; returns the files."""
         self.engine.close()
-        self.slots.forget()
+        self.slots.close()
         _unshare(self._shared)
         return self.files
 

@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_dymoe.cache.budget import expert_worth
+from vllm_dymoe.cache.device_cache import DeviceCache
 from vllm_dymoe.cache.device_table import DeviceCounts
-from vllm_dymoe.cache.fetcher import Fetch, Fetcher
+from vllm_dymoe.cache.expert_cache import Fetch, Fetcher
 from vllm_dymoe.cache.layer_changes import LayerChanges
 from vllm_dymoe.cache.transfer import Reason, TransferError, TransferStats
 from vllm_dymoe.cache.transfer.ticket import State
@@ -71,7 +72,7 @@ class Migration:
 
     def __init__(
         self,
-        fetcher: Fetcher,
+        fetcher: Fetcher[DeviceCache],
         migrating: Migrating,
         hotness: NDArray[np.float64] | None = None,
         agree: Agree = list,
@@ -281,7 +282,7 @@ class Migration:
         self._planned = deque(swaps(self.hotness * self._worth, held, self._places, migrating.margin))
 
 
-def _bring_all(fetcher: Fetcher, high: NDArray[np.bool_]) -> None:
+def _bring_all(fetcher: Fetcher[DeviceCache], high: NDArray[np.bool_]) -> None:
     """Bring every expert before the first request, ``high`` [layers, experts] of them in their high version;
     ConfigError if one cannot be read."""
     engine, parts = fetcher.engine, fetcher.cache.parts

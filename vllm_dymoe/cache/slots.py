@@ -80,6 +80,7 @@ class Slot:
     format: ExpertFormat  # what it holds
     packed: torch.Tensor  # uint8 [format.nbytes]
     pinned: bool = False  # a device's copy engine reads it by itself
+    readers: int = 0  # copies out of it that have not been enqueued so far
     last_read: Any = None
     """Event behind the last computation or copy that reads the slot, for which the next copy into it waits. None where
     these are synchronous."""
@@ -96,7 +97,8 @@ class Slot:
 class SlotPool:
     """Slots for slices of one format: some reserved for what layers keep, the others for whatever comes and goes.
 
-    A slot that is reserved is never lent: a layer that does not use all of its quota finds it free when it does.
+    A slot that is reserved is not for these: a layer that does not use all of its quota finds it free when it does. A
+    pool that lends gives it away all the same, to what can go at any time, and may be kept there.
     """
 
     def __init__(
@@ -106,8 +108,9 @@ class SlotPool:
         reserved: int = 0,  # slots that layers may keep and do not use yet
         *,
         slot_bytes: int | None = None,  # from one slot to the next; as many as the slice has if None
+        lends: bool = False,
     ) -> None:
-        self.format, self.arenas, self.reserved = fmt, list(arenas), reserved
+        self.format, self.arenas, self.reserved, self._lends = fmt, list(arenas), reserved, lends
         rows = ((row, arena) for arena in arenas for row in arena.memory.view(-1, slot_bytes or fmt.nbytes))
         self.slots = [Slot(i, fmt, row[: fmt.nbytes], arena.pinned) for i, (row, arena) in enumerate(rows)]
         self._free = self.slots[::-1]
@@ -138,7 +141,8 @@ class SlotPool:
 
     def take(self, *, kept: bool) -> Slot | None:
         """A free slot, whatever its bytes, or None: to be kept one of those that are reserved, else of the rest."""
-        if not self._free if kept else len(self._free) <= self.reserved:
+        held_back = 0 if kept or self._lends else self.reserved
+        if len(self._free) <= held_back:
             return None
         self.reserved -= kept
         return self._free.pop()

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from vllm_dymoe.cache.counters import PrefetchStats, ResidencyCounts
-from vllm_dymoe.cache.fetcher import Fetch, Fetcher
+from vllm_dymoe.cache.device_cache import DeviceCache
+from vllm_dymoe.cache.expert_cache import Fetch, Fetcher
 from vllm_dymoe.cache.host_cache import HostCache
 from vllm_dymoe.cache.migration import Migration
 from vllm_dymoe.cache.slots import Slot
@@ -64,7 +65,7 @@ class HostPlannedLayers:
 
     def __init__(
         self,
-        fetcher: Fetcher,
+        fetcher: Fetcher[DeviceCache],
         kernel: ExpertKernel,
         policy: Policy,
         bits: Mapping[Precision, int],

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_dymoe.cache.expert_cache import views
+from vllm_dymoe.cache.device_cache import views
 from vllm_dymoe.cache.pages import machine
 from vllm_dymoe.cache.store import HostStore
 from vllm_dymoe.cache.store.disk import MEASURED_STARTS

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
-from vllm_dymoe.cache.expert_cache import ExpertCache
+from vllm_dymoe.cache.device_cache import DeviceCache
 from vllm_dymoe.cache.host_cache import HostCache
 from vllm_dymoe.experts.format import SliceKey
 from vllm_dymoe.planner.precision import Precision
@@ -14,7 +14,7 @@ Prediction = tuple[int, int, Precision]  # layer, expert, and the precision in w
 
 
 def expect(
-    host_cache: HostCache, cache: ExpertCache, layer: int, wanted: Mapping[int, Precision], places: Ints
+    host_cache: HostCache, cache: DeviceCache, layer: int, wanted: Mapping[int, Precision], places: Ints
 ) -> None:
     """Let all that the device lacks be read at once, in front of the link, which asks for one after the other."""
     keys: list[SliceKey] = []
@@ -28,7 +28,7 @@ class ReadAhead:
     """Reads what predictions name into host memory; and for the layers behind these, what the last step used in
     them."""
 
-    def __init__(self, host_cache: HostCache, cache: ExpertCache, num_layers: int) -> None:
+    def __init__(self, host_cache: HostCache, cache: DeviceCache, num_layers: int) -> None:
         self._host_cache, self._memory, self._num_layers = host_cache, cache, num_layers
 
     def offer(self, layer: int, predictions: Sequence[Prediction]) -> None:

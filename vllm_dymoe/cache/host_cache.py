@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from vllm_dymoe.cache.expert_cache import Fetch
-from vllm_dymoe.cache.host_slots import HostCacheCounts, HostSlots
+from vllm_dymoe.cache.host_slots import HostSlots
 from vllm_dymoe.cache.pages import usable_cores
 from vllm_dymoe.cache.slots import Slot
 from vllm_dymoe.cache.store import DamagedStoreError, FileStore, HostMemoryError, HostStore, StoreError
@@ -23,7 +23,7 @@ from vllm_dymoe.cache.store.page_lock import CudaPageLock
 from vllm_dymoe.cache.store.shared import SharedMemory
 from vllm_dymoe.cache.transfer.delivery import CpuDelivery
 from vllm_dymoe.cache.transfer.engine import TransferEngine
-from vllm_dymoe.cache.transfer.ticket import Reason, State, Ticket, TransferError, TransferStats
+from vllm_dymoe.cache.transfer.ticket import Reason, State, Ticket, TransferError
 from vllm_dymoe.experts.format import EVERY_PROJECTION, ModelExperts, SliceKey
 from vllm_dymoe.units import size
 
@@ -280,7 +280,8 @@ class HostCache(HostStore):
         return self.files
 
     def reset_stats(self) -> None:
-        self.slots.counts, self.engine.stats = HostCacheCounts(), TransferStats()
+        self.slots.reset_counts()
+        self.engine.reset_stats()
 
     def close(self) -> None:
         self.release().close()

@@ -115,6 +115,9 @@ class HostSlots:
         cache = ExpertCache(table, {Precision.HIGH: pool}, {Precision.HIGH: bits})
         self.fetchers[bits] = Fetcher(cache, self._engine)
 
+    def reset_counts(self) -> None:
+        self.counts = HostCacheCounts()
+
     @property
     def pools(self) -> list[SlotPool]:
         return [fetcher.cache.pools[Precision.HIGH] for fetcher in self.fetchers.values()]

@@ -224,6 +224,29 @@ def test_a_read_that_hangs_fails_what_waits_for_it_and_gives_its_slot_back_when_
     host_cache.resize(share(0.4))
 
 
+def lose_a_slot(cache, row):
+    cache.pools[Precision.HIGH].take(kept=False)
+
+
+def forget_what_is_kept(cache, row):
+    cache.table.remove(*row)
+
+
+def reserve_another_slot(cache, row):
+    cache.pools[Precision.HIGH].lend()
+
+
+@pytest.mark.parametrize("plant", [lose_a_slot, forget_what_is_kept, reserve_another_slot])
+def test_slots_that_do_not_add_up_are_found(make_host_cache, plant):
+    host_cache, key = make_host_cache(share(0.5)), SliceKey(1, 3, 4)
+    host_cache.expect(1, [key])
+    read(host_cache, key)
+    host_cache.check_integrity()
+    plant(host_cache.slots.fetchers[4].cache, (1, 3))
+    with pytest.raises(AssertionError):
+        host_cache.check_integrity()
+
+
 @pytest.mark.parametrize("check", ["first", "always"])
 def test_other_bytes_are_found_whenever_they_enter_memory(tmp_path, check):
     files = write(tmp_path / "store", EXPERTS)

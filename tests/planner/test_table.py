@@ -75,8 +75,8 @@ def test_a_fine_slice_needs_its_base():
     assert table.remove(0, 3) == []
 
 
-def pool_of(count, reserved):
-    return SlotPool(FORMAT, [Arena(count * FORMAT.nbytes)], reserved)
+def pool_of(count, reserved, **options):
+    return SlotPool(FORMAT, [Arena(count * FORMAT.nbytes)], reserved, **options)
 
 
 def test_what_layers_were_reserved_is_not_lent():
@@ -100,6 +100,26 @@ def test_a_borrowed_slot_that_is_kept_makes_another_one_free():
     assert pool.take(kept=False) is None
     pool.keep()
     assert pool.take(kept=False)
+
+
+def test_a_pool_that_lends_gives_what_is_reserved_to_what_passes():
+    pool = pool_of(3, reserved=2, lends=True)
+    slots = [pool.take(kept=False) for _ in range(3)]
+    assert None not in slots
+    pool.keep()
+    assert pool.reserved == 1
+    assert pool.take(kept=True) is None
+    pool.give_back(slots[0], kept=True)
+    assert (pool.reserved, pool.free) == (2, 1)
+
+
+def test_merged_pools_number_their_slots_on():
+    one, other = pool_of(2, reserved=1), pool_of(3, reserved=2)
+    slots = one.slots + other.slots
+    one.merge(other)
+    assert one.slots == slots
+    assert (one.count, one.reserved, one.free, one.nbytes) == (5, 3, 5, 5 * FORMAT.nbytes)
+    one.check_integrity([])
 
 
 def test_integrity_finds_a_lost_slot():

@@ -141,16 +141,14 @@ class DeviceCache(ExpertCache):
             self.pools.make(precision, self.experts.formats[bits[precision]], count, sum(plan.quotas[precision]))
         self.table = Table.allocate(len(self.experts.layers), self.experts.num_experts, nested=nested)
         self.table.reuse_high[:] = reuse_high
-        pools = self.pools.items()
-        sizes = {
-            CODES[precision]: (pool.slots[0].packed.data_ptr(), pool.format.nbytes, pool.count)
-            for precision, pool in pools
-        }
-        set_pools(self.table, sizes, {CODES[precision]: plan.quotas[precision] for precision in self.pools})
+        pools = {CODES[precision]: pool for precision, pool in self.pools.items()}
+        at = {code: (pool.slots[0].packed.data_ptr(), pool.format.nbytes, pool.count) for code, pool in pools.items()}
+        quotas = {CODES[precision]: plan.quotas[precision] for precision in self.pools}
+        set_pools(self.table, at, quotas)
         if self.device_table is not None:
-            self.device_table.set_slots(self.pools, plan.quotas)
-        if self.device_table is not None and self.writer is Writer.DEVICE:
-            self.device_table.fill(self.pools, plan.quotas)
+            self.device_table.set_slots(at, quotas)
+            if self.writer is Writer.DEVICE:
+                self.device_table.fill(self.pools, plan.quotas)
 
     def resident(self, layer: int, expert: int, wanted: Precision) -> tuple[Precision, tuple[Slot, ...]]:
         """The version of an expert that serves where a precision is wanted, of what is there, and its slots."""

@@ -14,8 +14,8 @@ from tests.executor.schedules import LAYERS
 from tests.executor.steps import CPU, random_step
 from tests.executor.two_ranks import on_two_ranks
 from tests.small_model import make_experts, make_store
+from vllm_dymoe.cache.device_cache import Writer
 from vllm_dymoe.cache.device_table import DeviceCounts
-from vllm_dymoe.cache.expert_cache import Writer
 from vllm_dymoe.options import Options
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.planner.hotness import GATE_UNIT, squared_gates

@@ -37,7 +37,7 @@ from tests.support.patience import becomes
 from tests.support.recorded_device import record_reads
 from vllm_dymoe.cache.budget import expert_worth, minimum_budget, plan_slots, workspace_bytes
 from vllm_dymoe.cache.device_table import DeviceCounts
-from vllm_dymoe.cache.fetcher import Fetcher
+from vllm_dymoe.cache.expert_cache import Fetcher
 from vllm_dymoe.cache.migration import ARRIVED, FAILED, UNDER_WAY, Migration
 from vllm_dymoe.cache.transfer import Reason
 from vllm_dymoe.cache.transfer import make_engine as plain_engine

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.e2e.engines import answer, engine, prompts, server_of
+from vllm_dymoe.cache.host_cache import HostCache
 from vllm_dymoe.cache.store import FileStore
-from vllm_dymoe.cache.transfer import HostCache
 from vllm_dymoe.options import ConfigError
 from vllm_dymoe.quantize.packer import ExpertPacker
 

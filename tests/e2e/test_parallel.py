@@ -25,7 +25,7 @@ from tests.e2e.engines import (
     server_of,
 )
 from tests.executor.steps import forward
-from vllm_dymoe.cache.transfer import HostCache
+from vllm_dymoe.cache.host_cache import HostCache
 from vllm_dymoe.policies.dymoe import Dymoe
 from vllm_dymoe.policies.exact import Exact
 from vllm_dymoe.trace.trace import Trace

@@ -10,7 +10,7 @@ import torch
 from tests.executor.steps import ByNumber, forward, make_server, random_step
 from tests.small_model import make_experts, make_store
 from tests.support.recorded_device import COMPUTATION, RecordedStore, RecordedStreams, record_reads
-from vllm_dymoe.cache.expert_cache import ExpertCache
+from vllm_dymoe.cache.device_cache import DeviceCache
 from vllm_dymoe.cache.store import StoreError
 from vllm_dymoe.cache.transfer import TransferError
 from vllm_dymoe.cache.transfer.cuda import StreamDelivery
@@ -91,7 +91,7 @@ class IdleDelivery(CpuDelivery):
     occupies_cores = False
 
 
-class RecordedCache(ExpertCache):
+class RecordedCache(DeviceCache):
     """Tells of everything that computation writes into slots: their filling, and what comes into freed memory."""
 
     def __init__(self, history, stream, *arguments):

@@ -8,7 +8,7 @@ import torch
 from tests.cache.store.stores import read, write
 from tests.executor.steps import BUDGETS, STEPS, ByNumber, equal, make_server, random_step, run, with_budget
 from tests.small_model import make_experts, make_store
-from vllm_dymoe.cache.transfer import join
+from vllm_dymoe.cache.host_cache import join
 from vllm_dymoe.experts.format import ModelExperts, SliceKey
 from vllm_dymoe.kernels import Activation, Curve, expert_reference
 from vllm_dymoe.planner.precision import Precision

@@ -7,7 +7,7 @@ import torch
 
 from tests.executor.steps import ByNumber, forward, make_server, random_step
 from tests.small_model import make_experts, make_store
-from vllm_dymoe.cache.fetcher import Fetcher
+from vllm_dymoe.cache.expert_cache import Fetcher
 from vllm_dymoe.cache.transfer import Reason, TransferStats
 from vllm_dymoe.cache.transfer.ticket import State, Ticket
 from vllm_dymoe.kernels import Activation

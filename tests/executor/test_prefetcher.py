@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tests.executor.steps import ByNumber, with_budget
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.cache.budget import SlotPlan
+from vllm_dymoe.cache.device_cache import DeviceCache, check_cache
 from vllm_dymoe.cache.device_memory import DeviceMemory
-from vllm_dymoe.cache.expert_cache import ExpertCache, check_cache
-from vllm_dymoe.cache.fetcher import Fetcher
+from vllm_dymoe.cache.expert_cache import Fetcher
 from vllm_dymoe.cache.transfer import Reason, TransferStats
 from vllm_dymoe.cache.transfer.ticket import State, Ticket
 from vllm_dymoe.executor.prefetcher import Prefetcher, PrefetchStats
@@ -82,7 +82,7 @@ class Ahead:
     """A prefetcher, what it works with, and the slots that a step holds."""
 
     prefetcher: Prefetcher
-    cache: ExpertCache
+    cache: DeviceCache
     fetcher: Fetcher
     engine: Link
 
@@ -104,7 +104,7 @@ class Ahead:
 
 def make_ahead(slots=6, staging=2, projections=3):
     quotas = layer_quotas(slots, [1] * 4, staging, slots)
-    cache = ExpertCache(STORE, CPU, DeviceMemory())
+    cache = DeviceCache(STORE, CPU, DeviceMemory())
     plan = SlotPlan(slots * FORMAT.nbytes, 0, {Precision.HIGH: slots}, {Precision.HIGH: quotas})
     cache.allocate(plan, {Precision.HIGH: 4}, reuse_high=True)
     engine = Link()

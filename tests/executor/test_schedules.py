@@ -18,7 +18,7 @@ from tests.executor.schedules import EXPERTS, KINDS, LAYERS, Program, execute, e
 from tests.support.deterministic_threads import DeterministicThreads
 from tests.support.happens_before import History
 from tests.support.recorded_device import RecordedStreams
-from vllm_dymoe.cache.fetcher import Fetcher
+from vllm_dymoe.cache.expert_cache import Fetcher
 from vllm_dymoe.cache.slots import SlotPool
 from vllm_dymoe.cache.transfer.engine import TransferEngine
 from vllm_dymoe.cache.transfer.queue import TicketQueue

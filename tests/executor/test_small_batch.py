@@ -16,7 +16,7 @@ from tests.executor.device_planned import (
 )
 from tests.executor.steps import BUDGETS, CPU, STEPS, equal, forward, make_server, random_step, run
 from tests.small_model import make_experts, make_store
-from vllm_dymoe.cache.transfer import join
+from vllm_dymoe.cache.host_cache import join
 from vllm_dymoe.executor.device_planning import plans_on_device
 from vllm_dymoe.options import ConfigError, Options
 from vllm_dymoe.planner.rule import HIGH, LOW

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.small_model import make_experts, make_store
-from vllm_dymoe.cache.expert_cache import views
+from vllm_dymoe.cache.device_cache import views
 from vllm_dymoe.executor.cpu_worker import CpuQueue, CpuWorker
 from vllm_dymoe.experts.format import SliceKey
 from vllm_dymoe.kernels import Activation, native

@@ -5,14 +5,13 @@ import pytest
 import torch
 
 from tests.support.decode_steps import host_table
-from vllm_dymoe.cache.slots import SlotPool
+from vllm_dymoe.cache.slots import Arena, SlotPool
 from vllm_dymoe.experts.encoding import encoding_of
 from vllm_dymoe.experts.format import ExpertFormat
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.rule import HIGH, LOW
 from vllm_dymoe.planner.table import check_integrity, coldest_of, layer_quotas
 
-CPU = torch.device("cpu")
 FORMAT = ExpertFormat(64, 64, encoding_of(4), 32, torch.bfloat16)
 
 
@@ -76,8 +75,12 @@ def test_a_fine_slice_needs_its_base():
     assert table.remove(0, 3) == []
 
 
+def pool_of(count, reserved, **options):
+    return SlotPool(FORMAT, [Arena(count * FORMAT.nbytes)], reserved, **options)
+
+
 def test_what_layers_were_reserved_is_not_lent():
-    pool = SlotPool(FORMAT, 5, CPU, reserved=3)
+    pool = pool_of(5, reserved=3)
     first, second = pool.take(kept=False), pool.take(kept=False)
     assert pool.take(kept=False) is None, "the layers' own slots are not to be taken"
     kept = [pool.take(kept=True) for _ in range(3)]
@@ -92,15 +95,35 @@ def test_what_layers_were_reserved_is_not_lent():
 
 
 def test_a_borrowed_slot_that_is_kept_makes_another_one_free():
-    pool = SlotPool(FORMAT, 2, CPU, reserved=1)
+    pool = pool_of(2, reserved=1)
     assert pool.take(kept=False)
     assert pool.take(kept=False) is None
     pool.keep()
     assert pool.take(kept=False)
 
 
+def test_a_pool_that_lends_gives_what_is_reserved_to_what_passes():
+    pool = pool_of(3, reserved=2, lends=True)
+    slots = [pool.take(kept=False) for _ in range(3)]
+    assert None not in slots
+    pool.keep()
+    assert pool.reserved == 1
+    assert pool.take(kept=True) is None
+    pool.give_back(slots[0], kept=True)
+    assert (pool.reserved, pool.free) == (2, 1)
+
+
+def test_merged_pools_number_their_slots_on():
+    one, other = pool_of(2, reserved=1), pool_of(3, reserved=2)
+    slots = one.slots + other.slots
+    one.merge(other)
+    assert one.slots == slots
+    assert (one.count, one.reserved, one.free, one.nbytes) == (5, 3, 5, 5 * FORMAT.nbytes)
+    one.check_integrity([])
+
+
 def test_integrity_finds_a_lost_slot():
-    pool = SlotPool(FORMAT, 3, CPU, reserved=0)
+    pool = pool_of(3, reserved=0)
     slot = pool.take(kept=False)
     pool.check_integrity([slot.index])
     with pytest.raises(AssertionError, match="lost or doubled"):

@@ -124,10 +124,10 @@ def test_memory_that_another_process_has_taken_is_refused_at_start(memory_store,
 
 
 def test_a_device_without_room_is_refused_with_the_options_that_matter(memory_store, monkeypatch):
-    def pool(*arguments):
+    def arena(*arguments, **more):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore lines")
 
-    monkeypatch.setattr("vllm_dymoe.cache.expert_cache.SlotPool", pool)
+    monkeypatch.setattr("vllm_dymoe.cache.device_cache.Arena", arena)
     sentence = "CUDA out of memory. Tried to allocate 2 GiB.; lower expert_budget or gpu_memory_utilization"
     with pytest.raises(ConfigError, match=sentence):
         make_server(memory_store, "100%")

@@ -12,9 +12,9 @@ from tests.executor import steps
 from tests.executor.steps import CPU, equal, forward, kept_by
 from tests.small_model import fill, make_experts, make_store
 from tests.support.instead import Instead
+from vllm_dymoe.cache.host_cache import HostCache
 from vllm_dymoe.cache.store import Manifest, whole_host_cache
 from vllm_dymoe.cache.store.writer import StoreWriter
-from vllm_dymoe.cache.transfer import HostCache
 from vllm_dymoe.options import ConfigError, Options
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.routing import PromptTokens

@@ -12,7 +12,7 @@ from tests.small_model import make_experts
 from tests.support.memory_writer import MemoryStore
 from vllm_dymoe.cache import device_memory
 from vllm_dymoe.cache.device_memory import CudaMemory
-from vllm_dymoe.cache.slots import SlotPool
+from vllm_dymoe.cache.slots import Arena, SlotPool
 from vllm_dymoe.cache.store import Manifest
 from vllm_dymoe.cache.store.writer import StoreWriter
 from vllm_dymoe.options import ConfigError
@@ -56,9 +56,9 @@ def test_slots_that_numpy_has_seen_are_given_back_too(tmp_path):
 
 
 def test_a_devices_slots_are_freed_even_where_a_view_is_held():
-    pool = SlotPool(make_experts().formats[4], 3, CPU)
-    pool.device, pool._arena = torch.device("cuda"), torch.zeros(pool.nbytes, dtype=torch.uint8)
-    view = pool._arena[5:]
+    fmt = make_experts().formats[4]
+    pool = SlotPool(fmt, [Arena(3 * fmt.nbytes, device=CPU)])
+    view = pool.slots[1].packed
     pool.close()
     assert view.untyped_storage().nbytes() == 0
 
@@ -120,14 +120,14 @@ def test_a_smaller_budget_is_always_possible(server):
 
 
 def test_old_memory_is_gone_before_new_memory_is_made(server, monkeypatch):
-    there, init = [], SlotPool.__post_init__
+    there, init = [], Arena.__init__
     old = list(server.cache.pools.values())
 
-    def made(self):
-        there.append(sum(len(pool.slots) for pool in old))
-        init(self)
+    def made(self, *arguments, **more):
+        there.append(sum(pool.nbytes for pool in old))
+        init(self, *arguments, **more)
 
-    monkeypatch.setattr(SlotPool, "__post_init__", made)
+    monkeypatch.setattr(Arena, "__init__", made)
     server.resize("75%")
     assert there == [0]
 

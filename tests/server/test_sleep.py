@@ -7,10 +7,10 @@ import torch
 from tests.executor.device_planned import run_device_planned
 from tests.executor.steps import make_server, run
 from tests.small_model import make_experts
+from vllm_dymoe.cache.host_cache import HostCache
 from vllm_dymoe.cache.pages import map_bytes
 from vllm_dymoe.cache.store import FileStore, Manifest, StoreError, whole_host_cache
 from vllm_dymoe.cache.store.writer import StoreWriter
-from vllm_dymoe.cache.transfer import HostCache
 from vllm_dymoe.options import ConfigError
 from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.server.expert_server import resize_host_memory, sleep, wake
@@ -67,7 +67,7 @@ def test_what_cannot_be_had_again_is_a_sentence_and_may_be_tried_again(folder, m
     server = make_server(make_host_cache(folder, 1), "50%", link_gbps=50.0)
     want = run(server, STEPS)
     sleep(server, 2)
-    monkeypatch.setattr("vllm_dymoe.cache.transfer.host_slots.available_host_memory", lambda: 5)
+    monkeypatch.setattr("vllm_dymoe.cache.host_slots.available_host_memory", lambda: 5)
     with pytest.raises(StoreError, match="5 are free"):
         wake(server)
     monkeypatch.undo()

@@ -15,11 +15,11 @@ from tests.cache.store.stores import write
 from tests.cli.checkpoints import EXPERTS as EXPERTS_OF_MODEL
 from tests.cli.checkpoints import HIDDEN, INTERMEDIATE, MOE_LAYERS, expert_tensors, make_model
 from tests.small_model import make_experts
+from vllm_dymoe.cache.host_cache import HostCache
 from vllm_dymoe.cache.store import MANIFEST, FileStore, HostPlace, Manifest, StoreError, durable, whole_host_cache
 from vllm_dymoe.cache.store import files as model_files_of_store
 from vllm_dymoe.cache.store.files import file_name
 from vllm_dymoe.cache.store.writer import StoreWriter
-from vllm_dymoe.cache.transfer import HostCache
 from vllm_dymoe.experts.format import all_keys
 from vllm_dymoe.options import ConfigError, Options, store_root
 from vllm_dymoe.quantize.checkpoint import Checkpoint, content_fingerprint
@@ -90,7 +90,7 @@ def test_and_otherwise_it_is_held_behind_buffers_and_the_line_says_why(files, lo
 
 
 def test_memory_that_cannot_be_had_is_refused_where_it_was_asked_for_and_a_reason_elsewhere(files, monkeypatch):
-    monkeypatch.setattr("vllm_dymoe.cache.transfer.host_slots.available_host_memory", lambda: 1000)
+    monkeypatch.setattr("vllm_dymoe.cache.host_slots.available_host_memory", lambda: 1000)
     for place in (PINNED, HostPlace(False, "", PINNED.host_cache)):
         with pytest.raises(
             StoreError, match=f"would be {PINNED.host_cache} bytes, but 1000 are free; lower host_memory"

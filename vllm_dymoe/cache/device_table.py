@@ -26,7 +26,7 @@ _RING = 1  # steps whose routing is kept: it is read between two steps
 
 
 class DeviceTable:
-    """Beside an ExpertCache whose store the device can read."""
+    """Beside an DeviceCache whose store the device can read."""
 
     quotas: Mapping[int, Sequence[int]]  # experts that each layer keeps, by LOW and HIGH of the precisions in use
     staging: Mapping[int, int]  # slots of each that no layer keeps
@@ -45,12 +45,9 @@ class DeviceTable:
         )
         self._sources: tuple[tuple[int, int], ...] = ()
 
-    def set_slots(self, pools: Mapping[Precision, SlotPool], quotas: Mapping[Precision, Sequence[int]]) -> None:
-        """Where slots are; no expert is there from now on."""
-        self.quotas = {CODES[precision]: quotas[precision] for precision in pools}
-        codes = {CODES[precision]: pool for precision, pool in pools.items()}
-        at = {code: (pool.slots[0].packed.data_ptr(), pool.format.nbytes, pool.count) for code, pool in codes.items()}
-        self.staging = set_pools(self.table, at, self.quotas)
+    def set_slots(self, pools: Mapping[int, tuple[int, int, int]], quotas: Mapping[int, Sequence[int]]) -> None:
+        """Where slots are, as :func:`~vllm_dymoe.planner.table.set_pools` has it; no expert is there from now on."""
+        self.quotas, self.staging = quotas, set_pools(self.table, pools, quotas)
 
     def fill(self, pools: Mapping[Precision, SlotPool], quotas: Mapping[Precision, Sequence[int]]) -> None:
         """Where every expert has a slot, bring them all: then no step ever misses one."""

@@ -17,10 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_dymoe.cache.budget import expert_worth
+from vllm_dymoe.cache.device_cache import DeviceCache
 from vllm_dymoe.cache.device_table import DeviceCounts
-from vllm_dymoe.cache.fetcher import Fetch, Fetcher
+from vllm_dymoe.cache.expert_cache import Fetch, Fetcher
 from vllm_dymoe.cache.layer_changes import LayerChanges
-from vllm_dymoe.cache.transfer import Reason, TransferError, TransferStats
+from vllm_dymoe.cache.transfer import Reason, TransferError
 from vllm_dymoe.cache.transfer.ticket import State
 from vllm_dymoe.options import ConfigError
 from vllm_dymoe.planner.hotness import Swap, averaged, hottest, swaps
@@ -71,7 +72,7 @@ class Migration:
 
     def __init__(
         self,
-        fetcher: Fetcher,
+        fetcher: Fetcher[DeviceCache],
         migrating: Migrating,
         hotness: NDArray[np.float64] | None = None,
         agree: Agree = list,
@@ -281,26 +282,24 @@ class Migration:
         self._planned = deque(swaps(self.hotness * self._worth, held, self._places, migrating.margin))
 
 
-def _bring_all(fetcher: Fetcher, high: NDArray[np.bool_]) -> None:
+def _bring_all(fetcher: Fetcher[DeviceCache], high: NDArray[np.bool_]) -> None:
     """Bring every expert before the first request, ``high`` [layers, experts] of them in their high version;
     ConfigError if one cannot be read."""
     engine, parts = fetcher.engine, fetcher.cache.parts
-    counted, engine.stats = engine.stats, TransferStats()
     pending: deque[Fetch] = deque()
-    try:
-        for layer, expert in np.ndindex(high.shape):
-            for part in parts[Precision.HIGH if high[layer, expert] else Precision.LOW]:
-                fetch = fetcher.start(layer, expert, part, Reason.DEMAND, kept=True)
-                assert fetch is not None, "the plan has a slot for every expert"
-                pending.append(fetch)
-                if len(pending) == _LOADING:
-                    fetcher.complete(pending[0])
-                    pending.popleft()
-        while pending:
-            fetcher.complete(pending[0])
-            pending.popleft()
-    except TransferError as error:
-        fetcher.give_up(pending, wait=True)
-        raise ConfigError(f"vllm-dymoe: not every expert can be brought to the device: {error}") from error
-    finally:
-        engine.stats = counted
+    with engine.uncounted():
+        try:
+            for layer, expert in np.ndindex(high.shape):
+                for part in parts[Precision.HIGH if high[layer, expert] else Precision.LOW]:
+                    fetch = fetcher.start(layer, expert, part, Reason.DEMAND, kept=True)
+                    assert fetch is not None, "the plan has a slot for every expert"
+                    pending.append(fetch)
+                    if len(pending) == _LOADING:
+                        fetcher.complete(pending[0])
+                        pending.popleft()
+            while pending:
+                fetcher.complete(pending[0])
+                pending.popleft()
+        except TransferError as error:
+            fetcher.give_up(pending, wait=True)
+            raise ConfigError(f"vllm-dymoe: not every expert can be brought to the device: {error}") from error

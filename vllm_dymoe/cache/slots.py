@@ -1,85 +1,148 @@
-"""Fixed-size pieces of device memory, handed out and taken back in constant time."""
+"""Slots: fixed places for slices in the memory of one tier, handed out and taken back in constant time."""
 
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from vllm_dymoe.cache.pages import drop_pages, map_bytes
+from vllm_dymoe.cache.pages import drop_pages, map_bytes, prefer_node, whole_pages
+from vllm_dymoe.cache.store.page_lock import CudaPageLock
+from vllm_dymoe.cache.store.shared import SharedMemory
 from vllm_dymoe.experts.format import ExpertFormat, PackedExpert
 
-
-@dataclass(eq=False)
-class Slot:
-    """One packed expert-sized piece of device memory."""
-
-    index: int  # position in its pool
-    packed: torch.Tensor  # uint8 [format.nbytes]
-    expert: PackedExpert | None
-    """The packed expert seen as packed matrices; views, made once. None for a residual slice, which is nothing by
-    itself."""
-    last_read: Any = None
-    """Fence of the last computation that reads the slot, for which the next copy into it waits. None where computation
-    is synchronous."""
-    joined: "tuple[Slot, PackedExpert] | None" = None
-    """The base slot that a residual slice was last seen with, and what they are together."""
+_NO_MEMORY = torch.empty(0, dtype=torch.uint8)  # made before memory is short
 
 
-@dataclass
-class SlotPool:
-    """Slots of one format in one allocation: most promised to layers, the others for whatever comes and goes.
+class Arena:
+    """One allocation: of a ``device`` with memory of its own, or of host memory, near the device that it may be pinned
+    for, unless ``unbound`` says why not; OSError or RuntimeError if it cannot be had.
 
-    A slot that is promised is never lent: a layer that does not use all of its share finds it free when it does.
+    Attributes:
+        memory: uint8 [nbytes]; host memory is whole pages, of ``shared`` if other processes map the same.
     """
 
-    format: ExpertFormat  # what one slot holds
-    count: int  # number of slots
-    device: torch.device  # where they lie
-    reserved: int = 0  # slots that layers may keep and do not use yet
-    slots: list[Slot] = field(init=False, repr=False)
-    _arena: torch.Tensor = field(init=False, repr=False)
-    _free: list[Slot] = field(init=False, repr=False)
+    def __init__(
+        self,
+        nbytes: int,
+        page_lock: CudaPageLock | None = None,
+        shared: SharedMemory | None = None,
+        *,
+        device: torch.device | None = None,
+    ) -> None:
+        self._page_lock, self._shared, self._device = page_lock, shared, device
+        self._unlock: weakref.finalize[[int], Arena] | None = None
+        self.unbound: str | None = None
+        if device is not None:
+            self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        elif shared is not None:
+            self.memory = shared.map(nbytes, pinned=page_lock is not None)
+        else:
+            self.memory = map_bytes(nbytes)
+        if page_lock is not None and page_lock.node is not None:
+            self.unbound = prefer_node(self.memory, page_lock.node)
 
-    def __post_init__(self) -> None:
-        # Written once, so that the memory is really there: a machine short of it would end the process later.
-        on_host = self.device.type == "cpu"
-        nbytes = self.count * self.format.nbytes
-        self._arena = map_bytes(nbytes) if on_host else torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        self._arena.fill_(0)
-        slices = self._arena.view(self.count, self.format.nbytes)
-        view = (lambda _: None) if self.format.nested else self.format.view
-        self.slots = [Slot(i, packed, view(packed)) for i, packed in enumerate(slices)]
-        self._free = self.slots[::-1]
+    @property
+    def pinned(self) -> bool:
+        """Whether the device's copy engine reads it by itself."""
+        return self._unlock is not None
 
-    def fence(self, filled: Any) -> None:
-        """Let the first copy into each slot wait for a fence behind the pool's making: the memory may have been another
-        tensor's, which kernels still read, and the kernel that fills it may not have begun."""
-        for slot in self.slots:
-            slot.last_read = filled
+    def lock(self) -> str | None:
+        """Pin it, once its pages are there. Returns the reason why that failed, or None."""
+        if self._page_lock is None or self.memory.numel() == 0:
+            return None
+        address = self.memory.data_ptr()
+        reason = self._page_lock.lock(address, whole_pages(self.memory.numel()))
+        if reason is None:
+            self._unlock = weakref.finalize(self, self._page_lock.unlock, address)
+            self._unlock.atexit = False  # a process that ends leaves it to the operating system
+        return reason
 
     def close(self) -> None:
-        """Give the memory back at once, though a cancelled transfer may hold a view of its slot a moment longer."""
-        for slot in self.slots:
-            slot.joined = None
-        self.slots.clear()
-        self._free.clear()
-        if self.device.type == "cpu":  # whose storage torch does not resize once NumPy has seen it
-            drop_pages(self._arena)
-        else:
-            self._arena.untyped_storage().resize_(0)
+        """Give the memory back at once, though an abandoned transfer may hold a view of it a moment longer; what other
+        processes have goes with its last view."""
+        if self._unlock is not None:
+            self._unlock()
+            self._unlock = None
+        if self._device is not None:
+            self.memory.untyped_storage().resize_(0)
+        elif self._shared is None:  # torch does not resize a storage that NumPy has seen
+            drop_pages(self.memory)
+        self.memory = _NO_MEMORY
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """A place for one slice."""
+
+    index: int  # position in its pool
+    format: ExpertFormat  # what it holds
+    packed: torch.Tensor  # uint8 [format.nbytes]
+    pinned: bool = False  # a device's copy engine reads it by itself
+    readers: int = 0  # copies out of it that have not been enqueued so far
+    last_read: Any = None
+    """Event behind the last computation or copy that reads the slot, for which the next copy into it waits. None where
+    these are synchronous."""
+    viewed: "tuple[Slot | None, PackedExpert] | None" = None
+    """The base slot that a residual slice was last seen with, and what the slot was seen as."""
+
+    def expert(self, base: "Slot | None" = None) -> PackedExpert:
+        """The packed expert in the slot, or in a base slot and this residual slice's; views, made once."""
+        if self.viewed is None or self.viewed[0] is not base:
+            self.viewed = base, self.format.view(self.packed, None if base is None else base.expert())
+        return self.viewed[1]
+
+
+class SlotPool:
+    """Slots for slices of one format: some reserved for what layers keep, the others for whatever comes and goes.
+
+    A slot that is reserved is not for these: a layer that does not use all of its quota finds it free when it does. A
+    pool that lends gives it away all the same, to what can go at any time, and may be kept there.
+    """
+
+    def __init__(
+        self,
+        fmt: ExpertFormat,  # what one slot holds
+        arenas: Sequence[Arena],
+        reserved: int = 0,  # slots that layers may keep and do not use yet
+        *,
+        slot_bytes: int | None = None,  # from one slot to the next; as many as the slice has if None
+        lends: bool = False,
+    ) -> None:
+        self.format, self.arenas, self.reserved, self._lends = fmt, list(arenas), reserved, lends
+        rows = ((row, arena) for arena in arenas for row in arena.memory.view(-1, slot_bytes or fmt.nbytes))
+        self.slots = [Slot(i, fmt, row[: fmt.nbytes], arena.pinned) for i, (row, arena) in enumerate(rows)]
+        self._free = self.slots[::-1]
+
+    @property
+    def count(self) -> int:
+        return len(self.slots)
 
     @property
     def nbytes(self) -> int:
-        return self.count * self.format.nbytes
+        return sum(arena.memory.numel() for arena in self.arenas)
+
+    @property
+    def pinned(self) -> int:
+        """Bytes that are pinned."""
+        return sum(arena.memory.numel() for arena in self.arenas if arena.pinned)
 
     @property
     def free(self) -> int:
-        """Slots that hold nothing, promised or not."""
+        """Slots that hold nothing, reserved or not."""
         return len(self._free)
 
+    def fence(self, filled: Any) -> None:
+        """Let the first copy into each slot wait for an event behind the pool's making: the memory may have been
+        another tensor's, which kernels still read, and the kernel that fills it may not have begun."""
+        for slot in self.slots:
+            slot.last_read = filled
+
     def take(self, *, kept: bool) -> Slot | None:
-        """A free slot, whatever its bytes, or None: to be kept one of those that were promised, else of the rest."""
-        if not self._free if kept else len(self._free) <= self.reserved:
+        """A free slot, whatever its bytes, or None: to be kept one of those that are reserved, else of the rest."""
+        held_back = 0 if kept or self._lends else self.reserved
+        if len(self._free) <= held_back:
             return None
         self.reserved -= kept
         return self._free.pop()
@@ -89,14 +152,30 @@ class SlotPool:
         self.reserved -= 1
 
     def lend(self) -> None:
-        """A slot that was taken to be kept will not be: its layer is promised another one."""
+        """A slot that was taken to be kept will not be: another one is reserved for its layer."""
         self.reserved += 1
 
     def give_back(self, slot: Slot, *, kept: bool) -> None:
         self.reserved += kept
         self._free.append(slot)
 
-    def check_integrity(self, in_use: list[int]) -> None:
+    def merge(self, other: "SlotPool") -> None:
+        """Have the slots of another pool, which come after one's own."""
+        for slot in other.slots:
+            slot.index += self.count
+        self.slots, self._free = self.slots + other.slots, self._free + other._free
+        self.arenas, self.reserved = self.arenas + other.arenas, self.reserved + other.reserved
+
+    def close(self) -> None:
+        """Give the memory back."""
+        for slot in self.slots:
+            slot.viewed = None
+        self.slots.clear()
+        self._free.clear()
+        while self.arenas:
+            self.arenas.pop().close()
+
+    def check_integrity(self, in_use: Sequence[int]) -> None:
         """AssertionError unless every slot is either free or in ``in_use``, once."""
-        indices = sorted([slot.index for slot in self._free] + in_use)
+        indices = sorted([*(slot.index for slot in self._free), *in_use])
         assert indices == list(range(self.count)), f"slots lost or doubled: {indices} of {self.count}"

@@ -8,9 +8,9 @@ import torch
 import typer
 
 import vllm_dymoe
+from vllm_dymoe.cache.host_cache import HostCache
 from vllm_dymoe.cache.store import FileStore, whole_host_cache
 from vllm_dymoe.cache.store.page_lock import CudaPageLock
-from vllm_dymoe.cache.transfer import HostCache
 from vllm_dymoe.cli.display import byte_progress, count_progress
 from vllm_dymoe.executor.rates import RATES
 from vllm_dymoe.options import ConfigError, Options

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_dymoe.cache.expert_cache import ExpertCache
+from vllm_dymoe.cache.device_cache import DeviceCache
 from vllm_dymoe.cache.transfer import TransferError
 from vllm_dymoe.experts.format import ExpertFormat, SliceKey
 from vllm_dymoe.kernels import Activation, CpuKernel, native
@@ -53,7 +53,7 @@ class CpuExecutor:
     """
 
     def __init__(
-        self, cache: ExpertCache, kernel: CpuKernel, policy: Policy, formats: dict[int, ExpertFormat | None],
+        self, cache: DeviceCache, kernel: CpuKernel, policy: Policy, formats: dict[int, ExpertFormat | None],
         *, executes: bool, uses: Ints | None = None, records: bool = False,
     ) -> None:  # fmt: skip
         library = kernel.library

@@ -10,11 +10,13 @@ import numpy as np
 import torch
 
 from vllm_dymoe.cache.counters import PrefetchStats, ResidencyCounts
-from vllm_dymoe.cache.fetcher import Fetch, Fetcher
+from vllm_dymoe.cache.device_cache import DeviceCache
+from vllm_dymoe.cache.expert_cache import Fetch, Fetcher
+from vllm_dymoe.cache.host_cache import HostCache
 from vllm_dymoe.cache.migration import Migration
 from vllm_dymoe.cache.slots import Slot
 from vllm_dymoe.cache.store.disk import DiskCounts
-from vllm_dymoe.cache.transfer import HostCache, TransferError, TransferStats
+from vllm_dymoe.cache.transfer import TransferError
 from vllm_dymoe.executor.cpu_executor import CpuExecutor, LayerPlanned
 from vllm_dymoe.executor.cpu_worker import CpuWorker
 from vllm_dymoe.executor.prefetcher import Prefetcher
@@ -64,7 +66,7 @@ class HostPlannedLayers:
 
     def __init__(
         self,
-        fetcher: Fetcher,
+        fetcher: Fetcher[DeviceCache],
         kernel: ExpertKernel,
         policy: Policy,
         bits: Mapping[Precision, int],
@@ -297,22 +299,22 @@ class HostPlannedLayers:
         """
         table, thresholds = self.cache.table, self.policy.precision.thresholds
         learnt = [(column, column.copy()) for column in (table.score, table.used_at, table.step, *thresholds)]
-        before, disk = (self.counts, self.engine.stats, self.predictor, self.migration), self.disk
+        before, disk = (self.counts, self.predictor, self.migration), self.disk
         read = disk.reads, disk.nbytes, disk.seconds
-        self.counts, self.engine.stats, self.predictor = ResidencyCounts(), TransferStats(), None
-        self.migration, self._observed = None, False
+        self.counts, self.predictor, self.migration, self._observed = ResidencyCounts(), None, None, False
         try:
-            yield
+            with self.engine.uncounted():
+                yield
         finally:
             self._observed = True
-            self.counts, self.engine.stats, self.predictor, self.migration = before
+            self.counts, self.predictor, self.migration = before
             disk.reset(read)
             for column, values in learnt:
                 column[:] = values
 
     def reset_stats(self) -> None:
         self.counts.reset()
-        self.engine.stats = TransferStats()
+        self.engine.reset_stats()
         self.prefetch_stats.reset()
         if self.migration is not None:
             self.migration.reset_stats()

@@ -18,7 +18,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
 from vllm_dymoe.cache.counters import PrefetchStats
-from vllm_dymoe.cache.fetcher import Fetch, Fetcher
+from vllm_dymoe.cache.device_cache import DeviceCache
+from vllm_dymoe.cache.expert_cache import Fetch, Fetcher
 from vllm_dymoe.cache.transfer import Reason
 from vllm_dymoe.cache.transfer.ticket import State
 from vllm_dymoe.executor.read_ahead import ReadAhead
@@ -38,7 +39,7 @@ class Prefetcher:
 
     def __init__(
         self,
-        fetcher: Fetcher,
+        fetcher: Fetcher[DeviceCache],
         num_layers: int,
         policy: Policy,
         stats: PrefetchStats,

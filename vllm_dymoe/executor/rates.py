@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_dymoe.cache.expert_cache import views
+from vllm_dymoe.cache.device_cache import views
 from vllm_dymoe.cache.pages import machine
 from vllm_dymoe.cache.store import HostStore
 from vllm_dymoe.cache.store.disk import MEASURED_STARTS
@@ -125,19 +125,18 @@ def measure(
             moved[0] += _AT_ONCE * largest.nbytes
             moved[1] = time.perf_counter() - begun
 
-    before, engine.stats = engine.stats, type(engine.stats)()
-    link = threading.Thread(target=bring, name="dymoe measures", daemon=True)
-    link.start()
     first: dict[int, float] = {}
     following: dict[int, float] = {}
     part = seconds / (2 * len(formats))
-    for fmt in formats:
-        one, several = (host_seconds(store, fmt, cpu_worker, rows, part) for rows in (1, _ROWS))
-        first[fmt.encoding.tag], following[fmt.encoding.tag] = one, max(0.0, several - one) / (_ROWS - 1)
-    ended.set()
-    link.join()
+    with engine.uncounted():
+        link = threading.Thread(target=bring, name="dymoe measures", daemon=True)
+        link.start()
+        for fmt in formats:
+            one, several = (host_seconds(store, fmt, cpu_worker, rows, part) for rows in (1, _ROWS))
+            first[fmt.encoding.tag], following[fmt.encoding.tag] = one, max(0.0, several - one) / (_ROWS - 1)
+        ended.set()
+        link.join()
     cpu_worker.close()
-    engine.stats = before
     return Rates(moved[0] / moved[1], first, following, trip, worker.threads, measured_for)
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
-from vllm_dymoe.cache.expert_cache import ExpertCache
-from vllm_dymoe.cache.transfer import HostCache
+from vllm_dymoe.cache.device_cache import DeviceCache
+from vllm_dymoe.cache.host_cache import HostCache
 from vllm_dymoe.experts.format import SliceKey
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.rule import HIT, Ints
@@ -14,33 +14,31 @@ Prediction = tuple[int, int, Precision]  # layer, expert, and its likely precisi
 
 
 def expect(
-    host_cache: HostCache, cache: ExpertCache, layer: int, wanted: Mapping[int, Precision], places: Ints
+    host_cache: HostCache, cache: DeviceCache, layer: int, wanted: Mapping[int, Precision], places: Ints
 ) -> None:
     """Start the disk reads of all misses of a layer at once, before the link asks for them one by one."""
     keys: list[SliceKey] = []
     for (expert, precision), place in zip(wanted.items(), places.T.tolist(), strict=True):
         parts = zip(cache.parts[precision], place, strict=False)
         keys += [SliceKey(layer, expert, cache.bits[part]) for part, found in parts if found != HIT]
-    host_cache.reads.expect(layer, keys)
+    host_cache.expect(layer, keys)
 
 
 class ReadAhead:
     """Reads predicted experts into host memory, and for layers beyond the predictions what the last step used there."""
 
-    def __init__(self, host_cache: HostCache, cache: ExpertCache, num_layers: int) -> None:
+    def __init__(self, host_cache: HostCache, cache: DeviceCache, num_layers: int) -> None:
         self._host_cache, self._memory, self._num_layers = host_cache, cache, num_layers
 
     def offer(self, layer: int, predictions: Sequence[Prediction]) -> None:
         """Replace the predictions by new ones about the layers after ``layer``, the best first."""
         behind = 1 + max((prediction[0] for prediction in predictions), default=layer)
         later = range(behind, min(layer + 1 + 2 * FAR, self._num_layers))
-        self._host_cache.reads.prefetch(
-            chain.from_iterable(map(self._lacking, chain(predictions, self._used_last(later))))
-        )
+        self._host_cache.prefetch(chain.from_iterable(map(self._lacking, chain(predictions, self._used_last(later)))))
 
     def has(self, prediction: Prediction) -> bool:
         """Return whether the link could fetch it without waiting for the disk."""
-        return all(map(self._host_cache.reads.has, self._lacking(prediction)))
+        return all(map(self._host_cache.has, self._lacking(prediction)))
 
     def _lacking(self, prediction: Prediction) -> Iterable[SliceKey]:
         layer, expert, precision = prediction

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_dymoe.cache.counters import ResidencyCounts
-from vllm_dymoe.cache.fetcher import Fetch, Fetcher
+from vllm_dymoe.cache.device_cache import DeviceCache
+from vllm_dymoe.cache.expert_cache import Fetch, Fetcher
 from vllm_dymoe.cache.slots import Slot
 from vllm_dymoe.cache.transfer import Reason, TransferError
 from vllm_dymoe.executor.prefetcher import Prefetcher
@@ -47,7 +48,7 @@ class LayerStep:
     def __init__(
         self,
         layer: int,
-        fetcher: Fetcher,
+        fetcher: Fetcher[DeviceCache],
         prefetcher: Prefetcher | None,
         kernel: ExpertKernel,
         counts: ResidencyCounts,

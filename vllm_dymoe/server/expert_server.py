@@ -16,16 +16,17 @@ from vllm_dymoe.cache.budget import (
     slot_bits,
     workspace_bytes,
 )
+from vllm_dymoe.cache.device_cache import Budget, DeviceCache, Writer, check_cache
 from vllm_dymoe.cache.device_memory import make_device_memory
 from vllm_dymoe.cache.device_table import DeviceCounts
-from vllm_dymoe.cache.expert_cache import Budget, ExpertCache, Writer, check_cache
-from vllm_dymoe.cache.fetcher import Fetcher
+from vllm_dymoe.cache.expert_cache import Fetcher
+from vllm_dymoe.cache.host_cache import HostCache
 from vllm_dymoe.cache.migration import Agree, Migration
 from vllm_dymoe.cache.pages import whole_pages
 from vllm_dymoe.cache.store import FileStore, HostStore, StoreError
 from vllm_dymoe.cache.store.memory import host_memory_bytes
 from vllm_dymoe.cache.store.page_lock import CudaPageLock
-from vllm_dymoe.cache.transfer import HostCache, TransferEngine, make_engine
+from vllm_dymoe.cache.transfer import TransferEngine, make_engine
 from vllm_dymoe.executor.copy_branch import Branch, make_branch
 from vllm_dymoe.executor.cpu_execution import CpuExecution
 from vllm_dymoe.executor.cpu_executor import CpuExecutor
@@ -52,8 +53,8 @@ class Parts:
     def __init__(self, device: torch.device) -> None:
         self.device, self.device_memory = device, make_device_memory(device)
 
-    def cache(self, store: HostStore, writer: Writer) -> ExpertCache:
-        return ExpertCache(store, self.device, self.device_memory, writer)
+    def cache(self, store: HostStore, writer: Writer) -> DeviceCache:
+        return DeviceCache(store, self.device, self.device_memory, writer)
 
     def decode_kernel(
         self, kernel: ExpertKernel, experts: ModelExperts, link_gbps: float | None = None
@@ -250,7 +251,7 @@ class ExpertServer:
         self._layers = self._make_layers(options, policy, layers.fetcher, layers.migration)
 
     def _make_layers(
-        self, options: Options, policy: Policy, fetcher: Fetcher, migration: Migration | None
+        self, options: Options, policy: Policy, fetcher: Fetcher[DeviceCache], migration: Migration | None
     ) -> HostPlannedLayers:
         """Write costs and precisions into the tables, and build the object that runs the steps."""
         cache, table, records = self.cache, self.cache.table, options.trace is not None

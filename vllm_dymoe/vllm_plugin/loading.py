@@ -9,10 +9,10 @@ from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from vllm_dymoe.cache.budget import workspace_bytes
+from vllm_dymoe.cache.host_cache import join
 from vllm_dymoe.cache.migration import Agree
 from vllm_dymoe.cache.pages import available_host_memory
 from vllm_dymoe.cache.store import HostStore
-from vllm_dymoe.cache.transfer import join
 from vllm_dymoe.executor.device_planning import DRAFTED, without_device
 from vllm_dymoe.experts.format import ModelExperts
 from vllm_dymoe.experts.identity import ModelIdentity

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import extract_layer_index
 
+from vllm_dymoe.cache.host_cache import HostCache
 from vllm_dymoe.cache.store import (
     MANIFEST,
     DamagedStoreError,
@@ -36,7 +37,6 @@ from vllm_dymoe.cache.store.durable import all_leftovers, clean, read_regular, w
 from vllm_dymoe.cache.store.page_lock import CudaPageLock
 from vllm_dymoe.cache.store.shared import SharedMemory, Turn
 from vllm_dymoe.cache.store.writer import StoreWriter
-from vllm_dymoe.cache.transfer import HostCache
 from vllm_dymoe.executor.rates import RATES
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, Projection, stored_formats
 from vllm_dymoe.kernels import Activation

@@ -12,10 +12,11 @@ import torch
 from layers import DTYPE, Model
 from torch import Tensor
 
+from vllm_dymoe.cache.host_cache import HostCache
 from vllm_dymoe.cache.store import FileStore, HostStore, Manifest, whole_host_cache
 from vllm_dymoe.cache.store.page_lock import CudaPageLock
 from vllm_dymoe.cache.store.writer import StoreWriter
-from vllm_dymoe.cache.transfer import HostCache, make_engine
+from vllm_dymoe.cache.transfer import make_engine
 from vllm_dymoe.experts.format import SliceKey
 from vllm_dymoe.kernels import Activation, expert_reference
 from vllm_dymoe.options import Options

@@ -267,7 +267,7 @@ def test_a_process_that_is_killed_while_memory_fills_leaves_the_store_as_it_was(
         "import sys; from pathlib import Path; from vllm_dymoe.cache.store import FileStore\n"
         "from vllm_dymoe.cache.store.disk import Reading\n"
         "from vllm_dymoe.cache.store import whole_host_cache\n"
-        "from vllm_dymoe.cache.transfer import HostCache\n"
+        "from vllm_dymoe.cache.host_cache import HostCache\n"
         "files = FileStore(Path(sys.argv[1])); files.reading = Reading(bytes_per_second=1e4)\n"
         "cache = HostCache(files, whole_host_cache(files.experts)); print('fills', flush=True); cache.fill()"
     )

@@ -12,11 +12,12 @@ import torch
 from tests.cache.store.locks import RecordedLock
 from tests.cache.store.stores import damage, read
 from tests.small_model import make_experts
-from vllm_dymoe.cache.store import FileStore, Manifest, StoreError, page_lock, smallest_host_cache, whole_host_cache
+from vllm_dymoe.cache import slots
+from vllm_dymoe.cache.host_cache import HostCache
+from vllm_dymoe.cache.store import FileStore, Manifest, StoreError, smallest_host_cache, whole_host_cache
 from vllm_dymoe.cache.store.files import file_name
 from vllm_dymoe.cache.store.memory import HostRoom, choose_host_place
 from vllm_dymoe.cache.store.writer import StoreWriter
-from vllm_dymoe.cache.transfer import HostCache
 from vllm_dymoe.experts.encoding import encoding_of
 from vllm_dymoe.experts.format import all_keys
 from vllm_dymoe.options import ExpertBudget
@@ -35,7 +36,7 @@ def large(tmp_path):
 
 @pytest.mark.parametrize("refuse", [None, 2])
 def test_memory_takes_what_was_reserved_and_goes_back_to_the_policy(large, refuse, monkeypatch):
-    monkeypatch.setattr("vllm_dymoe.cache.transfer.host_slots._CHUNK", 4 << 20)
+    monkeypatch.setattr("vllm_dymoe.cache.host_slots._CHUNK", 4 << 20)
     lock, told = RecordedLock(refuse=refuse), []
     reserved = sum(large.experts.nbytes(bits) for bits in large.experts.formats)
     before = rss()
@@ -81,9 +82,9 @@ def test_memory_says_where_it_is(large, monkeypatch):
         return said
 
     assert "of host memory (pinned)" in described()
-    monkeypatch.setattr(page_lock, "prefer_node", lambda memory, node: None)
+    monkeypatch.setattr(slots, "prefer_node", lambda memory, node: None)
     assert "(pinned, on NUMA node 1)" in described(node=1)
-    monkeypatch.setattr(page_lock, "prefer_node", lambda memory, node: "Operation not permitted")
+    monkeypatch.setattr(slots, "prefer_node", lambda memory, node: "Operation not permitted")
     assert "not near the GPU on NUMA node 1 (Operation not permitted)" in described(node=1)
 
 

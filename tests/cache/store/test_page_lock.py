@@ -8,9 +8,11 @@ import torch
 
 from tests.cache.store.locks import RecordedLock
 from tests.cache.test_pages import mapped
+from vllm_dymoe.cache import slots
 from vllm_dymoe.cache.pages import whole_pages
+from vllm_dymoe.cache.slots import Arena
 from vllm_dymoe.cache.store import page_lock
-from vllm_dymoe.cache.store.page_lock import Arena, CudaPageLock, node_of
+from vllm_dymoe.cache.store.page_lock import CudaPageLock, node_of
 
 
 def test_whole_pages_are_locked_and_unlocked_while_they_are_still_there():
@@ -43,7 +45,7 @@ def test_an_arena_that_was_not_closed_is_unlocked_when_it_goes():
 
 def test_an_arena_lies_near_its_device(monkeypatch):
     asked = []
-    monkeypatch.setattr(page_lock, "prefer_node", lambda memory, node: asked.append(node) or "forbidden")
+    monkeypatch.setattr(slots, "prefer_node", lambda memory, node: asked.append(node) or "forbidden")
     assert Arena(1, RecordedLock(node=1)).unbound == "forbidden"
     assert Arena(1, RecordedLock(node=None)).unbound is None
     assert Arena(1, None).unbound is None

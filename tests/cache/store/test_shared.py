@@ -10,9 +10,9 @@ import xxhash
 
 from tests.cache.store.stores import write
 from tests.small_model import make_experts
+from vllm_dymoe.cache.host_cache import HostCache
 from vllm_dymoe.cache.store import DamagedStoreError, FileStore, StoreError, whole_host_cache
 from vllm_dymoe.cache.store.shared import SharedMemory, Turn
-from vllm_dymoe.cache.transfer import HostCache
 from vllm_dymoe.experts.format import all_keys
 
 EXPERTS = make_experts(layers=3, num_experts=16, hidden=256, intermediate=256)

@@ -1,19 +1,16 @@
 """Memory that is locked for a device, so that its copy engine reads it by itself."""
 
 import contextlib
-import weakref
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vllm_dymoe.cache.pages import map_bytes, prefer_node, several_nodes, whole_pages
-from vllm_dymoe.cache.store.shared import SharedMemory
+from vllm_dymoe.cache.pages import several_nodes
 
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 # cudaHostRegisterPortable: for every context. cudaHostRegisterMapped: kernels can read it, too.
 _PORTABLE_AND_MAPPED = 1 | 2
-_NO_MEMORY = torch.empty(0, dtype=torch.uint8)  # made before memory is short
 
 
 class CudaPageLock:
@@ -61,33 +58,3 @@ def node_of(pci_address: str) -> int | None:
     except (OSError, ValueError):
         return None
     return node if node >= 0 else None
-
-
-class Arena:
-    """A mapping, ``memory`` uint8 [nbytes], a part of ``shared`` if other processes map the same, that can be locked
-    for a device, and lies near it, unless ``unbound`` says why not; OSError if impossible."""
-
-    def __init__(self, nbytes: int, page_lock: CudaPageLock | None, shared: SharedMemory | None = None) -> None:
-        self.memory = map_bytes(nbytes) if shared is None else shared.map(nbytes, pinned=page_lock is not None)
-        self.unbound: str | None = None
-        self._page_lock = page_lock
-        self._unlock: weakref.finalize[[int], Arena] | None = None
-        if page_lock is not None and page_lock.node is not None:
-            self.unbound = prefer_node(self.memory, page_lock.node)
-
-    def lock(self) -> str | None:
-        """Lock it, once its pages are there. Returns what is in the way, or None."""
-        if self._page_lock is None or self.memory.numel() == 0:
-            return None
-        address = self.memory.data_ptr()
-        reason = self._page_lock.lock(address, whole_pages(self.memory.numel()))
-        if reason is None:
-            self._unlock = weakref.finalize(self, self._page_lock.unlock, address)
-            self._unlock.atexit = False  # a process that ends leaves it to the operating system
-        return reason
-
-    def close(self) -> None:
-        """Unlock it; the memory itself goes with the last tensor over it."""
-        if self._unlock is not None:
-            self._unlock()
-        self.memory = _NO_MEMORY

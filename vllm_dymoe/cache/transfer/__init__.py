@@ -7,7 +7,6 @@ import torch
 from vllm_dymoe.cache.store import HostStore
 from vllm_dymoe.cache.transfer.delivery import CpuDelivery, EmulatedLink
 from vllm_dymoe.cache.transfer.engine import TransferEngine
-from vllm_dymoe.cache.transfer.host_cache import HostCache, join
 from vllm_dymoe.cache.transfer.ticket import Reason, Ticket, TransferError, TransferStats
 
 
@@ -42,6 +41,4 @@ def make_engine(
         return TransferEngine(StreamDelivery(store, streams), threads=1, eager=True, enter=enter)
     # What waits for a disk has one buffer each, and the link one more to copy from.
     buffers = [torch.empty(largest_slice, dtype=torch.uint8, pin_memory=True) for _ in range(1 + max(1, threads))]
-    if isinstance(store, HostCache):
-        store.delivery.synchronize = streams.synchronize
     return TransferEngine(StreamDelivery(store, streams, buffers), threads, timeout=timeout, enter=enter)

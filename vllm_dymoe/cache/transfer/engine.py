@@ -65,9 +65,17 @@ class TransferEngine:
     def stats(self) -> TransferStats:
         return self._queue.stats
 
-    @stats.setter
-    def stats(self, stats: TransferStats) -> None:
-        self._queue.stats = stats
+    def reset_stats(self) -> None:
+        self._queue.count_in(TransferStats())
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Leave what is moved meanwhile out of ``stats``."""
+        before = self._queue.count_in(TransferStats())
+        try:
+            yield
+        finally:
+            self._queue.count_in(before)
 
     def submit(
         self, key: SliceKey, destination: torch.Tensor, reason: Reason, after: Any = None, projections: int = ALL

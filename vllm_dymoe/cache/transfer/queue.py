@@ -37,6 +37,11 @@ class TicketQueue:
         self._moved = concurrency.Condition(self.lock)  # a ticket does not run any more
         self._waiting = 0  # threads that wait for that; a notification without waiters takes a microsecond
 
+    def count_in(self, stats: TransferStats) -> TransferStats:
+        """Count in other statistics from now on; returns those before."""
+        before, self.stats = self.stats, stats
+        return before
+
     def submit(self, ticket: Ticket) -> Piece | None:
         """Let a new ticket wait. Returns its first piece if the caller is to move it; RuntimeError if closed."""
         with self.lock:

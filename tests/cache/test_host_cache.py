@@ -3,6 +3,7 @@
 import random
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ from tests.cache.store.stores import damage, read, write
 from tests.executor.device_planned import run_device_planned
 from tests.executor.steps import STEPS, make_server, run
 from tests.small_model import make_experts
+from vllm_dymoe.cache.host_cache import HostCache, join
 from vllm_dymoe.cache.store import FileStore, HostMemoryError, StoreError, smallest_host_cache, whole_host_cache
 from vllm_dymoe.cache.store.disk import Reading
 from vllm_dymoe.cache.store.files import file_name
-from vllm_dymoe.cache.transfer import HostCache, TransferError, join
+from vllm_dymoe.cache.transfer import TransferError
 from vllm_dymoe.experts.format import SliceKey, all_keys, layer_keys
 from vllm_dymoe.options import ConfigError
 from vllm_dymoe.planner.precision import Precision
@@ -69,8 +71,8 @@ def test_every_slice_is_the_files_whatever_was_asked_before_and_the_budget_is_ke
 
     for round_ in range(4):
         layer = random_.randrange(3)
-        host_cache.reads.expect(layer, random_.sample(list(layer_keys(EXPERTS, layer)), 5))
-        host_cache.reads.prefetch(random_.sample(keys, 6))
+        host_cache.expect(layer, random_.sample(list(layer_keys(EXPERTS, layer)), 5))
+        host_cache.prefetch(random_.sample(keys, 6))
         threads = [threading.Thread(target=ask, args=(4 * round_ + number,)) for number in range(3)]
         for thread in threads:
             thread.start()
@@ -92,10 +94,10 @@ def test_what_fits_is_read_once_and_what_does_not_is_kept_by_score(make_host_cac
     hot = [SliceKey(1, 2, 4), SliceKey(1, 5, 4)]
     for cold in range(40):
         asked = {*hot, SliceKey(1, cold % 8, 4)}
-        host_cache.reads.expect(1, list(asked))
+        host_cache.expect(1, list(asked))
         for key in asked:
             read(host_cache, key)
-    before, kept = host_cache.files.counts.reads, host_cache.slots.pools[4].table.residents(Precision.HIGH)
+    before, kept = host_cache.files.counts.reads, host_cache.slots.fetchers[4].cache.table.residents(Precision.HIGH)
     assert {(key.layer, key.expert) for key in hot} <= kept
     for key in hot:
         read(host_cache, key)
@@ -106,7 +108,7 @@ def test_all_that_a_step_needs_is_read_at_once(make_host_cache, monkeypatch):
     host_cache, together = make_host_cache(share(0.8), depth=3), threading.Barrier(3, timeout=20)
     fill = FileStore._fill
     monkeypatch.setattr(FileStore, "_fill", lambda *arguments, **more: (together.wait(), fill(*arguments, **more)))
-    host_cache.reads.expect(0, [SliceKey(0, expert, 4) for expert in range(3)])
+    host_cache.expect(0, [SliceKey(0, expert, 4) for expert in range(3)])
     read(host_cache, SliceKey(0, 0, 4))  # a barrier that three reads pass together, or none
 
 
@@ -120,21 +122,37 @@ def test_a_prediction_waits_for_demand_and_is_dropped_by_it(make_host_cache, mon
         return fill(self, key, *arguments, **more)
 
     monkeypatch.setattr(FileStore, "_fill", slow)
-    host_cache.reads.expect(0, [SliceKey(0, 0, 4)])
-    host_cache.reads.prefetch([SliceKey(1, expert, 4) for expert in (1, 2)])
-    host_cache.reads.expect(0, [SliceKey(0, 3, 4)])
+    host_cache.expect(0, [SliceKey(0, 0, 4)])
+    host_cache.prefetch([SliceKey(1, expert, 4) for expert in (1, 2)])
+    host_cache.expect(0, [SliceKey(0, 3, 4)])
     go.set()
     read(host_cache, SliceKey(0, 3, 4))
     assert set(order) == {0, 3}
     assert host_cache.slots.counts.predictions.dropped == 2
-    host_cache.reads.prefetch([SliceKey(1, 2, 4)])
+    host_cache.prefetch([SliceKey(1, 2, 4)])
     read(host_cache, SliceKey(1, 2, 4))
     assert host_cache.slots.counts.predictions.useful == 1
 
 
+def test_a_slot_is_read_into_behind_the_last_copy_out_of_it(make_host_cache, monkeypatch):
+    host_cache, keys, order = make_host_cache(smallest_host_cache(EXPERTS)), list(layer_keys(EXPERTS, 0)), []
+    fill = FileStore._fill
+
+    def noted(self, key, *arguments, **more):
+        order.append(key)
+        return fill(self, key, *arguments, **more)
+
+    monkeypatch.setattr(FileStore, "_fill", noted)
+    for key in keys[:2]:
+        with host_cache.hold(key) as held:
+            held.last_read = SimpleNamespace(synchronize=lambda: order.append("copy has ended"))
+    read(host_cache, keys[2])
+    assert order == [*keys[:2], "copy has ended", keys[2]]
+
+
 @pytest.mark.parametrize("refuse", [0, 1, None])
 def test_what_cannot_be_locked_is_held_all_the_same(make_host_cache, monkeypatch, refuse):
-    monkeypatch.setattr("vllm_dymoe.cache.transfer.host_slots._CHUNK", 64 << 10)
+    monkeypatch.setattr("vllm_dymoe.cache.host_slots._CHUNK", 64 << 10)
     lock = RecordedLock(refuse=refuse)
     host_cache = make_host_cache(share(1), lock)
     assert host_cache.slots.pinned == sum(lock.pinned.values())
@@ -171,7 +189,7 @@ def test_a_slice_that_cannot_be_read_fails_alone_and_is_tried_again(make_host_ca
 
     monkeypatch.setattr(FileStore, "_fill", fails)
     for _ in range(3):
-        host_cache.reads.expect(1, [key, SliceKey(1, 4, 4)])
+        host_cache.expect(1, [key, SliceKey(1, 4, 4)])
         with pytest.raises(StoreError, match="the disk is gone"):
             read(host_cache, key)
         read(host_cache, SliceKey(1, 4, 4))
@@ -201,9 +219,32 @@ def test_a_read_that_hangs_fails_what_waits_for_it_and_gives_its_slot_back_when_
         if not host_cache.slots.orphans:
             break
         threading.Event().wait(0.01)
-        host_cache.reads.expect(0, [])
+        host_cache.expect(0, [])
     host_cache.check_integrity()
     host_cache.resize(share(0.4))
+
+
+def lose_a_slot(cache, row):
+    cache.pools[Precision.HIGH].take(kept=False)
+
+
+def forget_what_is_kept(cache, row):
+    cache.table.remove(*row)
+
+
+def reserve_another_slot(cache, row):
+    cache.pools[Precision.HIGH].lend()
+
+
+@pytest.mark.parametrize("plant", [lose_a_slot, forget_what_is_kept, reserve_another_slot])
+def test_slots_that_do_not_add_up_are_found(make_host_cache, plant):
+    host_cache, key = make_host_cache(share(0.5)), SliceKey(1, 3, 4)
+    host_cache.expect(1, [key])
+    read(host_cache, key)
+    host_cache.check_integrity()
+    plant(host_cache.slots.fetchers[4].cache, (1, 3))
+    with pytest.raises(AssertionError):
+        host_cache.check_integrity()
 
 
 @pytest.mark.parametrize("check", ["first", "always"])
@@ -215,7 +256,7 @@ def test_other_bytes_are_found_whenever_they_enter_memory(tmp_path, check):
     damage(files.folder / file_name(1), files._begin(key) + 100, b"\xff\xfe\xff")
     for expert in (4, 5, 6):  # push it out
         read(host_cache, SliceKey(0, expert, 4))
-    assert not host_cache.reads.has(key)
+    assert not host_cache.has(key)
     with pytest.raises(StoreError, match="corrupted: the gate projection of expert 1"):
         read(host_cache, key)
     host_cache.close()

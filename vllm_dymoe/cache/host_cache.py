@@ -7,36 +7,35 @@ slot that no layer keeps, and is dropped when anything is in demand.
 """
 
 import contextlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 import torch
 
+from vllm_dymoe.cache.expert_cache import Fetch
+from vllm_dymoe.cache.host_slots import HostSlots
 from vllm_dymoe.cache.pages import usable_cores
+from vllm_dymoe.cache.slots import Slot
 from vllm_dymoe.cache.store import DamagedStoreError, FileStore, HostMemoryError, HostStore, StoreError
 from vllm_dymoe.cache.store.page_lock import CudaPageLock
 from vllm_dymoe.cache.store.shared import SharedMemory
 from vllm_dymoe.cache.transfer.delivery import CpuDelivery
 from vllm_dymoe.cache.transfer.engine import TransferEngine
-from vllm_dymoe.cache.transfer.host_reads import HostReads
-from vllm_dymoe.cache.transfer.host_slots import Held, HostCacheCounts, HostSlots
-from vllm_dymoe.cache.transfer.ticket import Ticket, TransferStats
+from vllm_dymoe.cache.transfer.ticket import Reason, State, Ticket, TransferError
 from vllm_dymoe.experts.format import EVERY_PROJECTION, ModelExperts, SliceKey
 from vllm_dymoe.units import size
+
+_POLL_SECONDS = 1e-3  # where more slices are asked for at once than there are slots
 
 
 class _DiskDelivery(CpuDelivery):
     """From the files into slots of the level, behind the device's last copy out of them."""
 
-    def __init__(self, files: FileStore) -> None:
-        super().__init__(files)
-        self.synchronize: Callable[[Any], None] = lambda event: None
-
     def deliver(self, ticket: Ticket, projections: range, destination: torch.Tensor, *, wait: bool = True) -> None:
         if ticket.after is not None and projections.start == 0:
-            self.synchronize(ticket.after)
+            ticket.after.synchronize()
         super().deliver(ticket, projections, destination, wait=wait)
 
 
@@ -48,9 +47,6 @@ class HostCache(HostStore):
         nbytes: of host memory, a hard limit.
         timeout: seconds that a read is waited for; None for ever.
         shared: its memory, if other processes have the same; there is room for everything, and ``fill`` is next.
-
-    Attributes:
-        delivery: its ``synchronize`` is set where copies out of slots are asynchronous.
     """
 
     def __init__(
@@ -62,15 +58,15 @@ class HostCache(HostStore):
         shared: SharedMemory | None = None,
     ) -> None:
         self.experts, self.files, self._page_lock, self._shared = files.experts, files, page_lock, shared
-        self.delivery = _DiskDelivery(files)
-        self.engine = TransferEngine(self.delivery, files.depth, timeout=timeout, waiters_move=False)
+        self.engine = TransferEngine(_DiskDelivery(files), files.depth, timeout=timeout, waiters_move=False)
         try:
-            self.slots = HostSlots(files.experts, nbytes, page_lock, self.engine, shared)
+            self.slots = HostSlots(self.experts, nbytes, page_lock, self.engine, shared)
         except BaseException:
             self.engine.close()
             _unshare(shared)
             raise
-        self.reads = HostReads(self.slots, self.engine)
+        self._changed = threading.Condition()  # the lock of all that concerns slots
+        self._expected: set[SliceKey] = set()  # of the layer that computes: the rule knows
 
     @property
     def occupies_cores(self) -> bool:
@@ -93,26 +89,101 @@ class HostCache(HostStore):
         said = f"{size(slots.nbytes)} of host memory ({where}{', shared by ranks' if self._shared is not None else ''})"
         if self.whole:
             return said
-        count = sum(len(pool.slots) for pool in slots.pools.values())
+        count = sum(pool.count for pool in slots.pools)
         every = len(self.experts.layers) * self.experts.num_experts * len(slots.pools)
         return f"{said} for {count} of {every} slices, over {self.files.description}"
 
     def packed(self, key: SliceKey) -> torch.Tensor:
-        return self.slots.held[key].packed
+        return self.slots.held[key].slot.packed
 
     def read_into(
         self, key: SliceKey, destination: torch.Tensor, projections: range = EVERY_PROJECTION, *, wait: bool = True
     ) -> None:
-        with self.hold(key, projections, wait=wait) as held:
-            destination.copy_(held.packed[self.experts.formats[key.bits].span(projections)])
+        with self.hold(key, projections, wait=wait) as slot:
+            destination.copy_(slot.packed[self.experts.formats[key.bits].span(projections)])
 
     def hold(
         self, key: SliceKey, projections: range = EVERY_PROJECTION, *, wait: bool = True
-    ) -> contextlib.AbstractContextManager[Held]:
+    ) -> contextlib.AbstractContextManager[Slot]:
         """With the first projection it is used, if ``expect`` has not said so; what is not there is asked for."""
         if self.whole:
-            return contextlib.nullcontext(self.slots.held[key])
-        return self.reads.hold(key, projections, wait)
+            return contextlib.nullcontext(self.slots.held[key].slot)
+        return self._hold(key, projections, wait)
+
+    # -- what steps ask of it ---------------------------------------------------------------------
+
+    def expect(self, layer: int, keys: list[SliceKey]) -> None:
+        """What a layer's step needs and the device lacks: decide what stays, and begin all reads at once."""
+        with self._changed:
+            self._expected = set(keys)
+            self.slots.collect()
+            self.slots.forget_predictions(layer)
+            self.slots.expect(layer, keys)
+
+    def prefetch(self, keys: Iterable[SliceKey]) -> None:
+        """Predictions about later layers, the best first: read them into slots that are idle, when nothing is in
+        demand."""
+        with self._changed:
+            self.slots.collect()
+            for key in keys:
+                if key not in self.slots.held and not self.slots.begin(key, Reason.PREFETCH):
+                    return
+
+    def has(self, key: SliceKey) -> bool:
+        """Whether a slice is there, so that nothing waits for a disk."""
+        with self._changed:
+            self.slots.collect()
+            held = self.slots.held.get(key)
+            return held is not None and held.complete
+
+    @contextlib.contextmanager
+    def _hold(self, key: SliceKey, projections: range, wait: bool) -> Iterator[Slot]:
+        held = self._arrive(key, wait, first=projections.start == 0)
+        try:
+            yield held.slot
+        finally:
+            self._leave(held)
+
+    def _arrive(self, key: SliceKey, wait: bool, first: bool) -> Fetch:
+        while True:
+            held = self._use(key, wait, first)
+            first = False
+            ticket = held.ticket
+            if held.complete:
+                return held
+            try:
+                if not wait and not self.engine.arrived(ticket):
+                    raise BlockingIOError("a disk has to be waited for")
+                self.engine.wait(ticket)
+            except BaseException as error:
+                self._leave(held)
+                if not isinstance(error, TransferError):
+                    raise
+                if ticket.state is not State.CANCELLED:  # a prediction that was dropped just now is asked for again
+                    raise StoreError(str(error)) from error
+            else:
+                return held
+
+    def _use(self, key: SliceKey, wait: bool, first: bool) -> Fetch:
+        with self._changed:
+            self.slots.collect()
+            if first and key not in self._expected:
+                self.slots.expect(key.layer, [key])
+            while not self.slots.use(key):
+                if not wait:
+                    raise BlockingIOError("every slot is in use")
+                if self.slots.stuck:
+                    raise StoreError("every slot of host memory belongs to a read that has not ended; check the disk.")
+                self._changed.wait(_POLL_SECONDS)
+                self.slots.collect()
+            return self.slots.held[key]
+
+    def _leave(self, held: Fetch) -> None:
+        with self._changed:
+            self.slots.leave(held)
+            self._changed.notify_all()
+
+    # -- its life ---------------------------------------------------------------------------------
 
     def fill(self, progress: Callable[[int], object] = lambda nbytes: None) -> None:
         """Read and check everything, telling the bytes that have come; there has to be room for it. Closed if the files
@@ -120,13 +191,13 @@ class HostCache(HostStore):
 
         found = self._shared is not None and self._shared.found
 
-        def read(held: Held) -> int:
-            assert held.key is not None
+        def read(fetch: Fetch) -> int:
+            key, packed = fetch.ticket.key, fetch.slot.packed
             if found:
-                self._check_found(held.key, held.packed)
+                self._check_found(key, packed)
             else:
-                self.files.read_into(held.key, held.packed)
-            return held.packed.numel()
+                self.files.read_into(key, packed)
+            return packed.numel()
 
         there = self.slots.assign_all()
         try:
@@ -136,6 +207,7 @@ class HostCache(HostStore):
                     progress(nbytes)
             if self._shared is not None:
                 self._shared.publish()
+            self.slots.publish_all()
         except BaseException:
             self.close()
             raise
@@ -155,36 +227,32 @@ class HostCache(HostStore):
         """Another budget; the level is empty afterwards. No step may be running. HostMemoryError if it has no room for
         two slices of each version, or cannot be had; the old one stays."""
         before = self.slots.limit
-        with self.reads.changed:
+        with self._changed:
             self.sleep()
             self.whole, self._shared = False, None
             try:
-                self.slots.make(nbytes)
+                self._make_slots(nbytes)
             except HostMemoryError:
-                self.slots.make(before)
+                self._make_slots(before)
                 raise
+
+    def _make_slots(self, nbytes: int, shared: SharedMemory | None = None) -> None:
+        counts = self.slots.counts
+        self.slots = HostSlots(self.experts, nbytes, self._page_lock, self.engine, shared, counts)
 
     def sleep(self) -> None:
         """Give the memory back until ``wake``. No step may be running; HostMemoryError while reads have not ended."""
-        with self.reads.changed:
-            for key in list(self.slots.coming):
-                self.engine.cancel(self.slots.ticket(key))
-            if (
-                not all(self.engine.settle(self.slots.ticket(key)) for key in list(self.slots.coming))
-                or self.slots.orphans
-            ):
+        with self._changed:
+            if not self.slots.settle():
                 raise HostMemoryError("host_memory cannot change while reads have not ended; check the disk")
-            for held in self.slots.held.values():
-                if held.last_read is not None:
-                    self.delivery.synchronize(held.last_read)
-            self.slots.forget()
+            self.slots.close()
             _unshare(self._shared)
 
     def wake(self) -> None:
         """Have as much memory as before, with everything in it if it was whole, else empty; errors as at start."""
         try:
-            with self.reads.changed:
-                self.slots.make(self.slots.limit, self._shared if self.whole else None)
+            with self._changed:
+                self._make_slots(self.slots.limit, self._shared if self.whole else None)
         except BaseException:
             _unshare(self._shared)
             raise
@@ -193,11 +261,11 @@ class HostCache(HostStore):
 
     def take(self, other: HostStore, experts: ModelExperts) -> None:
         """As a store, with the host memory of both; empty unless both are whole. No step may be running."""
-        limit, self.experts, self.slots.experts = self.slots.limit, experts, experts
+        limit, self.experts = self.slots.limit, experts
         if isinstance(other, HostCache) and self.whole and other.whole:
             other.engine.close()
             self.files.take(other.files, experts)
-            self.slots.take(other.slots)
+            self.slots.take(other.slots, experts)
             return
         if isinstance(other, HostCache):
             limit, other = limit + other.slots.limit, other.release()
@@ -207,18 +275,19 @@ class HostCache(HostStore):
     def release(self) -> FileStore:
         """End the reads and give the memory back; returns the files."""
         self.engine.close()
-        self.slots.forget()
+        self.slots.close()
         _unshare(self._shared)
         return self.files
 
     def reset_stats(self) -> None:
-        self.slots.counts, self.engine.stats = HostCacheCounts(), TransferStats()
+        self.slots.reset_counts()
+        self.engine.reset_stats()
 
     def close(self) -> None:
         self.release().close()
 
     def check_integrity(self) -> None:
-        with self.reads.changed:
+        with self._changed:
             self.slots.check_integrity()
 
 

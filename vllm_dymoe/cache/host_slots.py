@@ -1,0 +1,333 @@
+"""The slots of a host cache: an ExpertCache for each stored version, and what passes between their layers.
+
+Mechanism of :class:`~vllm_dymoe.cache.host_cache.HostCache`, which holds its lock for every call. On a device what no
+layer keeps goes when it has been used. Here it stays until its slot is wanted, last used last, and may be kept then.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from vllm_dymoe.cache.expert_cache import ExpertCache, Fetch, Fetcher
+from vllm_dymoe.cache.pages import available_host_memory, whole_pages
+from vllm_dymoe.cache.slots import Arena, SlotPool
+from vllm_dymoe.cache.store import HostMemoryError, smallest_host_cache
+from vllm_dymoe.cache.store.page_lock import CudaPageLock
+from vllm_dymoe.cache.store.shared import SharedMemory
+from vllm_dymoe.cache.transfer.engine import TransferEngine
+from vllm_dymoe.cache.transfer.ticket import ALL, Reason, State, Ticket
+from vllm_dymoe.experts.format import ModelExperts, SliceKey, all_keys
+from vllm_dymoe.planner.precision import Precision
+from vllm_dymoe.planner.rule import HIGH, HIT, STREAM
+from vllm_dymoe.planner.table import Table, layer_quotas, set_pools
+
+_CHUNK = 256 << 20  # bytes that are locked at once: where the operating system allows less than all, most of it is used
+_FEWEST = 2  # slots that no layer keeps
+
+
+@dataclass
+class HostPredictions:
+    """Slices that were to be read ahead: all, those that were asked for, and those that gave way to demand."""
+
+    made: int = 0
+    useful: int = 0
+    dropped: int = 0
+
+
+@dataclass
+class HostCacheCounts:
+    """What became of the device's misses."""
+
+    hits: int = 0  # slices that were in host memory, or on their way there as predictions in time
+    misses: int = 0  # slices that had to be read
+    predictions: HostPredictions = field(default_factory=HostPredictions)
+
+
+class HostSlots:
+    """Slots with a hard budget, and what is in them. HostMemoryError if the budget has no room for two slices of each
+    version, or the memory cannot be had.
+
+    Attributes:
+        limit: bytes that slots may take.
+        refused: why not all of them are pinned, where there is a device.
+        fetchers: by bit-width. To the cache of a version that version is the high precision, and the only one.
+        counts: since the start or the last reset.
+        held: what is in slots, or comes.
+        passing: that of it which no layer keeps, what was used last at the end.
+        coming: that of it which is still read.
+        predicted: that of it which was read ahead for a layer that has not come yet.
+        leaving: what is held no more, and still copied out of its slot.
+    """
+
+    def __init__(
+        self,
+        experts: ModelExperts,
+        nbytes: int,
+        page_lock: CudaPageLock | None,
+        engine: TransferEngine,
+        shared: SharedMemory | None = None,  # memory for everything, which other processes have, too
+        counts: HostCacheCounts | None = None,  # to go on with
+    ) -> None:
+        self.limit, self._experts, self._engine, self.counts = nbytes, experts, engine, counts or HostCacheCounts()
+        self.fetchers: dict[int, Fetcher[ExpertCache]] = {}
+        self.held: dict[SliceKey, Fetch] = {}
+        self.passing: OrderedDict[SliceKey, Fetch] = OrderedDict()
+        self.coming: set[SliceKey] = set()
+        self.predicted: set[SliceKey] = set()
+        self.leaving: list[Fetch] = []
+        self.refused: str | None = None
+        sizes = {bits: whole_pages(fmt.nbytes) for bits, fmt in experts.formats.items()}
+        least = smallest_host_cache(experts)
+        if nbytes < least:
+            raise HostMemoryError(
+                f"host_memory is {nbytes} bytes, but two slices of each version need {least}; set host_memory to at "
+                f"least {least} bytes"
+            )
+        count = min(len(experts.layers) * experts.num_experts, nbytes // sum(sizes.values()))
+        needed, found = count * sum(sizes.values()), False
+        if shared is not None:
+            shared.begin(needed)
+            found = shared.found
+        if not found and (free := available_host_memory()) < needed:
+            raise HostMemoryError(f"host_memory would be {nbytes} bytes, but {free} are free")
+        arenas: list[Arena] = []
+        try:
+            for bits, each in sizes.items():
+                arenas = []
+                most = max(1, _CHUNK // each)
+                for first in range(0, count, most):
+                    arenas.append(arena := Arena(min(most, count - first) * each, page_lock, shared))
+                    if not found:
+                        arena.memory.fill_(0)  # so that it is there: a machine short of it would end the process later
+                    self.refused = self.refused or arena.lock()
+                table = _table(experts, count)
+                reserved = int(table.quotas.sum())
+                pool = SlotPool(experts.formats[bits], arenas, reserved, slot_bytes=each, lends=True)
+                self._serve(bits, table, pool)
+        except OSError as error:
+            self.close()
+            for arena in arenas:
+                arena.close()
+            raise HostMemoryError(f"{nbytes} bytes of host memory could not be had ({error.strerror})") from error
+
+    def _serve(self, bits: int, table: Table, pool: SlotPool) -> None:
+        cache = ExpertCache(table, {Precision.HIGH: pool}, {Precision.HIGH: bits})
+        self.fetchers[bits] = Fetcher(cache, self._engine)
+
+    def reset_counts(self) -> None:
+        self.counts = HostCacheCounts()
+
+    @property
+    def pools(self) -> list[SlotPool]:
+        return [fetcher.cache.pools[Precision.HIGH] for fetcher in self.fetchers.values()]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(pool.nbytes for pool in self.pools)
+
+    @property
+    def pinned(self) -> int:
+        return sum(pool.pinned for pool in self.pools)
+
+    @property
+    def unbound(self) -> str | None:
+        """Why some of it does not lie near the device; None if it does, or need not."""
+        return next((arena.unbound for pool in self.pools for arena in pool.arenas if arena.unbound), None)
+
+    @property
+    def orphans(self) -> list[Fetch]:
+        """What was given up, and whose slot is still written or read."""
+        return [*self.leaving, *(fetch for fetcher in self.fetchers.values() for fetch in fetcher.orphaned)]
+
+    def assign_all(self) -> list[Fetch]:
+        """Give every slice a slot for good; there are as many slots as slices, all free. What is returned is for the
+        caller to fill, before ``publish_all``."""
+        for key in all_keys(self._experts):
+            slot = self.fetchers[key.bits].cache.pools[Precision.HIGH].take(kept=True)
+            assert slot is not None
+            filled = Ticket(key, slot.packed, Reason.DEMAND, state=State.DONE, arrived=ALL)
+            self.held[key] = Fetch(key.layer, key.expert, Precision.HIGH, slot, True, filled)
+        return list(self.held.values())
+
+    def publish_all(self) -> None:
+        for key, fetch in self.held.items():
+            self.fetchers[key.bits].complete(fetch)
+
+    def take(self, other: "HostSlots", experts: ModelExperts) -> None:
+        """Hold what another one has, where both hold everything; its layers come after one's own."""
+        for key, fetch in other.held.items():
+            moved = replace(key, layer=key.layer + len(self._experts.layers))
+            self.held[moved] = replace(fetch, layer=moved.layer, ticket=replace(fetch.ticket, key=moved))
+        self._experts, self.limit = experts, self.limit + other.limit
+        for (bits, fetcher), theirs in zip(self.fetchers.items(), other.pools, strict=True):
+            pool = fetcher.cache.pools[Precision.HIGH]
+            pool.merge(theirs)
+            self._serve(bits, _table(experts, pool.count), pool)
+        self.publish_all()
+
+    def expect(self, layer: int, keys: list[SliceKey]) -> None:
+        """Decide what a layer keeps of what it needs, and begin to read all that is not there."""
+        if any(key not in self.held for key in keys):
+            self._drop_predictions(keys)
+        for bits, fetcher in self.fetchers.items():
+            asked, table = sorted(key.expert for key in keys if key.bits == bits), fetcher.cache.table
+            if not asked:
+                continue
+            active = np.array(asked, np.int64)
+            places = table.begin_step(layer, active, np.full(len(active), HIGH, np.int8))[0].tolist()
+            for expert, place in zip(asked, places, strict=True):
+                key = SliceKey(layer, expert, bits)
+                fetch = self.held.get(key)
+                self.counts.hits += fetch is not None
+                self.counts.misses += fetch is None
+                if fetch is not None and not fetch.complete and fetch.ticket.reason is Reason.PREFETCH:
+                    self._engine.demand(fetch.ticket)
+                self.counts.predictions.useful += key in self.predicted
+                self.predicted.discard(key)
+                if place == HIT:
+                    continue
+                if place >= 0:
+                    self._drop(SliceKey(layer, place, bits))
+                if fetch is None and not self.begin(key, Reason.DEMAND):
+                    continue
+                if place != STREAM and key in self.passing:
+                    fetcher.keep(self.passing.pop(key))
+
+    def begin(self, key: SliceKey, reason: Reason) -> bool:
+        """Start to read a slice, if there is a slot for it."""
+        ahead, start = reason is Reason.PREFETCH, self.fetchers[key.bits].start
+        fetch = start(key.layer, key.expert, Precision.HIGH, reason)
+        if fetch is None and self._reclaim(key.bits, predictions=not ahead):
+            fetch = start(key.layer, key.expert, Precision.HIGH, reason)
+        if fetch is None:
+            return False
+        self.held[key] = self.passing[key] = fetch
+        self.coming.add(key)
+        if ahead:
+            self.counts.predictions.made += 1
+            self.predicted.add(key)
+        return True
+
+    def use(self, key: SliceKey) -> bool:
+        """Lend a slice that is there or comes, until ``leave``; whether there is a slot for it."""
+        if key not in self.held and not self.begin(key, Reason.DEMAND):
+            return False
+        self.held[key].slot.readers += 1
+        if key in self.passing:
+            self.passing.move_to_end(key)
+        return True
+
+    def leave(self, fetch: Fetch) -> None:
+        fetch.slot.readers -= 1
+        self.collect()
+        if fetch in self.leaving and not fetch.slot.readers:
+            self.leaving.remove(fetch)
+            self._give_up(fetch)
+
+    @property
+    def stuck(self) -> bool:
+        """No slot will come back but from reads that were given up."""
+        return not self.coming and not any(fetch.slot.readers for fetch in (*self.held.values(), *self.leaving))
+
+    def forget_predictions(self, layer: int) -> None:
+        """What was predicted for a layer counts as such until then."""
+        self.predicted = {key for key in self.predicted if key.layer != layer}
+
+    def collect(self) -> None:
+        """Take note of reads that have ended, and of slots that come back."""
+        for key in [key for key in self.coming if self._ticket(key).ended or self._ticket(key).orphaned]:
+            if self._engine.arrived(self._ticket(key)):
+                self._complete(key)
+            else:
+                self._drop(key)
+        for fetcher in self.fetchers.values():
+            fetcher.collect()
+
+    def settle(self) -> bool:
+        """Give up what is still read; whether all slots have come back, for which it waits, with a limit."""
+        for key in list(self.coming):
+            self._drop(key)
+        return all([fetcher.settle_all() for fetcher in self.fetchers.values()]) and not self.leaving
+
+    def _reclaim(self, bits: int, *, predictions: bool) -> bool:
+        """Free the slot of what passed, longest ago; one prediction does not push out another."""
+        for key, fetch in self.passing.items():
+            idle = fetch.complete and not fetch.slot.readers
+            if key.bits == bits and idle and (predictions or key not in self.predicted):
+                self._drop(key)
+                return True
+        return False
+
+    def _drop_predictions(self, wanted: list[SliceKey]) -> None:
+        for key in [key for key in self.coming if key not in wanted]:
+            ticket = self._ticket(key)
+            if ticket.reason is Reason.PREFETCH and not self.held[key].slot.readers:
+                self.counts.predictions.dropped += self._engine.cancel(ticket)
+        self.collect()
+
+    def _complete(self, key: SliceKey) -> None:
+        """Complete bytes get their row, unless the layer has filled its quota meanwhile, because a step failed."""
+        self.coming.discard(key)
+        fetch, fetcher = self.held[key], self.fetchers[key.bits]
+        table = fetcher.cache.table
+        if fetch.kept and np.count_nonzero(table.precision[key.layer]) >= table.quotas[key.layer, HIGH]:
+            fetcher.let_pass(fetch)
+            self.passing[key] = fetch
+        fetcher.complete(fetch)
+
+    def _drop(self, key: SliceKey) -> None:
+        """Hold a slice no more; its slot is free when nothing reads or writes it."""
+        fetch = self.held.pop(key)
+        self.passing.pop(key, None)
+        self.coming.discard(key)
+        self.predicted.discard(key)
+        fetcher = self.fetchers[key.bits]
+        if fetch.kept and fetch.complete:
+            fetcher.cache.table.remove(key.layer, key.expert)
+        fetcher.let_pass(fetch)
+        if fetch.slot.readers:
+            self.leaving.append(fetch)
+        else:
+            self._give_up(fetch)
+
+    def _give_up(self, fetch: Fetch) -> None:
+        self.fetchers[fetch.ticket.key.bits].give_up([fetch])
+
+    def _ticket(self, key: SliceKey) -> Ticket:
+        return self.held[key].ticket
+
+    def close(self) -> None:
+        """Give the memory back, after the last copies out of it; nothing may be read into it."""
+        for pool in self.pools:
+            for slot in pool.slots:
+                if slot.last_read is not None:
+                    slot.last_read.synchronize()
+            pool.close()
+        for of in (self.fetchers, self.held, self.passing, self.coming, self.predicted, self.leaving):
+            of.clear()
+
+    def check_integrity(self) -> None:
+        """Between steps, assert: every slot is free or holds one slice, layers keep no more than their quotas."""
+        self.collect()
+        assert self.nbytes <= self.limit
+        assert self.passing.keys() == {key for key, fetch in self.held.items() if not fetch.kept}
+        for bits, fetcher in self.fetchers.items():
+            held = [fetch for key, fetch in self.held.items() if key.bits == bits]
+            rows = {(fetch.layer, fetch.expert): fetch.slot.index for fetch in held if fetch.kept and fetch.complete}
+            table = fetcher.cache.table
+            assert rows.keys() == table.residents(Precision.HIGH), "rows name other slices than layers keep"
+            assert all(table.slot[0][row] == index for row, index in rows.items()), "a row names another slot"
+            flying = [fetch for fetch in held if not (fetch.kept and fetch.complete)]
+            flying += [fetch for fetch in self.orphans if fetch.ticket.key.bits == bits]
+            fetcher.cache.check_integrity((fetch.precision, fetch.slot, fetch.kept) for fetch in flying)
+
+
+def _table(experts: ModelExperts, count: int) -> Table:
+    """Of what layers keep in so many slots."""
+    layers, each = len(experts.layers), experts.num_experts
+    table = Table.allocate(layers, each)
+    passing = 0 if count == layers * each else max(_FEWEST, min(count // 8, experts.top_k * 4))
+    quotas = layer_quotas(count, [1.0] * layers, min(passing, count), each)
+    set_pools(table, {HIGH: (0, 0, count)}, {HIGH: quotas})
+    return table

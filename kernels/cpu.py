@@ -24,7 +24,7 @@ MINIMUM_WORKSPACE_BYTES = 320 << 10
 _PRODUCTS_OF_A_THREAD = 1 << 20  # fewer take less time than a second thread takes to begin, above all on busy cores
 _MOST_ACTIVATION_BYTES = 16 << 20
 """Experts whose activations would take more are computed one after the other. As much is kept for the next step, and as
-much of its inputs: what the policy hands out anew is cleared page by page, which took longer than 16 cores compute."""
+much of its inputs: what the system hands out anew is cleared page by page, which took longer than 16 cores compute."""
 
 
 class CpuKernel:

@@ -65,7 +65,7 @@ class SetupError(Exception):
 
 
 def check_python() -> None:
-    """Refuse a Python that vLLM does not support, and a policy that is not Linux."""
+    """Refuse a Python that vLLM does not support, and a system that is not Linux."""
     version = sys.version_info[:2]
     if not OLDEST_PYTHON <= version <= NEWEST_PYTHON:
         raise SetupError(

@@ -6,7 +6,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-static const uintptr_t PAGE = uintptr_t(sysconf(_SC_PAGESIZE));  // 4096, or 16384 or 65536 on some ARM policies
+static const uintptr_t PAGE = uintptr_t(sysconf(_SC_PAGESIZE));  // 4096, or 16384 or 65536 on some ARM systems
 static constexpr int MOST_MAPPINGS = 1024;
 
 static struct { uintptr_t begin, end; } mappings[MOST_MAPPINGS];
@@ -16,7 +16,7 @@ static int passing;              // thread that hands a signal on, or 0
 static i64 lost_pages;
 
 // Hands a signal on that is not ours, and stays in place. A handler that was set behind us may hand it back, as
-// faulthandler does, to whoever it found: then what the policy does by itself is left.
+// faulthandler does, to whoever it found: then what the system does by itself is left.
 static void pass_on(int signal, siginfo_t* info, void* context) {
     const int self = int(syscall(SYS_gettid));
     const bool sent = info->si_code <= 0, again = __atomic_load_n(&passing, __ATOMIC_RELAXED) == self;
@@ -85,7 +85,7 @@ API int dymoe_guard(uintptr_t begin, i64 nbytes, int number) {
 
 API i64 dymoe_lost_pages() { return __atomic_load_n(&lost_pages, __ATOMIC_RELAXED); }
 
-// Whether all of a part of a mapping is in memory: 1, or 0 if not, or if the policy does not say.
+// Whether all of a part of a mapping is in memory: 1, or 0 if not, or if the system does not say.
 API int dymoe_resident(uintptr_t begin, i64 nbytes) {
     unsigned char pages[256];
     keep_guard();

@@ -200,7 +200,7 @@ def gates_compared(llm: Any, change: Callable[[Any], Any] = lambda gate: gate) -
     original = model.server.host_planned.forward
 
     def forward(routing: Any, activation: Any) -> torch.Tensor:
-        gate = change(model.prefetch.gates[routing.layer])
+        gate = change(model.predictor_observer.gates[routing.layer])
         shares.append(gate.agreement(routing.x, routing.ids, NEAR_TIE))
         return original(routing, activation)
 

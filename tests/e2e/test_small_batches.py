@@ -84,7 +84,7 @@ def test_replayed_steps_decide_anew_with_nothing_of_the_host(tmp_path):
     assert len(recorded.experts) == trace["tokens"]
     half = trace["tokens"] // 2
     assert torch.equal(recorded.experts[:half], recorded.experts[half:])
-    assert torch.equal(recorded.actions[:half], recorded.actions[half:])
-    assert {0, 1, 2} <= set(recorded.actions[~recorded.prefill].flatten().tolist())
+    assert torch.equal(recorded.fates[:half], recorded.fates[half:])
+    assert {0, 1, 2} <= set(recorded.fates[~recorded.prefill].flatten().tolist())
     assert torch.equal(recorded.prefill[:half], recorded.prefill[half:])
     assert (~recorded.prefill[half:]).sum() == (1 + 3 + 4 + 3) * (TOKENS - 1)

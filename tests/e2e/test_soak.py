@@ -62,6 +62,8 @@ class Account:
     def take(cls, server):
         becomes(lambda: not server.engine._queue._pending, 5)  # what others have run a thread takes out in its turn
         server.kernel._kept.clear()  # as large as the largest step so far, up to a bound
+        if server.host_planned.cpu is not None:
+            server.host_planned.cpu.release_scratch()
         gc.collect()
         tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
         return cls(

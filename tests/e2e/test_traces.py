@@ -78,7 +78,7 @@ def test_everything_is_recorded_of_requests_in_chunks_and_side_by_side(llm, fold
         assert torch.equal(trace.router_inputs[:, layer], inputs.half())
         assert torch.equal(trace.weights[:, layer], weights.half())
         assert torch.equal(trace.experts[:, layer], ids.byte())
-        assert torch.equal(trace.actions[:, layer], actions)
+        assert torch.equal(trace.fates[:, layer], actions)
 
     # Every token of every request once, but the last, which is never computed.
     of_requests = list(trace.by_request())

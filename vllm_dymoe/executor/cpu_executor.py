@@ -167,13 +167,17 @@ class CpuExecutor:
                 break
             outcome = self._library.moe_layer(self._address, self._library.isa, self._library.parallel)
         if self._scratch is not None and self._scratch.nbytes > _KEPT_BYTES:
-            self._scratch = self._pair_rows = None
-            call.scratch_floats = call.pair_capacity = 0
+            self.release_scratch()
         if outcome == Outcome.FETCH:
             return self._planned()
         if outcome == Outcome.LOST and (sentence := self._lost(routing.layer)):
             raise TransferError(sentence)
         return into
+
+    def release_scratch(self) -> None:
+        """Free the scratch that is kept from step to step; the next step allocates what it needs."""
+        self._scratch = self._pair_rows = None
+        self._call.scratch_floats = self._call.pair_capacity = 0
 
     def _planned(self) -> LayerPlanned:
         n, slices = int(self._call.count), int(self._call.table.slices)

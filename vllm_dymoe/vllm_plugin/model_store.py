@@ -388,7 +388,7 @@ def fingerprint(described: str) -> str:
 
 
 def _times(folder: Path) -> str:
-    """What the policy says of a checkpoint's files, which changes when one is written to, or is another one."""
+    """What the system says of a checkpoint's files, which changes when one is written to, or is another one."""
     said = []
     for path in sorted(folder.iterdir()):
         if path.suffix in _WEIGHT_SUFFIXES or path.name == "config.json":

@@ -146,7 +146,7 @@ class TraceObserver(Observer):
         if layer + 1 < len(self._gates):
             next_gate, _ = self._gates[layer + 1].best(routing.x, ids.shape[1])
         columns = {"weights": routing.weights, "router_inputs": routing.x, "next_gate": next_gate}
-        self.recorder.record(layer, ids, **columns, actions=routing.actions)
+        self.recorder.record(layer, ids, **columns, fates=routing.actions)
 
     def end_step(self, runner: Any, scheduler_output: Any, step: int, *, failed: bool) -> None:
         if failed or not self.recorder.recording:

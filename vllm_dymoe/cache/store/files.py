@@ -64,7 +64,7 @@ class _Layer(NamedTuple):
 
 
 class _Stamp(NamedTuple):
-    """What the policy says of a file, and changes with every write to it."""
+    """What the system says of a file, and changes with every write to it."""
 
     size: int
     modified: int  # ns
@@ -274,7 +274,7 @@ class FileStore(HostStore):
             self._stamps[layer] = now
 
     def _fill(self, key: SliceKey, destination: torch.Tensor, span: slice, *, wait: bool = True) -> bool:
-        """Read a part of a slice; returns whether a disk was read, as far as the policy says so."""
+        """Read a part of a slice; returns whether a disk was read, as far as the system says so."""
         begun, reading, direct = time.perf_counter(), self._reading, self._direct
         path, file = self._layers[key.layer][:2]
         offset, nbytes = self._begin(key) + span.start, span.stop - span.start

@@ -31,8 +31,8 @@ from vllm_dymoe.server import ExpertServer
 
 CPU = torch.device("cpu")
 SHAPES = {  # layers, experts, experts of a token, hidden, intermediate
-    "32 experts of 64 x 256, top 4": (8, 32, 4, 256, 64),
-    "128 experts of 768 x 2048, top 8": (2, 128, 8, 2048, 768),
+    "32 x [64, 256], top 4": (8, 32, 4, 256, 64),
+    "128 x [768, 2048], top 8": (2, 128, 8, 2048, 768),
 }
 
 

@@ -50,12 +50,12 @@ class CpuKernel:
         self.workspace_bytes, self._threads, self.activations = workspace_bytes, threads, activations
         self._workspace = torch.empty(workspace_bytes, dtype=torch.uint8)
         self._address = self._workspace.data_ptr()
-        self.library = self._library = None if isa == "torch" else native.load(isa)
-        if self._library is None:
+        self.library = None if isa == "torch" else native.load(isa)
+        if self.library is None:
             self.name = "cpu, torch (slow: no native library; with a C++ compiler install vllm-dymoe again)"
         else:
-            self.name = f"cpu, native, {self._library.name}{', activations of 8 bits' if activations == 8 else ''}"
-        if self._library is None and activations != 16:
+            self.name = f"cpu, native, {self.library.name}{', activations of 8 bits' if activations == 8 else ''}"
+        if self.library is None and activations != 16:
             raise ValueError(
                 "activations of 8 bits need the native library; with a C++ compiler install vllm-dymoe again"
             )
@@ -82,14 +82,14 @@ class CpuKernel:
     def compute(self, items: Sequence[int], receive: Receive | None = None) -> None:
         """As in :class:`ExpertKernel`; IndexError if the decision names a row that there is not."""
         x, plan, out, activation = self._step
-        if self._library is None:
+        if self.library is None:
             parts = [(item, slice(plan.bounds[item], plan.bounds[item + 1])) for item in items]
             work = [(plan.views[item], plan.rows[part], plan.pairs[part]) for item, part in parts]
             compute_with_torch(x, work, out, activation, receive or (lambda count: None))  # type: ignore[arg-type]
             return
         if not items:
             return
-        forms, layer, library, bounds = self._forms, self._layer, self._library, plan.bounds
+        forms, layer, library, bounds = self._forms, self._layer, self.library, plan.bounds
         read_as = forms.width, forms.floats
         fields = self._fields(items)
         floats = library.row_floats(forms.width)

@@ -84,7 +84,7 @@ class MoeLayer(Structure):
     """One MoE layer of one step: ``MoeLayer`` of moe_layer.h."""
 
     _fields_ = (
-        *_integers("layer tokens rows top_k wide_ids ids weights x into expert_map mapped marks actions versions"),
+        *_integers("layer tokens top_k wide_ids ids weights x into marks actions versions"),
         *_integers("observed"),
         ("table", CacheTable),
         *_integers("ages executes renormalizes weights_on_input plans_only"),

@@ -19,14 +19,12 @@ enum Outcome : int {
 
 struct MoeLayer {
     // What the router said about the layer.
-    i64 layer, tokens, rows, top_k;        // of the rows of `into` the first are tokens; the others become zeros
+    i64 layer, tokens, top_k;
     i64 wide_ids;                          // ids are int64, else int32
     const void* ids;                       // [tokens, top_k]; negative where another rank has the expert
     const float* weights;                  // [tokens, top_k]
     const uint16_t* x;                     // [tokens, hidden]
-    uint16_t* into;                        // [rows, hidden]
-    const int32_t* expert_map;             // [mapped], the rank's number of each expert, or null
-    i64 mapped;
+    uint16_t* into;                        // [tokens, hidden]
     const int8_t* marks;                   // [tokens]: 1 for tokens of prompts, 2 for heavy hitters; or null
     uint8_t* actions;                      // [tokens, top_k], written if not null
     const int8_t* versions;                // [experts], the version of each where the policy has chosen, ABSENT to skip; or null
@@ -79,17 +77,16 @@ i64 now_ns() {
 // The rank's number of each pair's expert, -1 for another rank's, and how many tokens chose each; false for a number that
 // is no expert's.
 bool read_choices(MoeLayer& m, Work& w) {
-    const i64 n = m.tokens * m.top_k, experts = m.table.experts, known = m.expert_map ? m.mapped : experts;
+    const i64 n = m.tokens * m.top_k, experts = m.table.experts;
     w.chosen.resize(n);
     w.count.assign(experts, 0);
     w.uses.assign(experts, 0);
     for (i64 p = 0; p < n; p++) {
-        i64 id = m.wide_ids ? ((const i64*)m.ids)[p] : ((const int32_t*)m.ids)[p];
-        if (id >= known) {
+        const i64 id = m.wide_ids ? ((const i64*)m.ids)[p] : ((const int32_t*)m.ids)[p];
+        if (id >= experts) {
             m.bad_expert = id;
             return false;
         }
-        if (id >= 0 && m.expert_map) id = m.expert_map[id];
         w.chosen[p] = id < 0 ? -1 : int32_t(id);
         if (id >= 0) w.count[id]++, w.uses[id] += planner::usable(m.weights[p]);
     }
@@ -387,6 +384,5 @@ API int dymoe_moe_layer(MoeLayer* call, int isa, Parallel parallel) {
     const i64 threads = m.tokens * k.hidden > 1 << 14 ? m.threads : 1;
     Sum sum{m.tokens, m.top_k, k.hidden, k.dtype, m.pair_rows, weights_of(m, w, complete), m.into, complete ? nullptr : w.present.data(), threads, 0};
     dymoe_weighted_sum(&sum, isa, parallel);
-    if (m.rows > m.tokens) memset(m.into + m.tokens * k.hidden, 0, (m.rows - m.tokens) * k.hidden * sizeof(uint16_t));
     return executed && lost_pages != m.lost_pages ? LOST : DONE;
 }

@@ -60,7 +60,7 @@ def test_the_hosts_way_is_short_and_shortest_where_no_expert_is_missing(monkeypa
             rank_of(server).forward(LAYERS[0], *random)
     else:
         server.resize(server.minimum_budget)
-    native = server.kernel._library is not None
+    native = server.kernel.library is not None
     found = frames_of(monkeypatch, server, *((Library, "experts") if native else (CpuKernel, "compute")))
     assert len(found) + (not native) <= most, found
 

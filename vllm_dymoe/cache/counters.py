@@ -25,9 +25,9 @@ class ResidencyCounts:
         self.planned.clear()
         self.hits = self.misses = self.cpu_executed = self.promotions = self.reuses = self.evictions = 0
 
-    def take(self, counters: Any) -> None:
-        """Add what planned steps have counted, int64 [layers, Counter], which begins anew."""
-        values = counters.sum(0).tolist()
+    def take(self, counters: Any) -> list[int]:
+        """Add the counters of planned steps, int64 [layers, Counter], and zero them; return their sums over layers."""
+        values: list[int] = counters.sum(0).tolist()  # waits for a device
         counters[:] = 0
         low = values[Column.NEEDED_LOW] - values[Column.SKIPPED]
         self.planned.update(
@@ -39,6 +39,7 @@ class ResidencyCounts:
         self.reuses += values[Column.REUSES]
         self.promotions += values[Column.PROMOTIONS]
         self.evictions += values[Column.EVICTIONS]
+        return values
 
     @property
     def hit_rate(self) -> float:

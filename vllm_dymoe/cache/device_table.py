@@ -96,8 +96,7 @@ class DeviceTable:
     def take_counts(self, counts: ResidencyCounts, transfers: TransferStats, predictions: PrefetchStats) -> None:
         """Add what the device has counted since the last time; waits for it. An expert that is read through again for
         each two tokens is one transfer here, and so is one that came in part ahead."""
-        values = self.table.counters.sum(0).tolist()
-        counts.take(self.table.counters)
+        values = counts.take(self.table.counters)
         fetched = {HIGH: values[Counter.FETCHED_HIGH], LOW: values[Counter.FETCHED_LOW]}
         transfers.transfers[Reason.DEMAND] += sum(fetched.values())
         for code, bits in self._sources:

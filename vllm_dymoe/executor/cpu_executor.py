@@ -68,7 +68,7 @@ class CpuExecutor:
         widths = {code: fmt.bits for code, fmt in formats.items() if fmt is not None}
         in_slots = {CODES[precision]: bits for precision, bits in cache.bits.items()}
         self._slice_bits = widths | in_slots  # of the slices that LOW and HIGH name
-        self._call = call = native.MoeLayer(executes=executes, ages=policy.residency.ages, top_k=experts.top_k)
+        self._call = call = native.MoeLayer(executes=executes, ages=policy.residency.ages)
         call.renormalizes, call.lost_pages = policy.precision.renormalizes, library.lost_pages()
         self._in_memory_until = np.zeros((table.layers, table.experts, 3), np.int64)
         if executes:
@@ -77,7 +77,8 @@ class CpuExecutor:
         thresholds = policy.precision.thresholds or (table.prompt_threshold, table.threshold)
         call.table = native_table(table, *thresholds)
         self._thresholds = thresholds  # their memory is the call's
-        self.uses = uses
+        self._uses = uses  # its memory is the call's as well
+        call.uses = 0 if uses is None else uses.ctypes.data
         self._describe(formats)
         n = table.experts
         self._experts, self._wanted = np.empty(n, np.int32), np.empty(n, np.int8)
@@ -135,14 +136,13 @@ class CpuExecutor:
         if not (x.is_contiguous() and ids.is_contiguous() and weights.is_contiguous()):
             x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
         into = torch.empty_like(x)
-        call.layer, call.tokens, call.rows, call.top_k = routing.layer, tokens, tokens, top_k
+        call.layer, call.tokens, call.top_k = routing.layer, tokens, top_k
         call.ids, call.weights, call.x, call.into = ids.data_ptr(), weights.data_ptr(), x.data_ptr(), into.data_ptr()
         call.wide_ids, call.weights_on_input, call.observed = (
             ids.dtype is torch.int64,
             routing.weights_on_input,
             observed,
         )
-        call.uses = 0 if self.uses is None else self.uses.ctypes.data
         call.threads = torch.get_num_threads()
         held: list[Any] = []
         call.marks = call.actions = call.versions = 0

@@ -151,12 +151,22 @@ Memory in_memory(const MoeLayer& m, i64 expert, int8_t version, i64& now) {
         if (now == 0) now = now_ns();
         if (until > now) continue;
         if (until == ON_DISK_NOW || !dymoe_resident(uintptr_t(t.source[at]), m.slice_bytes[part])) {
-            until = 0;  // what the disk gives anew is checked anew
+            until = ON_DISK_NOW;  // for the whole step: the caller may have to check others first
             return ON_DISK;
         }
         until = now + MEMORY_SECONDS * 1000000000;
     }
     return found;
+}
+
+// Forget which of the planned experts were on disk: what the disk gives anew is checked anew, in a later step.
+void end_memory_check(const MoeLayer& m) {
+    if (m.in_memory_until == nullptr) return;
+    for (i64 i = 0; i < m.count; i++) {
+        i64* until = m.in_memory_until + (m.layer * m.table.experts + m.experts[i]) * 3;
+        for (i64 part = 0; part < 3; part++)
+            if (until[part] == ON_DISK_NOW) until[part] = 0;
+    }
 }
 
 bool served(const planner::CacheTable& t, int8_t held, int8_t wanted) {
@@ -329,6 +339,7 @@ API int dymoe_moe_layer(MoeLayer* call, int isa, Parallel parallel) {
     }
 
     if (unchecked) return VERIFY;
+    end_memory_check(m);
 
     // From here on the step is counted.
     t.prompt_threshold[0] = thresholds[0], t.threshold[0] = thresholds[1];

@@ -1,6 +1,7 @@
 """Experts in files on a CPU: what the page cache has is computed by the CPU, everything else is fetched."""
 
 import os
+import random
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from vllm_dymoe.cache.store.disk import Reading
 from vllm_dymoe.cache.transfer import TransferError
 from vllm_dymoe.experts.format import all_keys
 from vllm_dymoe.kernels import native
+from vllm_dymoe.policies.dymoe import Dymoe
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="mappings are guarded by the native library")
 
@@ -106,3 +108,31 @@ def test_a_file_that_is_cut_off_in_the_middle_of_a_step_fails_it_and_the_process
     with pytest.raises(TransferError, match="the file was truncated"):
         run(server, STEPS)
     server.check_integrity()
+
+
+def test_after_lost_pages_everything_is_fetched(files):
+    """A server that is resized later knows of the loss as well; before, it checked the same experts for ever."""
+    server = with_budget(files, "minimum", low=0, misses="compute")
+    want = run(server, STEPS)
+    path = files._layers[1].path
+    whole = path.read_bytes()
+    os.truncate(path, 4096)
+    with pytest.raises(TransferError, match="the file was truncated"):
+        run(server, STEPS)
+    path.write_bytes(whole)
+    server.resize("50%")
+    server.reset_stats()
+    assert all(torch.equal(a, b) for a, b in zip(want, run(server, STEPS), strict=True))
+    assert server.stats().cpu_executed == 0
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("share_in_memory", [0, 0.5])
+def test_a_step_ends_whatever_is_in_memory(files, monkeypatch, share_in_memory):
+    """Experts at changing precisions; it went on for ever when one was found on disk while another was to be checked."""
+    steps = [(seed, seed % 2, 1 + seed % 3) for seed in range(60)]
+    want = run(with_budget(files, "minimum", Dymoe(retention=0.5), misses="fetch"), steps)
+    server = with_budget(files, "minimum", Dymoe(retention=0.5), misses="compute")
+    answers, has = random.Random(7), files.in_memory
+    monkeypatch.setattr(files, "in_memory", lambda key: answers.random() < share_in_memory and has(key))
+    assert all(torch.equal(a, b) for a, b in zip(want, run(server, steps), strict=True))

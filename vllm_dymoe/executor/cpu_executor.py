@@ -97,6 +97,7 @@ class CpuExecutor:
                 table.source[layer, expert, code] = store.packed(SliceKey(layer, expert, bits)).data_ptr()
         self._in_memory_until[:] = FOREVER if store.whole else 0
         if not store.whole:  # mappings stay as long as the call has their addresses
+            self._call.lost_pages = store.lost_before
             first = next(iter(self._slice_bits.values()))
             self._mapped = [store.packed(SliceKey(layer, 0, first)) for layer in range(table.layers)]
 

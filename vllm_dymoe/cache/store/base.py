@@ -38,6 +38,7 @@ class HostStore(ABC):
 
     experts: ModelExperts
     whole = False  # all slices are in memory for good, and checked
+    lost_before = 0  # pages of mapped files that this process had lost when the store was opened
 
     @property
     @abstractmethod

@@ -111,7 +111,7 @@ class FileStore(HostStore):
         self._stamps: list[_Stamp] = []
         self._looked: list[float] = []  # when each file was looked at, of those that are mapped
         self._maps: list[MappedFile] = []
-        self.unmapped, self._lost = "", lost_pages()
+        self.unmapped, self.lost_before = "", lost_pages()
         _check_descriptors(folder, len(self.experts.layers))
         try:
             for layer_index in self.experts.layers:
@@ -191,7 +191,7 @@ class FileStore(HostStore):
     def mapped(self) -> bool:
         way = self._reading
         plain = not (way.direct or way.drops or way.bytes_per_second) and way.check == "first"
-        return plain and native.load() is not None and lost_pages() == self._lost and self._map()
+        return plain and native.load() is not None and lost_pages() == self.lost_before and self._map()
 
     def in_memory(self, key: SliceKey) -> bool:
         try:
@@ -211,7 +211,7 @@ class FileStore(HostStore):
         return True
 
     def lost(self, keys: Iterable[SliceKey]) -> str:
-        if lost_pages() == self._lost:
+        if lost_pages() == self.lost_before:
             return ""
         try:
             for key in keys:

@@ -144,7 +144,11 @@ def test_four_bits_are_the_same_at_every_budget_and_two_bits_still_speak(llm):
     server.resize("25%")
     server.reset_stats()
     low, stats = answer(llm, prompts()[:4]), server.stats()
-    assert stats.bytes_moved["demand"] == (stats.misses - stats.cpu_executed) * server.experts.formats[2].nbytes
+    # Nothing is moved at more than two bits. Where files are read past the page cache, some projections come ahead.
+    fetched = (stats.misses - stats.cpu_executed) * server.experts.formats[2].nbytes
+    assert stats.bytes_moved["demand"] <= fetched <= sum(stats.bytes_moved.values())
+    if stats.bytes_moved["prefetch"] == 0:
+        assert stats.bytes_moved["demand"] == fetched
     likely = sum(t in position for a in low for t, position in zip(a.tokens, a.logprobs, strict=True))
     assert likely == 4 * 32
     assert equal_share(low, high[:4]) < 1

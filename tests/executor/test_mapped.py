@@ -129,7 +129,7 @@ def test_after_lost_pages_everything_is_fetched(files):
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("share_in_memory", [0, 0.5])
 def test_a_step_ends_whatever_is_in_memory(files, monkeypatch, share_in_memory):
-    """Experts at changing precisions; it went on for ever when one was found on disk while another was to be checked."""
+    """It went on for ever when one expert was found on disk while another was still to be checked."""
     steps = [(seed, seed % 2, 1 + seed % 3) for seed in range(60)]
     want = run(with_budget(files, "minimum", Dymoe(retention=0.5), misses="fetch"), steps)
     server = with_budget(files, "minimum", Dymoe(retention=0.5), misses="compute")

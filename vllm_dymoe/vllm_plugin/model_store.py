@@ -330,19 +330,25 @@ class ModelStore:
         return store
 
     def _reading(self, files: FileStore) -> Reading:
-        """Past the page cache where that is faster beside what it could hold, or where it may hold nothing."""
+        """How to read the files: past the page cache where that is faster, or where the page cache may hold nothing.
+
+        A CPU whose page cache can hold all experts computes with them there, and no disk's rate matters.
+        """
         assert self.place is not None
         options, experts, room = self._options, files.experts, self._room
         rate = options.disk_gbps and options.disk_gbps * 1e9
         plain = Reading(check=options.checksums, bytes_per_second=rate)
         if options.host_store == "file":
             return plain
-        mine, rates = room.available // room.ranks, files.rates()
+        mine = room.available // room.ranks
         used = self.place.host_cache
         if not room.separate:  # slots are in host memory: half of it, unless the user says how much
             budget = options.expert_budget
             used = budget.bytes or int((budget.share or 0) * experts.stored_nbytes) or mine // 2 * budget.is_auto
         held = min(1.0, max(0, mine - used) / experts.stored_nbytes) if options.host_memory.is_auto else 0.0
+        if held == 1.0 and not room.separate:
+            return plain
+        rates = files.rates()
         direct = rates.read_past_cache(held)
         return replace(plain, direct=direct, depth=rates.depth, drops=not (direct or options.host_memory.is_auto))
 

@@ -8,6 +8,7 @@ Steps of few rows are *narrow*, the others *wide*; and so are those with a promp
 
 import torch
 
+from vllm_dymoe.cache.device_table import OutsideIds
 from vllm_dymoe.executor.small_batch import SmallBatches
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.planner.routing import Routing
@@ -26,6 +27,7 @@ class DecodeSteps:
         self._server, self.path, self._step, self._observation = server, path, step, observation
         self._longest, self._table = longest, path.table
         self._prompts = prompts
+        self._outside = OutsideIds(path.table)
         self._tokens, self._large = 0, False  # of the running step
         self._recording = False
 
@@ -48,13 +50,19 @@ class DecodeSteps:
             return path.forward_large(layer.position, x, weights, here, layer.activation, captured=capturing)
         tokens, marks = step.real(rows), None if self._prompts is None else self._prompts.marks(rows, x.device)
         out = path.forward_large(layer.position, x, weights, here, layer.activation, marks)
-        at = self._routing(layer.position, x[:tokens], here[:tokens], weights[:tokens])
+        observers = self._observation.observers
+        known = self._known(here[:tokens]) if observers else here[:tokens]
+        at = self._routing(layer.position, x[:tokens], known, weights[:tokens])
         at.global_ids = None if here is ids else ids[:tokens]
         if self._server.host_planned.records_actions:
             at.actions = path.large.actions(at.ids)
-        for observer in self._observation.observers:
+        for observer in observers:
             observer.see(at)
         return out
+
+    def _known(self, ids: torch.Tensor) -> torch.Tensor:
+        """The same with -1 for what is no expert: observers index by it before the step is found to have failed."""
+        return torch.where(ids < self._table.experts, ids, -1)
 
     @property
     def _asks(self) -> bool:
@@ -75,6 +83,7 @@ class DecodeSteps:
         if not tokens:
             return
         self.path.tell(0)
+        self._outside.send(self._step.number)
         self._server.host_planned.end_decode(tokens, large=self._large)
         for observer in () if self._large else self._listeners:
             for layer in range(self._table.layers):
@@ -82,6 +91,10 @@ class DecodeSteps:
                 at = self._routing(layer, torch.empty(tokens, 0, device=ids.device), ids, weights)
                 at.actions = self.path.actions(layer, ids)
                 observer.see(at)
+
+    def failure(self, step: int) -> str:
+        """Return why a step up to this number, if it has ended, failed on the device; empty if none did."""
+        return str(self._outside.take(step) or "")
 
     def _routing(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Routing:
         return Routing(layer, self._table.layers, x, ids, weights, self._step.phase)

@@ -49,6 +49,8 @@ class StepFailures:
         # Called with the number of a step that failed on any rank, when its output is complete.
         self.on_failure: Callable[[int], None] = lambda step: None
         self.late = False  # whether a step that has run on the host may still fail on the device
+        # Called with the number of a step: why it failed on the device, if it has ended; empty if it did not.
+        self.on_device: Callable[[int], str] = lambda step: ""
         self._failed_through = 0, ""
         self._step, self._store, self._collects, self._shared, self._engine = step, store, collects, shared, engine
 
@@ -76,12 +78,15 @@ class StepFailures:
         step, mine = self._step.number, self.sentence
         self.sentence = None
         self._step.end()
+        if not self._collects and (why := self.on_device(step - 1)):
+            self.record_late(why)  # nobody waits for this rank's output, so it was not known before
         if output is None or not self._collects or (mine is None and self._store is None and not self.late):
             return output
 
         def checked(complete: ModelRunnerOutput) -> ModelRunnerOutput:
             through, sentence = self._failed_through
-            failure = mine or self._taken(step) or (sentence if step <= through else "")
+            late = f"vllm-dymoe: {why}" if (why := self.on_device(step)) else ""
+            failure = mine or self._taken(step) or late or (sentence if step <= through else "")
             if failure:
                 self.on_failure(step)
             return FailedStep.of(complete, failure) if failure else complete

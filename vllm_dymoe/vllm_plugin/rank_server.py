@@ -40,6 +40,7 @@ class RankServer:
         self._decode: DecodeSteps | None = None
         if server.small_batches is not None:
             self._decode = DecodeSteps(server, server.small_batches, step, observation, 1 + drafted, self.prompts)
+            failures.late, failures.on_device = True, self._decode.failure
         self._num_layers = len(server.experts.layers)  # without a draft's, which come later
         failures.on_failure = observation.forget
         if (cpu_queue := server.cpu_execution.cpu_queue) is not None:

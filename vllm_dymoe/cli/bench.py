@@ -15,6 +15,7 @@ from vllm_dymoe.bench.rows import ROWS, Row, check_outputs, read_rows
 from vllm_dymoe.bench.run import measure
 from vllm_dymoe.bench.table import Bounds, bits_of, for_terminals, lines, markdown
 from vllm_dymoe.cli.display import count_progress, print_table
+from vllm_dymoe.durable import replace_file
 from vllm_dymoe.options import ConfigError, ExpertBudget
 from vllm_dymoe.plan.device import parse_rate
 from vllm_dymoe.plan.model import ModelShape, read_shape
@@ -86,7 +87,7 @@ class Bench:
         if compared:
             typer.echo(f"{compared} answers of the same precision are the same, token by token.")
         page = self.out / "table.md"
-        page.write_text(f"{title}\n\n{markdown(list(body[0]), (line.values() for line in body))}\n")
+        replace_file(page, f"{title}\n\n{markdown(list(body[0]), (line.values() for line in body))}\n".encode())
         typer.echo(f"Written: {self.out / ROWS}, {page}")
 
     def _bounds(self, rows: Sequence[Row]) -> Bounds:

@@ -64,7 +64,7 @@ class Stacking:
     interleaved: bool = False
 
     @classmethod
-    def of(cls, model_type: object) -> "Stacking":
+    def of(cls, model_type: str | None) -> "Stacking":
         return _STACKINGS.get(model_type, cls())
 
     def shape(self, matrix: tuple[int, ...]) -> tuple[int, ...]:
@@ -84,7 +84,7 @@ class Stacking:
         return slice(0, count // 2), slice(count // 2, count)
 
 
-_STACKINGS: dict[object, Stacking] = {
+_STACKINGS: dict[str | None, Stacking] = {
     "gpt_oss": Stacking(transposed=True, interleaved=True),
     "llama4": Stacking(transposed=True),
     "llama4_text": Stacking(transposed=True),

@@ -33,10 +33,10 @@ from vllm_dymoe.cache.store import (
     choose_host_place,
 )
 from vllm_dymoe.cache.store.disk import Reading
-from vllm_dymoe.cache.store.durable import all_leftovers, clean, read_regular, write_synced
 from vllm_dymoe.cache.store.page_lock import CudaPageLock
 from vllm_dymoe.cache.store.shared import SharedMemory, Turn
 from vllm_dymoe.cache.store.writer import StoreWriter
+from vllm_dymoe.durable import all_leftovers, clean, read_regular, write_synced
 from vllm_dymoe.executor.rates import RATES
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, Projection, stored_formats
 from vllm_dymoe.kernels import Activation

@@ -26,9 +26,9 @@ from vllm_dymoe.cache.store.disk import (
     set_direct,
     storage_of,
 )
-from vllm_dymoe.cache.store.durable import open_regular
 from vllm_dymoe.cache.store.files import file_name
 from vllm_dymoe.cache.store.header import read_header
+from vllm_dymoe.durable import open_regular
 from vllm_dymoe.experts.format import SliceKey, all_keys
 
 WAYS = [Reading(direct=True, depth=4), Reading(drops=True), Reading(check="always"), Reading(bytes_per_second=1e9)]

@@ -21,9 +21,9 @@ from vllm_dymoe.cache.host_cache import HostCache
 from vllm_dymoe.cache.store import FileStore, Manifest, StoreError, whole_host_cache
 from vllm_dymoe.cache.store import mapped as mapping
 from vllm_dymoe.cache.store.disk import RATES, Reading
-from vllm_dymoe.cache.store.durable import all_leftovers, clean, is_temporary
 from vllm_dymoe.cache.store.shared import SharedMemory, Turn
 from vllm_dymoe.cache.store.writer import StoreWriter
+from vllm_dymoe.durable import all_leftovers, clean, is_temporary
 from vllm_dymoe.experts.format import all_keys
 from vllm_dymoe.quantize.dummy import random_store
 

@@ -34,10 +34,10 @@ from vllm_dymoe.cache.store.disk import (
     read_direct,
     set_direct,
 )
-from vllm_dymoe.cache.store.durable import close_file, open_regular, replace_file
-from vllm_dymoe.cache.store.header import TensorPlace, read_header, read_metadata, validate
+from vllm_dymoe.cache.store.header import TensorPlace, read_header, read_metadata
 from vllm_dymoe.cache.store.manifest import MANIFEST, STORE_VERSION, Manifest
 from vllm_dymoe.cache.store.mapped import MappedFile, lost_pages
+from vllm_dymoe.durable import close_file, open_regular, replace_file
 from vllm_dymoe.experts.format import EVERY_PROJECTION, ModelExperts, Projection, SliceKey, SlicePlace, all_keys
 from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels import native
@@ -341,15 +341,7 @@ class FileStore(HostStore):
             raise _cannot_read(path, error) from error
 
     def _read_tables(self, layer_index: int, path: Path, file: int, slices: Mapping[int, SlicePlace]) -> _Layer:
-        size = self._stamps[-1].size
         places = read_header(path, file)
-        reserved = max((place.end for place in places.values()), default=0)
-        if reserved > size:
-            raise DamagedStoreError(
-                f"{path} has {size} bytes where its header promises {reserved}; "
-                f"the file was truncated: {_again(path.parent)}."
-            )
-        validate(path, file)
         count, begins, expected = self.experts.num_experts, {}, {}
         for bits, (packed, stride, start, number, parts) in slices.items():
             begins[bits] = _locate(path, places, f"{packed}bit.blobs", count * stride).begin + start, stride

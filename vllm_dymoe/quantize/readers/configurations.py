@@ -61,7 +61,7 @@ def make_reader(config: Config | None) -> Reader:
         raise unreadable(f"{method} already", f"{', '.join(METHODS)} and 16-bit weights", advice)
     try:
         return _READERS[method](config)
-    except (TypeError, ValueError, AttributeError, LookupError, RecursionError) as error:
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
         raise CheckpointError(
             f"the quantization_config of the checkpoint is not one that {method} writes ({error}); download the "
             "checkpoint again."

@@ -104,7 +104,7 @@ def combine_with_torch(pairs: Pairs, into: Tensor | None = None) -> Tensor:
 
 
 def _marked(skipped: Collection[int], device: torch.device) -> Tensor:
-    """Return int32 [highest expert + 1] with ones for the given experts, in one copy that the host does not wait for."""
+    """Return int32 [highest expert + 1], ones for the given experts, in one copy that the host does not wait for."""
     marks = [0] * (max(skipped) + 1)
     for expert in skipped:
         marks[expert] = 1

@@ -29,7 +29,7 @@ def points(codes: Tensor) -> Tensor:
 
 
 def nearest(wanted: Tensor) -> Tensor:
-    """Return the codes of the nearest points, float32 [..., 8 n] to uint8: the plain twin of ``kernels/cpu/nearest.h``."""
+    """Return codes of the nearest points, float32 [..., 8 n] to uint8: the plain twin of ``kernels/cpu/nearest.h``."""
     wanted = wanted.unflatten(-1, (-1, WIDTH))
     best, found = wanted.new_full(wanted.shape[:-1], torch.inf), torch.zeros_like(wanted, dtype=torch.uint8)
     for odd in (0, 1):
@@ -50,7 +50,7 @@ def nearest(wanted: Tensor) -> Tensor:
 
 
 def signs(columns: int) -> Tensor:
-    """Return the signs of the columns before the transform: float32 [columns] of 1 and -1, a hash of the column number."""
+    """Return the columns' signs before the transform: float32 [columns] of 1 and -1, a hash of the column number."""
     number = torch.arange(columns, dtype=torch.int64)
     number = (number * 0x9E3779B1) & 0xFFFFFFFF
     number = ((number ^ (number >> 15)) * 0x85EBCA77) & 0xFFFFFFFF

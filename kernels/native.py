@@ -27,9 +27,9 @@ ISAS = {
     "NEON_DOTPROD": (-1, "NEON with dotprod"),
     "DEFAULT": (0, "portable vectors"),
 }
-"""Number and name of each instruction set, by torch's name for it: variables that restrict torch restrict this library as
-well. With AVX512 torch uses BF16 and AMX where the CPU has them. Where torch names none of these, as on ARM, NEON is
-looked for."""
+"""Number and name of each instruction set, by torch's name for it: variables that restrict torch restrict this one too.
+With AVX512 torch uses BF16 and AMX where the CPU has them. Where torch names none of these, as on ARM, NEON is looked
+for."""
 _CURVES = {curve: number for number, curve in enumerate(Curve)}
 _SCALES = {torch.float8_e8m0fnu: 1, torch.float8_e4m3fn: 2, torch.float32: 3}
 READ, GATE_UP, DOWN = 0, 1, 2
@@ -178,7 +178,7 @@ class Library:
         self.row_floats = cache(library.dymoe_row_floats)
 
     def experts(self, layer: Layer, first: int, last: int) -> None:
-        """Run the phases `first` to `last` of a step. Raises IndexError for a row of x or of out that does not exist."""
+        """Run phases `first` to `last` of a step. Raises IndexError for a row of x or of out that does not exist."""
         layer.phase, layer.last = first, last
         if self._library.dymoe_experts(ctypes.addressof(layer), self.isa, self.parallel):
             raise IndexError(f"work names a row beyond the {layer.tokens} of x or the {layer.out_rows} of out")

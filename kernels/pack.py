@@ -127,7 +127,7 @@ def _store(codes: Tensor, weight: Tensor, format: MatrixFormat) -> None:
 
 
 def unpack(packed: PackedMatrix) -> Tensor:
-    """Return the codes of a quantized matrix, uint8 [rows, columns] in the order of the inputs. ValueError at 16 bits."""
+    """Return a quantized matrix's codes, uint8 [rows, columns] in the order of the inputs. ValueError at 16 bits."""
     if not packed.format.quantized:
         raise ValueError("the matrix has 16 bits: it holds weights, not codes")
     return _in_input_order(packed, _stored_codes(packed)[:, : packed.format.columns])

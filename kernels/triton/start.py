@@ -1,4 +1,4 @@
-"""What is done with a kernel that is ready to go: launch it, or only compile it."""
+"""Launching a kernel, or only compiling it."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,7 @@ def run_kernel(
     constants: dict[str, Any],
     options: dict[str, int],
 ) -> None:
-    """Compile what is not compiled yet, and launch."""
+    """Launch a kernel; compile it first if needed."""
     kernel[grid](*tensors, **constants, **_FUSED | options)
 
 
@@ -36,20 +36,22 @@ def compile_kernel(
     constants: dict[str, Any],
     options: dict[str, int],
 ) -> None:
-    """Only compile: a launch with the same constants, dtypes and alignments then starts at once."""
+    """Compile only: a launch with the same constants, dtypes and alignments then starts at once."""
     kernel.warmup(*tensors, grid=grid, **constants, **_FUSED | options)
 
 
 def prepared(
     kernel: Any, grid: tuple[int, ...], constants: dict[str, Any], options: dict[str, int]
 ) -> Callable[..., None]:
-    """A launch that takes its tensors only, in half of the time: for what is launched again and again."""
+    """Return a launch that takes only its tensors, in half the time: for launches that are repeated often."""
     return partial(kernel.run, grid=grid, warmup=False, **constants, **_FUSED | options)
 
 
 @contextmanager
 def compiling_together() -> Iterator[None]:
-    """Inside, compile_kernel returns at once; at the end everything is compiled, side by side on the host's cores."""
+    """Context in which compile_kernel returns at once; at its end everything is compiled in parallel on the host's
+    cores.
+    """
     threads = min(_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads) as executor, triton.AsyncCompileMode(executor):
         yield

@@ -1,6 +1,6 @@
-"""Host memory: how much can be had, and how to map an exact size of it near a device.
+"""Host memory: how much is available, and how to map an exact size of it near a device.
 
-torch's allocator of pinned memory rounds up to a power of two, 512 MiB where a layer's experts have 324.
+torch's allocator of pinned memory rounds up to a power of two: 512 MiB where a layer's experts take 324.
 """
 
 import contextlib
@@ -102,7 +102,7 @@ def whole_pages(nbytes: int) -> int:
 
 
 def map_bytes(nbytes: int) -> torch.Tensor:
-    """Map uint8 [nbytes] from a page's begin on, in huge pages where they fit; OSError if there is no room."""
+    """Map uint8 [nbytes], page-aligned, in huge pages where they fit. Raises OSError if there is no room."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     mapping = mmap.mmap(-1, whole_pages(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -112,7 +112,7 @@ def map_bytes(nbytes: int) -> torch.Tensor:
 
 
 def drop_pages(memory: torch.Tensor) -> None:
-    """Give the pages of ``map_bytes`` back at once; tensors that are still over them read zeros."""
+    """Give the pages of ``map_bytes`` back at once; tensors that still refer to them read zeros."""
     if memory.numel() > 0:
         libc = ctypes.CDLL(None, use_errno=True)
         nbytes = ctypes.c_size_t(whole_pages(memory.numel()))
@@ -127,7 +127,7 @@ def several_nodes() -> bool:
 
 
 def prefer_node(memory: torch.Tensor, node: int) -> str | None:
-    """Take pages of ``map_bytes`` that are not there yet from one NUMA node; returns why not, if it is forbidden."""
+    """Allocate the untouched pages of ``map_bytes`` on one NUMA node; return the reason if that is forbidden."""
     number = _MBIND.get(os.uname().machine)
     if number is None:
         return f"unknown on {os.uname().machine}"

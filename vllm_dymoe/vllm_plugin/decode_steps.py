@@ -1,9 +1,8 @@
-"""Steps where the device plans about experts: what stands around the model then.
+"""Steps with device-side planning: what happens before and after the model runs.
 
-Such a step may be the replay of a CUDA graph, in which nothing of Python runs. Before the model it is told how many
-rows are tokens, behind it observers hear what routers chose.
-
-Steps of few rows are *narrow*, the others *wide*; and so are those with a prompt's tokens, where these count otherwise.
+Such a step may be the replay of a CUDA graph, in which no Python runs. Before the model it is told how many rows are
+tokens; after the model observers are told what routers chose. Steps of few rows are small batches, others large
+batches; so are steps with prompt tokens, if the policy treats these differently.
 """
 
 import torch
@@ -18,7 +17,9 @@ from vllm_dymoe.vllm_plugin.step import PromptTap, RankLayer, RunningStep
 
 
 class DecodeSteps:
-    """Those of one rank; a request has at most ``longest`` tokens where it decodes, its own and those drafted."""
+    """The device-planned steps of one rank; a decoding request has at most ``longest`` tokens: its own and drafted
+    ones.
+    """
 
     def __init__(
         self, server: ExpertServer, path: SmallBatches, step: RunningStep, observation: Observation, longest: int,
@@ -32,7 +33,7 @@ class DecodeSteps:
         self._recording = False
 
     def enter_layer(self, rows: int, *, capturing: bool) -> bool:
-        """Whether a layer of so many rows is a small-batch step's; what vLLM computes to warm up has no tokens."""
+        """Return whether a layer of so many rows belongs to a small batch; vLLM's warm-up runs have no tokens."""
         step = self._step
         if not capturing:
             self.path.tell(0 if step.warming_up else step.real(rows))
@@ -42,8 +43,7 @@ class DecodeSteps:
         self, layer: RankLayer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, here: torch.Tensor,
         *, capturing: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """A layer of a large-batch step, of which observers hear here; experts are those of all ranks, and of this
-        one."""
+        """Run a layer of a large batch, and tell observers; experts are given for all ranks, and for this one."""
         step, rows, path = self._step, len(x), self.path
         self._large = True
         if capturing or step.warming_up:

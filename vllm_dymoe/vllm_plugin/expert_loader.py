@@ -1,14 +1,14 @@
 """From vLLM's weight loaders to the store: which expert, which projection, which slice of it.
 
-vLLM's models hand experts over in several ways, and all of them end here:
+vLLM's models hand over experts in several ways, and all of them end here:
 
 - one projection of one expert, [rows, columns], through ``param.weight_loader``: most models;
 - one projection of all local experts, [experts, rows, columns], the same way: Llama 4;
 - gate and up of one expert, transposed and interleaved, the same way: GPT-OSS (vLLM 0.32);
 - gate and up, or down, of all local experts, sliced already: GPT-OSS, at 16 bits through ``param.copy_``, quantized
-  through ``param.weight_loader`` without an expert's number; ranks have whole groups of 32 inputs of the down
-  projection, the last one what is left, and zeros fill it up (``GptOssModel._load_weights_mxfp4``);
-- one projection of all experts, [experts * intermediate, hidden], without an expert's number: DBRX.
+  through ``param.weight_loader`` without an expert id; ranks have whole groups of 32 inputs of the down projection, the
+  last rank has the remainder, padded with zeros (``GptOssModel._load_weights_mxfp4``);
+- one projection of all experts, [experts * intermediate, hidden], without an expert id: DBRX.
 
 Parts of a quantized matrix wait for each other.
 """
@@ -38,7 +38,7 @@ _STACKED_KINDS = ("weight", "weight_scale")
 
 
 class ExpertLoader:
-    """Takes the experts of one layer from vLLM's loaders, in any order; this rank's part goes to a store."""
+    """Takes the experts of one layer from vLLM's loaders, in any order; writes this rank's part to a store."""
 
     __name__ = "load_expert"  # vLLM asks for that of a function
 
@@ -90,7 +90,7 @@ class ExpertLoader:
         return taken if return_success else None
 
     def _take_layer(self, stack: str, tensor: Tensor, name: str) -> None:
-        """Without an expert's number come gpt-oss's quantized stacks, or DBRX's."""
+        """Take a stack without an expert id: gpt-oss's quantized stacks, or DBRX's."""
         if self._stacked:
             self.take_stack(stack, tensor)
         elif self._reader.held:
@@ -103,7 +103,7 @@ class ExpertLoader:
                     self._take_weight(expert, _DBRX[name], matrix.t() if name == "w2" else matrix)
 
     def _take_expert(self, stack: str, tensor: Tensor, name: str, shard: str | None, number: int) -> bool:
-        """Take an expert's tensor; False if the expert is another rank's."""
+        """Take an expert's tensor; return False if the expert is another rank's."""
         kind = "bias" if name.endswith("bias") else stack.partition("_")[2]
         if self._stacked:
             raise _error(
@@ -157,7 +157,7 @@ class ExpertLoader:
                     self._take_part(expert, expert, projection, named, part)
 
     def check_complete(self) -> None:
-        """Refuse quantized matrices of which a tensor is missing, with a ConfigError."""
+        """Raise ConfigError for a quantized matrix of which a tensor is missing."""
         for (expert, projection), parts in sorted(self._waiting.items()):
             missing = " and ".join(part for part in self._reader.parts if part not in parts)
             raise _error(f"{self._describe(expert, projection)} lacks {missing} in the checkpoint; download it again.")
@@ -205,17 +205,17 @@ class ExpertLoader:
         self._store.put(self._place, expert, projection, bias, bias=True)
 
     def _share(self, projection: Projection, size: int) -> tuple[int, slice]:
-        """What tensor parallelism gives this rank of a dimension: rows of gate and up, columns of down."""
+        """Return this rank's range of a dimension under tensor parallelism: rows of gate and up, columns of down."""
         width = size // self._ranks
         return int(projection is Projection.DOWN), slice(self._rank * width, (self._rank + 1) * width)
 
     def _shape(self, projection: Projection, ranks: int = 1) -> tuple[int, int]:
-        """[rows, columns] on so many ranks together."""
+        """Return [rows, columns] on so many ranks together."""
         sizes = self._intermediate * ranks, self._hidden
         return sizes[::-1] if projection is Projection.DOWN else sizes
 
     def _split(self, stem: str, rows: Tensor) -> Iterable[tuple[Projection, Tensor]]:
-        """The projections of one expert's w13 or w2, whose rows are the first dimension."""
+        """Return the projections of one expert's w13 or w2, whose rows are the first dimension."""
         projections = (Projection.DOWN,) if stem == "w2" else (Projection.GATE, Projection.UP)
         interleaved = self._layer.moe_config.activation is MoEActivation.SWIGLUOAI
         return zip(projections, Stacking(interleaved=interleaved).split(rows, projections), strict=True)
@@ -229,7 +229,7 @@ class ExpertLoader:
 
 
 def _check_parts(name: str, balanced: bool) -> None:
-    """A stack has the experts of vLLM's placement on one rank."""
+    """Check that a stack has the experts of vLLM's placement on one rank."""
     if balanced:
         raise _error(
             f"--enable-eplb needs all experts on every machine, and vLLM hands over those of one rank of {name}; leave "
@@ -242,12 +242,12 @@ def _error(sentence: str) -> ConfigError:
 
 
 class _Placeholder(Parameter):
-    """An empty parameter in the place of a layer's experts."""
+    """An empty parameter that stands for a layer's experts."""
 
     weight_loader: ExpertLoader
     stack_name: str
 
     def copy_(self, source: Tensor, non_blocking: bool = False) -> "_Placeholder":
-        """What GPT-OSS's loader does instead of calling weight_loader."""
+        """Take what GPT-OSS's loader copies instead of calling weight_loader."""
         self.weight_loader.take_stack(self.stack_name, source)
         return self

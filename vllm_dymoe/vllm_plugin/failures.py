@@ -1,11 +1,11 @@
-"""What becomes of a step in which an expert could not be fetched: in its worker, in the scheduler, at the front end.
+"""Handles a step in which an expert could not be fetched: in its worker, in the scheduler, at the front end.
 
-An exception in a model's forward would end the engine, and other ranks would wait in their next all-reduce for ever. So
-the layer that failed returns zeros and notes a sentence here, the layers behind it do no work, and the sentence leaves
-the worker with the step's output. The scheduler ends the requests of that step, with the sentence as ``stop_reason``.
+An exception in a model's forward would end the engine, and other ranks would wait for ever in their next all-reduce. So
+the layer that failed returns zeros and records a sentence here, later layers do no work, and the sentence leaves the
+worker with the step's output. The scheduler ends the requests of that step, with the sentence as ``stop_reason``.
 
-The output of one rank only is collected. Another rank leaves its sentence at the process group's key-value store
-*before* it takes part in the step's next collective, so it is there when the output rank has the step's tokens.
+Only one rank's output is collected. Another rank leaves its sentence in the process group's key-value store *before* it
+takes part in the step's next collective, so it is there when the output rank has the step's tokens.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class FailedStep(ModelRunnerOutput):
 
     @classmethod
     def of(cls, output: ModelRunnerOutput, failure: str) -> "FailedStep":
-        """The same output, declared failed; ``output`` may be shared by many steps and stays as it is."""
+        """Return the same output, marked as failed; ``output`` may be shared by many steps and is not changed."""
         return cls(**{field.name: getattr(output, field.name) for field in fields(output)}, failure=failure)
 
 
@@ -67,14 +67,16 @@ class StepFailures:
                 self._store.check([self._key(self._step.number)])  # writing alone does not wait for the server
 
     def record_late(self, sentence: str) -> None:
-        """A step of the device fails while it runs: every step that has begun and whose output is not complete does."""
+        """Record the failure of a device's step while it runs: every step fails that has begun and whose output is
+        incomplete.
+        """
         self._failed_through = self._step.number, f"vllm-dymoe: {sentence}"
         for step in range(max(1, self._step.number - 1), self._step.number + 1):  # vLLM schedules one step ahead
             if self._store is not None:
                 self._store.set(self._key(step), f"vllm-dymoe: {sentence}")
 
     def finish(self, output: Any) -> Any:
-        """The step ends: declare its output failed if the step is; this rank may have none."""
+        """End the step: mark its output as failed if the step is; this rank may have no output."""
         step, mine = self._step.number, self.sentence
         self.sentence = None
         self._step.end()
@@ -108,7 +110,7 @@ class StepFailures:
 
 
 class _Checked(AsyncModelRunnerOutput):
-    """An asynchronous output that is checked when it is there."""
+    """An asynchronous output that is checked when it arrives."""
 
     def __init__(self, output: AsyncModelRunnerOutput, check: Callable[[ModelRunnerOutput], ModelRunnerOutput]) -> None:
         self._output = output
@@ -118,12 +120,12 @@ class _Checked(AsyncModelRunnerOutput):
         return self._check(self._output.get_output())
 
     def get_kv_connector_output(self) -> Any:
-        """What vLLM asks for from 0.33 on."""
+        """Return what vLLM asks for from 0.33 on."""
         return self._output.get_kv_connector_output()
 
 
 def make_step_failures(step: RunningStep, *, shared: bool) -> StepFailures:
-    """For this worker, after vLLM has set up its process groups; ``shared`` as above."""
+    """Make the object for this worker, after vLLM has set up its process groups; ``shared`` as above."""
     from torch.distributed import distributed_c10d
     from vllm.distributed.parallel_state import get_dp_group, get_pp_group, get_tp_group, get_world_group
 
@@ -139,10 +141,10 @@ def make_step_failures(step: RunningStep, *, shared: bool) -> StepFailures:
 def update_from_output(
     update: Callable[..., dict[int, EngineCoreOutputs]], scheduler: Any, step: SchedulerOutput, output: Any
 ) -> dict[int, EngineCoreOutputs]:
-    """The requests of a failed step have to end, and nothing that it wrote may stay in the prefix cache.
+    """End the requests of a failed step, and remove everything that it wrote from the prefix cache.
 
-    vLLM enters a block there when it is scheduled, before it is computed. Which of them the failed step should have
-    filled is not known for requests that were aborted or preempted meanwhile, so none is kept.
+    vLLM enters a block into the cache when it is scheduled, before it is computed. For requests that were aborted or
+    preempted meanwhile it is unknown which blocks the failed step should have filled, so none is kept.
     """
     if not isinstance(output, FailedStep):
         return update(scheduler, step, output)
@@ -175,7 +177,7 @@ def raise_failure(output: Any) -> None:
 
 
 def _blocks_written(scheduler: Any, step: SchedulerOutput) -> set[int]:
-    """Blocks of the KV cache that the step wrote to, and those behind them."""
+    """Return the blocks of the KV cache that the step wrote to, and those after them."""
     cached = step.scheduled_cached_reqs
     computed = {request.req_id: request.num_computed_tokens for request in step.scheduled_new_reqs}
     computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -189,7 +191,7 @@ def _blocks_written(scheduler: Any, step: SchedulerOutput) -> set[int]:
 
 
 def _readers_of(scheduler: Any, blocks: set[int]) -> set[str]:
-    """Running requests that use one of ``blocks``: one that was scheduled since may have found them in the cache."""
+    """Return running requests that use one of ``blocks``: one scheduled since may have found them in the cache."""
     return {
         request.request_id
         for request in scheduler.running

@@ -1,4 +1,4 @@
-"""One rank that serves: the forward of its MoE layers, in the steps of requests and while vLLM warms up."""
+"""One serving rank: the forward of its MoE layers, in the steps of requests and while vLLM warms up."""
 
 import contextlib
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from vllm_dymoe.vllm_plugin.step import PromptTap, RankLayer, RunningStep
 
 
 class RankServer:
-    """What vLLM's layers, worker and attention talk to on a rank that has loaded its model."""
+    """What vLLM's layers, worker and attention call on a rank that has loaded its model."""
 
     def __init__(
         self,
@@ -52,14 +52,14 @@ class RankServer:
         return predictor is not None and predictor.predictor.tells_phases
 
     def forward(self, layer: RankLayer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Run the routed experts of one MoE layer, outside of any compilation: x [rows, hidden] -> [rows, hidden].
+        """Run the routed experts of one MoE layer, outside of any compilation: x [rows, hidden] to [rows, hidden].
 
-        Weights are float32 [rows, top_k], ids int [rows, top_k] of the experts of all ranks. Rows that only fill up a
-        captured graph's batch come out as zeros and are not seen, wherever vLLM has routed them: to expert -1 from 0.32
-        on, before that to some expert. What vLLM makes up to warm up is neither counted nor learnt from.
+        Weights are float32 [rows, top_k], ids int [rows, top_k] over the experts of all ranks. Rows that pad a captured
+        graph's batch give zeros and are ignored, wherever vLLM has routed them: to expert -1 from 0.32 on, before that
+        to some expert. vLLM's warm-up rows are neither counted nor learnt from.
 
-        A layer that cannot be computed gives zeros and fails the step (``failures``); TransferError in a warm-up that
-        no other rank waits for, ConfigError for a captured layer.
+        A layer that cannot be computed returns zeros and fails the step (``failures``). Raises TransferError in a
+        warm-up that no other rank waits for, and ConfigError for a captured layer.
         """
         server, step, rows = self.server, self.step, x.shape[0]
         tokens, capturing = step.real(rows), is_captured(x)
@@ -123,7 +123,7 @@ class RankServer:
 
     @contextlib.contextmanager
     def idle_step(self) -> Iterator[None]:
-        """This rank has no requests and computes a dummy batch: its experts serve the tokens of other ranks."""
+        """Run a step without requests, a dummy batch: this rank's experts serve the tokens of other ranks."""
         self.step.begin_idle()
         self.server.host_planned.begin_step(self.step.phase)
         try:
@@ -132,7 +132,7 @@ class RankServer:
             self.failures.finish(None)
 
     def end_model(self, runner: Any, scheduler_output: Any, output: Any) -> Any:
-        """The model of a step has run; returns its output, declared failed if the step is."""
+        """End a step's model; return its output, marked as failed if the step is."""
         failed = self.failures.sentence is not None
         if self._decode is not None:
             self._decode.end()
@@ -141,16 +141,16 @@ class RankServer:
         return None if output is None else self.failures.finish(output)  # without one, sample_tokens comes next
 
     def end_step(self, output: Any) -> Any:
-        """A step has sampled its tokens; returns its output as ``end_model`` does. Observers were told there."""
+        """End a step after sampling; return its output as ``end_model`` does. Observers were told there."""
         return output if self.step.warming_up else self.failures.finish(output)
 
     def extend(self, server: ExpertServer) -> None:
-        """Go on with a draft's layers behind the model's; the host plans in all of them."""
+        """Append a draft's layers to the model's; the host plans in all of them."""
         assert server.small_batches is None
         self.server, self._decode = server, None
 
     def close(self) -> None:
-        """The engine shuts down: end threads, give memory and descriptors back, and write what is to be recorded."""
+        """Shut down: end threads, free memory and descriptors, and write what is being recorded."""
         if self.observation.trace is not None:
             self.observation.trace.recorder.close()
         self.server.close()

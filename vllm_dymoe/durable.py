@@ -163,10 +163,13 @@ def open_private(folder: Path) -> int:
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    status = os.fstat(file)
-    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+    try:
+        status = os.fstat(file)
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise OSError(errno.EPERM, f"{folder} is not this user's alone")
+    except BaseException:
         close_file(file)
-        raise OSError(errno.EPERM, f"{folder} is not this user's alone")
+        raise
     return file
 
 

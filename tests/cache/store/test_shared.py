@@ -22,11 +22,6 @@ KEYS = list(all_keys(EXPERTS))
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs another user's files and processes")
 
 
-@pytest.fixture(autouse=True)
-def own_runtime_folder(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
-
-
 def runtime_folder():
     """Where sockets are."""
     return Path(os.environ["XDG_RUNTIME_DIR"]) / f"vllm-dymoe-{os.geteuid()}"

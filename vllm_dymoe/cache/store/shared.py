@@ -17,6 +17,7 @@ import socket
 import struct
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from vllm_dymoe.durable import close_file, make_folders, open_private
 _WHOLE = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK  # no process can cut it off, which would end its readers with SIGBUS
 _FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE, linux/fcntl.h: mappings that are there may write, and no others
 _SECONDS = 5.0  # in which a process that lives hands a descriptor over; one that is stopped is not waited for
+_PAUSE = 0.05
 _CREDENTIALS = struct.Struct("3i")  # process, user and group, ``struct ucred`` of unix(7)
 
 
@@ -74,33 +76,32 @@ class Offer:
     """Hands a descriptor to this user's processes that ask for it by a name, until it is closed."""
 
     def __init__(self, name: str, file: int) -> None:
-        self._file, self._folder = file, _sockets()
-        self._path = f"{name}.{secrets.token_hex(4)}"
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self._socket.bind(_inside(self._folder, self._path))
+        self._file, self._closed, path = file, False, f"{name}.{secrets.token_hex(4)}"
+        with contextlib.ExitStack() as undo:
+            folder = _sockets()
+            undo.callback(close_file, folder)
+            self._socket = undo.enter_context(_unix_socket())
+            self._socket.bind(_inside(folder, path))
+            undo.callback(_remove, folder, path)
             self._socket.listen()
-        except OSError:
-            self._socket.close()
-            close_file(self._folder)
-            raise
-        self._thread = threading.Thread(target=self._answer, name="vllm-dymoe shared experts", daemon=True)
-        self._thread.start()
+            self._thread = threading.Thread(target=self._answer, name="vllm-dymoe shared experts", daemon=True)
+            self._thread.start()
+            self._undo = undo.pop_all()
 
     def close(self) -> None:
+        self._closed = True
         with contextlib.suppress(OSError):
-            os.unlink(self._path, dir_fd=self._folder)
-        self._socket.shutdown(socket.SHUT_RDWR)  # which ends the thread's waiting
+            self._socket.shutdown(socket.SHUT_RDWR)  # which ends the thread's waiting
         self._thread.join()
-        self._socket.close()
-        close_file(self._folder)
+        self._undo.close()
 
     def _answer(self) -> None:
-        while True:
+        while not self._closed:
             try:
                 asking, _ = self._socket.accept()
-            except OSError:  # closed
-                return
+            except OSError:  # no descriptor is left, or it is closed
+                time.sleep(_PAUSE)
+                continue
             with asking, contextlib.suppress(OSError):  # who asks may have ended meanwhile
                 asking.settimeout(_SECONDS)
                 if _user_of(asking) == os.geteuid():
@@ -121,16 +122,25 @@ def ask_for(name: str) -> Iterator[int]:
 
 def _received(folder: int, path: str) -> list[int]:
     """A descriptor from one socket; none if no process of this user hands one over."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking, contextlib.suppress(OSError):
+    with contextlib.suppress(OSError), _unix_socket() as asking:
         asking.settimeout(_SECONDS)
         try:
             asking.connect(_inside(folder, path))
         except ConnectionRefusedError:
-            os.unlink(path, dir_fd=folder)
+            _remove(folder, path)
             return []
         if _user_of(asking) == os.geteuid():
             return list(socket.recv_fds(asking, 1, 1, socket.MSG_CMSG_CLOEXEC)[1])
     return []
+
+
+def _remove(folder: int, path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path, dir_fd=folder)
+
+
+def _unix_socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 
 
 def _sockets() -> int:
@@ -224,8 +234,9 @@ class SharedMemory:
     def _find(self, nbytes: int) -> int:
         """A descriptor of the copy from any process that has it; -1 without one."""
         for found in ask_for(self._name):
-            if _is_published(found, nbytes):
-                return found
+            with contextlib.suppress(OSError):
+                if _is_published(found, nbytes):
+                    return found
             close_file(found)
         return -1
 

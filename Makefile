@@ -59,7 +59,7 @@ sanitize: setup $(SANITIZED) ## the native library's tests under ASAN and UBSAN 
 
 $(SANITIZED): $(wildcard kernels/cpu/*)
 	@mkdir -p $(@D)
-	$(CXX) -O1 -g1 -std=c++17 -shared -fPIC -fno-math-errno -fvisibility=hidden -fno-omit-frame-pointer \
+	$(CXX) -O1 -g1 -DAVX2_AT_MOST -std=c++17 -shared -fPIC -fno-math-errno -fvisibility=hidden -fno-omit-frame-pointer \
 		-fsanitize=$(WITH) -fno-sanitize-recover=all kernels/cpu/experts.cpp -o $@
 
 arm: setup ## the native library compiles for ARM and with clang, too

@@ -36,10 +36,10 @@ class Unchecked(FileStore):
         """Look at nothing."""
 
 
-def rate(store: FileStore, depth: int, seed: int) -> float:
+def rate(store: FileStore, seed: int) -> float:
     """Bytes a second, of random experts."""
     keys = random.Random(seed).sample(list(all_keys(store.experts)), READS)
-    nbytes = store.experts.formats[4].nbytes
+    nbytes, depth = store.experts.formats[4].nbytes, store.depth
     slots = [map_bytes(nbytes) for _ in range(depth)]
     for slot in slots:
         slot.zero_()
@@ -75,7 +75,7 @@ def main() -> None:
             rates: dict[str, list[float]] = {name: [] for name in stores}
             for number in range(arguments.rounds):
                 for name in list(stores)[:: 1 if number % 2 else -1]:
-                    rates[name].append(rate(stores[name], depth, number))
+                    rates[name].append(rate(stores[name], number))
             both = list(zip(rates["checked"], rates["unchecked"], strict=True))
             lost = 1 - statistics.median(with_checks / without for with_checks, without in both)
             row = {f"{name}_GB_per_s": round(statistics.median(found) / 1e9, 2) for name, found in rates.items()}

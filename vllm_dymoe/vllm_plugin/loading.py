@@ -123,10 +123,13 @@ class Loading:
 
     def close(self) -> None:
         """The engine shuts down, and serves no more; another one may start in this process."""
-        rank_server = self.rank_server
+        rank_server, models = self.rank_server, (self._model, self._draft)
         vars(self).clear()  # vLLM may keep a layer, which names this object, and would keep stores and gates
         if rank_server is not None:
             rank_server.close()
+        for model in models:
+            if model is not None:
+                model.close(served=rank_server is not None)
 
     def _run(self, num_experts: int) -> None:
         options, config, spec, store = self.options, self.config, self._model.layers[0], self._model.store

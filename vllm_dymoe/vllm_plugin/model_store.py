@@ -242,6 +242,12 @@ class ModelStore:
             return ""
         return content_fingerprint(local_folder(self._vllm_config))
 
+    def close(self, *, served: bool) -> None:
+        """Forget everything. Of a model that was not ``served`` no server closes the store: close it."""
+        if self.store is not None and not served:
+            self.store.close()
+        vars(self).clear()  # a layer's loader names this object
+
     def unchanged(self) -> bool:
         """Whether the checkpoint's files are those that were read at start."""
         return self.dummy or self._read == _times(local_folder(self._vllm_config))

@@ -54,6 +54,20 @@ def rate(store: FileStore, seed: int) -> float:
         return READS * nbytes / (time.perf_counter() - begun)
 
 
+def check_seconds(store: FileStore) -> float:
+    """Seconds of a core to check one expert, the median of experts that no cache holds."""
+    keys = list(all_keys(store.experts))[:64]
+    held = [torch.empty(store.experts.formats[4].nbytes, dtype=torch.uint8) for _ in keys]
+    for key, slot in zip(keys, held, strict=True):
+        store.read_into(key, slot)
+    seconds = []
+    for key, slot in zip(keys, held, strict=True):
+        begun = time.thread_time()
+        store.check(key, slot)
+        seconds.append(time.thread_time() - begun)
+    return statistics.median(seconds)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -66,6 +80,8 @@ def main() -> None:
         folder = Path(work) / "store"
         random_store(experts, StoreWriter(folder, Manifest(experts, "dummy", "checks")), seed=0).close()
         stores = {"checked": FileStore(folder), "unchecked": Unchecked(folder)}
+        nbytes, check = formats[4].nbytes, check_seconds(stores["checked"])
+        print(f"A check takes {1e3 * check:.2f} ms of a core for {nbytes} bytes, {nbytes / check / 1e9:.1f} GB/s.")
         results = []
         for depth in DEPTHS:
             for store in stores.values():
@@ -81,7 +97,8 @@ def main() -> None:
             row = {f"{name}_GB_per_s": round(statistics.median(found) / 1e9, 2) for name, found in rates.items()}
             results.append({"reads_at_once": depth, **row, "lost_percent": round(100 * lost, 1)})
             print(results[-1], flush=True)
-    print(json.dumps({"reads": results, "expert_bytes": formats[4].nbytes, "rounds": arguments.rounds}))
+    found = {"reads": results, "expert_bytes": nbytes, "check_ms": round(1e3 * check, 3), "rounds": arguments.rounds}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

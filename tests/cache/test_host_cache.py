@@ -21,7 +21,6 @@ from vllm_dymoe.cache.transfer import TransferError
 from vllm_dymoe.experts.format import SliceKey, all_keys, layer_keys
 from vllm_dymoe.options import ConfigError
 from vllm_dymoe.planner.precision import Precision
-from vllm_dymoe.server.expert_server import resize_host_memory
 
 EXPERTS = make_experts(layers=3, num_experts=8, top_k=2)
 
@@ -272,7 +271,7 @@ def test_a_level_below_a_device_changes_no_bit(make_host_cache, part):
     stats = server.stats()
     assert stats.host_hits > 0
     assert 0 < stats.host_misses <= stats.disk_reads < stats.misses + stats.host_predictions["made"] + 1
-    resize_host_memory(server, smallest_host_cache(EXPERTS))
+    server.resize_host_memory(smallest_host_cache(EXPERTS))
     for got, expected in zip(run(server, STEPS), want, strict=True):
         assert torch.equal(got, expected)
     server.close()
@@ -329,7 +328,7 @@ def test_a_drafts_level_is_the_models(make_host_cache, model, draft):
         both.check_integrity()
         if not both.whole:
             assert 0 < server.stats().host_bytes <= budget
-            resize_host_memory(server, share(0.4))
+            server.resize_host_memory(share(0.4))
             run(server, STEPS)
             assert server.stats().host_bytes <= share(0.4)
         server.engine.close()

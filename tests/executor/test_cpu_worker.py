@@ -118,8 +118,8 @@ def test_an_answer_that_does_not_come_fails_its_step_and_everything_is_fetched_f
     want = run_device_planned(device_planned_server(store, "100%", "exact", low=0), STEPS)
     said = []
     with mock.patch.object(native.Library, "answer", return_value=None):  # the poller is gone
-        server = device_planned_server(store, "25%", "exact", low=0, misses="compute", transfer_timeout_s=0.2)
-        server.cpu_execution.cpu_queue.on_failure = said.append
+        options = {"low": 0, "misses": "compute", "transfer_timeout_s": 0.2}
+        server = device_planned_server(store, "25%", "exact", on_late=said.append, **options)
         got = []
         for step in STEPS:
             server.small_batches.settle()  # as where a step begins

@@ -77,8 +77,8 @@ class RecordedKernels(PlainKernels):
         self._history, self._branch = history, branch
 
     def forward(self, *arguments):
-        queues = self.cpu_queue is not None
-        with DeviceAccesses(self._history, self.cpu_queue) if queues else contextlib.nullcontext():
+        *_, cpu_queue = arguments
+        with contextlib.nullcontext() if cpu_queue is None else DeviceAccesses(self._history, cpu_queue):
             return super().forward(*arguments)
 
     def fetch(self, source, destination):

@@ -137,18 +137,23 @@ def test_changes_between_steps_are_values_and_no_memory_moves(memory_store, chan
     server = device_planned_server(
         memory_store, "50%", "dymoe", policy_options={"retention": 0.5, "high_by": "depth", "reuse_high": False}
     )
-    path, addresses = (
-        server.small_batches,
-        [tensor.data_ptr() for tensor in vars(server.cache.device_table.table).values()],
-    )
+    memory = server.small_batches.memory
+
+    def addresses():
+        plans = (tensor for plan in memory.plans[0] for tensor in plan.tensors.values())
+        tensors = *vars(memory.table).values(), memory.rows, memory.firsts, memory.of_parts, *plans
+        return [tensor.data_ptr() for tensor in tensors]
+
+    before = addresses()
     for value in (0.25, 0.75, 0.5):
         if change == "budget":
             server.resize(f"{value:.0%}")
         else:
             server.set_precision(retention=value)
         assert equal(run_device_planned(server, STEPS), run(make_server(memory_store, policy=server.policy), STEPS))
-    assert server.small_batches is path
-    assert [tensor.data_ptr() for tensor in vars(server.cache.device_table.table).values()] == addresses
+    assert server.small_batches.memory is memory
+    assert server.cache.device_table.table is memory.table
+    assert addresses() == before
 
 
 def test_what_decides_is_checked(memory_store, tmp_path):
@@ -196,7 +201,7 @@ def test_what_the_device_decides_by_is_a_part_of_the_budget(memory_store):
     server, host = device_planned_server(memory_store, "50%"), make_server(memory_store, "50%")
     tables = server.slot_plan.workspace_bytes - server.kernel.workspace_bytes
     assert tables >= sum(tensor.nbytes for tensor in vars(server.cache.device_table.table).values())
-    assert tables == server.small_batches.nbytes == server.minimum_budget - host.minimum_budget
+    assert tables == server.small_batches.memory.nbytes == server.minimum_budget - host.minimum_budget
     assert server.slot_plan.limit == host.slot_plan.limit + tables
 
 

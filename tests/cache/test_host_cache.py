@@ -279,7 +279,7 @@ def test_a_level_below_a_device_changes_no_bit(make_host_cache, part):
 
 @pytest.mark.parametrize("planning", ["host", "device"])
 def test_all_in_memory_is_a_store_that_the_device_reads_by_itself(make_host_cache, folder, planning):
-    """And what holds a part leaves narrow and large-batch steps alike to the host: no device waits for a disk."""
+    """And what holds a part leaves small and large batches alike to the host: no device waits for a disk."""
     want = run(make_server(FileStore(folder), "100%"), STEPS)
     host_cache = make_host_cache(share(1))
     with pytest.raises(ConfigError, match="not all experts are in host memory"):

@@ -34,7 +34,7 @@ def planned_server(nested, share="85%", agree=list, **options):
 
 
 def serve(server, count, tokens=lambda number: (2, 5, PROMPT)[number % 3]):
-    """Whole steps, narrow and large ones in turn; yields each layer's output beside that of a frozen map."""
+    """Whole steps, small and large batches in turn; yields each layer's output beside that of a frozen map."""
     for number in range(count):
         rows = tokens(number)
         server.host_planned.begin_step(Phase.PREFILL if rows == PROMPT else Phase.DECODE)

@@ -31,7 +31,7 @@ STORES = {nested: make_store(make_experts(layers=LAYERS, num_experts=EXPERTS, ne
 
 
 class Roomy(Exact):
-    """Half of its slots stay free for what passes."""
+    """Half of its slots are staging slots."""
 
     def staging_slots(self, slots):
         return slots // 2
@@ -83,7 +83,7 @@ def test_prompts_have_the_hosts_precisions(high_by):
 
 
 def test_an_interrupted_step_leaves_nothing_that_counts():
-    """What was copied ahead for a layer that does not come is not found by the next step, wide or narrow."""
+    """What was copied ahead for a layer that does not come is not found by the next step."""
     server = device_planned_server(STORES[0], "25%", Roomy(), low=0)
     want = run(make_server(STORES[0], "100%", Roomy(), low=0), STEPS)
     for number, (seed, layer, tokens) in enumerate(STEPS):

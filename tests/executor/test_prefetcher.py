@@ -359,13 +359,13 @@ def test_a_layer_fills_its_share_while_a_copy_that_was_given_up_still_moves():
     ahead.check()
 
     again = fetcher.start(0, 0, Precision.HIGH, Reason.DEMAND, kept=True)
-    passing = fetcher.start(0, 2, Precision.HIGH, Reason.DEMAND)
+    streamed = fetcher.start(0, 2, Precision.HIGH, Reason.DEMAND)
     assert again is not None, "the table says that the layer has room"
-    assert passing is not None, "of two slots in no layer's share one is written by what hangs"
+    assert streamed is not None, "of two slots in no layer's share one is written by what hangs"
     assert fetcher.start(0, 3, Precision.HIGH, Reason.DEMAND) is None
-    ahead.check(again, passing)
+    ahead.check(again, streamed)
 
-    ahead.give_back([again, passing])
+    ahead.give_back([again, streamed])
     hangs.ticket.state = State.DONE
     assert fetcher.collect()
     ahead.check()

@@ -188,7 +188,7 @@ def test_addresses_are_those_of_the_rows(seeds, share, staging, nested, costs):
         assert not set(read) & set(written)
 
 
-def test_an_expert_with_more_positions_than_are_multiplied_at_once_passes_through_a_staging_slot():
+def test_an_expert_with_more_positions_than_are_multiplied_at_once_is_streamed_through_a_staging_slot():
     table = make_table({LOW: [0] * LAYERS, HIGH: [0] * LAYERS}, policy=Dymoe(retention=1), staging=1)
     ids = torch.tensor([[0, 1, 2], [0, 1, 3], [0, 1, 4]])
     plan = decide(table, 0, ids, torch.ones(3, 3))

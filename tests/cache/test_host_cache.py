@@ -10,6 +10,7 @@ import torch
 
 from tests.cache.store.locks import RecordedLock
 from tests.cache.store.stores import damage, read, write
+from tests.errors import refused
 from tests.executor.device_planned import run_device_planned
 from tests.executor.steps import STEPS, make_server, run
 from tests.small_model import make_experts
@@ -19,7 +20,6 @@ from vllm_dymoe.cache.store.disk import Reading
 from vllm_dymoe.cache.store.files import file_name
 from vllm_dymoe.cache.transfer import TransferError
 from vllm_dymoe.experts.format import SliceKey, all_keys, layer_keys
-from vllm_dymoe.options import ConfigError
 from vllm_dymoe.planner.precision import Precision
 
 EXPERTS = make_experts(layers=3, num_experts=8, top_k=2)
@@ -282,7 +282,7 @@ def test_all_in_memory_is_a_store_that_the_device_reads_by_itself(make_host_cach
     """And what holds a part leaves small and large batches alike to the host: no device waits for a disk."""
     want = run(make_server(FileStore(folder), "100%"), STEPS)
     host_cache = make_host_cache(share(1))
-    with pytest.raises(ConfigError, match="not all experts are in host memory"):
+    with refused("host_store", option="planning"):
         make_server(host_cache, "25%", planning="device")
     host_cache.fill()
     server = make_server(host_cache, "25%", planning=planning)

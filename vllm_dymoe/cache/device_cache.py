@@ -61,7 +61,8 @@ class SlotPools(dict[Precision, SlotPool]):
         if available < nbytes:
             raise ConfigError(
                 f"vllm-dymoe: expert_budget needs {nbytes} bytes for {count} slots, but {available} bytes of "
-                f"{self._where} memory are available; lower expert_budget, or end what else takes memory."
+                f"{self._where} memory are available; lower expert_budget, or end what else takes memory.",
+                option="expert_budget",
             )
         try:
             arena = Arena(nbytes, device=None if self._device.type == "cpu" else self._device)
@@ -70,7 +71,8 @@ class SlotPools(dict[Precision, SlotPool]):
             raise ConfigError(
                 f"vllm-dymoe: expert_budget needs {nbytes} bytes of {self._where} memory for {count} slots, which "
                 f"could not be had ({str(error).splitlines()[0]}); lower expert_budget or gpu_memory_utilization, or "
-                "end what else takes memory."
+                "end what else takes memory.",
+                option="expert_budget",
             ) from error
         self[precision] = SlotPool(fmt, [arena], reserved)
 
@@ -100,7 +102,8 @@ class SlotPools(dict[Precision, SlotPool]):
             raise ConfigError(
                 f"vllm-dymoe: {sum(plan.slots.values())} slots would take {wanted} bytes of {self._where} memory; now "
                 f"they take {held}, {available} are free, and computation needs {computation} of these; set "
-                f"expert_budget to at most {room + plan.workspace_bytes} bytes."
+                f"expert_budget to at most {room + plan.workspace_bytes} bytes.",
+                option="expert_budget",
             )
 
 

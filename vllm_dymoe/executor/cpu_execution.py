@@ -52,7 +52,8 @@ class CpuExecution:
                 self.worker = CpuQueue(experts, SMALL_BATCH_ROWS, *how, device, lock, on_late)
             except (OSError, ValueError) as error:
                 raise ConfigError(
-                    f'vllm-dymoe: misses = "{options.misses}" is impossible, because {error}; leave the option out.'
+                    f'vllm-dymoe: misses = "{options.misses}" is impossible, because {error}; leave the option out.',
+                    option="misses",
                 ) from error
         elif device.type != "cpu" or options.link_gbps is not None:
             self.worker = CpuWorker(*how)

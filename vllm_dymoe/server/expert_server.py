@@ -204,12 +204,12 @@ class ExpertServer:
         nbytes = host_memory_bytes(parsed, self.experts)
         why = "say how many bytes it is to be" if host_cache else f"experts are in {self.store.description}"
         if host_cache is None or nbytes is None:
-            raise ConfigError(f"vllm-dymoe: host_memory stays as it was: {why}.")
+            raise ConfigError(f"vllm-dymoe: host_memory stays as it was: {why}.", option="host_memory")
         self._check_awake("a change of host_memory")
         try:
             host_cache.resize(nbytes)
         except StoreError as error:
-            raise ConfigError(f"vllm-dymoe: {error}.") from error
+            raise ConfigError(f"vllm-dymoe: {error}.", option="host_memory") from error
 
     def set_precision(self, /, **changes: Any) -> None:
         """Change retention, precisions or another parameter of the policy, as
@@ -221,7 +221,8 @@ class ExpertServer:
         if self.small_batches is not None and not policy.residency.on_device:
             raise ConfigError(
                 "vllm-dymoe: the precision stays as it was: the device plans about experts in decode, and this needs "
-                'the host; start with planning "host".'
+                'the host; start with planning "host".',
+                option="planning",
             )
         plan = self._spending.plan(self.slot_plan.limit, options, policy, self.overhead)
         if plan == self.slot_plan and slot_bits(self.experts, options, policy.precision.precisions) == self.cache.bits:
@@ -476,7 +477,8 @@ def _check_misses(options: Options, store: HostStore, *, on_cpu: bool) -> None:
     if options.computes_misses and not (store.readable or (on_cpu and store.mapped)):
         raise ConfigError(
             f'vllm-dymoe: misses = "{options.misses}" is impossible, because the experts are not in memory; use '
-            'host_store "pinned", or leave the option out.'
+            'host_store "pinned", or leave the option out.',
+            option="misses",
         )
 
 
@@ -488,5 +490,6 @@ def _make_decode_kernel(
         return parts.decode_kernel(kernel, experts, options.link_gbps), ""
     except ValueError as error:
         if options.planning == "device":
-            raise ConfigError(f'vllm-dymoe: planning = "device" is impossible, because {error}.') from error
+            sentence = f'vllm-dymoe: planning = "device" is impossible, because {error}.'
+            raise ConfigError(sentence, option="planning") from error
         return None, str(error)

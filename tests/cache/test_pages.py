@@ -5,6 +5,7 @@ import errno
 import gc
 import mmap
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -146,3 +147,8 @@ def test_threads_follow_what_a_container_may_use(tmp_path, monkeypatch, files, c
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
     assert pages.usable_cores() == cores
+
+
+@pytest.mark.skipif(not Path("/sys/devices/system/node").exists(), reason="this kernel shows no NUMA nodes")
+def test_the_list_of_numa_nodes_is_where_linux_has_it():
+    assert re.fullmatch(r"[\d,-]+", pages._NODES.read_text().strip())

@@ -27,7 +27,7 @@ _QUOTA_AND_PERIOD = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
 _MACHINE = (Path("/etc/machine-id"), Path("/sys/class/dmi/id/product_name"), Path("/sys/class/dmi/id/board_name"))
 _PROCESSORS = Path("/proc/cpuinfo")
 
-_NODES = Path("/sys/devices/policy/node/online")
+_NODES = Path("/sys/devices/system/node/online")
 _MBIND = {"x86_64": 237, "aarch64": 235}  # libc has no function for it
 _PREFERRED = 1  # MPOL_PREFERRED: another node's memory serves where this one's is full
 

@@ -449,7 +449,7 @@ def place_experts(
     """Make host memory a level over files, and fill it, with progress, if all of them are to be there.
 
     Returns:
-        The store, and where it is. What cannot be locked whole, and was not asked for, is locked as far as the policy
+        The store, and where it is. What cannot be locked whole, and was not asked for, is locked as far as the system
         allows; where there is no memory after all, experts stay in files.
 
     Raises:

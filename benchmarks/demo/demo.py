@@ -25,7 +25,7 @@ from rich.text import Text
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from readme import markdown, put
 
-from vllm_dymoe.cli.figures import Panel, draw
+from vllm_dymoe.cli import figures
 
 MODEL = Path(__file__).resolve().parents[1] / "tiny_moe" / "model"
 NEW_TOKENS = 48
@@ -118,7 +118,7 @@ def rows(results: dict[str, dict[str, Any]]) -> list[list[str]]:
 
 def picture(results: dict[str, dict[str, Any]], path: Path) -> Path:
     """Tokens per second against the experts on the device: a point for each engine."""
-    panel = Panel("The small model, one request at a time", "experts on the device, MiB", "tokens per second")
+    panel = figures.Panel("The small model, one request at a time", "experts on the device, MiB", "tokens per second")
     model = json.loads((MODEL / "config.json").read_text())
     weights = (
         3 * model["hidden_size"] * model["moe_intermediate_size"] * model["num_experts"] * model["num_hidden_layers"]
@@ -126,7 +126,7 @@ def picture(results: dict[str, dict[str, Any]], path: Path) -> Path:
     for name, data in results.items():
         held = 2 * weights if data["stats"] is None else data["stats"]["peak_expert_bytes"]
         panel.lines[name] = [(held / 2**20, 1e3 / statistics.median(data["tpot_ms"]))]
-    return draw(path, [panel])
+    return figures.draw(path, [panel])
 
 
 def main() -> None:

@@ -36,7 +36,6 @@ from vllm_dymoe.cache.store import disk
 from vllm_dymoe.cache.transfer import engine, queue
 from vllm_dymoe.cache.transfer.delivery import CpuDelivery, EmulatedLink
 from vllm_dymoe.cache.transfer.engine import TransferEngine
-from vllm_dymoe.cli.figures import Panel, draw, require
 from vllm_dymoe.options import Options
 from vllm_dymoe.planner.routing import Routing
 from vllm_dymoe.policies import make_policy
@@ -235,21 +234,6 @@ def show(paper: str, label: str, cells: Mapping[str, tuple[float, float]]) -> No
     print(f"  {paper}: {label:<40} {shown}", flush=True)
 
 
-def panels(found: Mapping[str, Mapping[str, float]], papers: Sequence[str]) -> list[Panel]:
-    """Milliseconds of a token, a chart for each paper and a line for each row: against the share of the experts that
-    fits, or a level where a row has slots for one token or one layer."""
-    charts = {paper: Panel(paper, "experts on the device, %", "ms for each token") for paper in papers}
-    for name, cells in found.items():
-        paper, host, label = name.split(", ", 2)
-        for budget, ms in cells.items():
-            if budget.endswith("%"):
-                point = float(budget.removesuffix("%")), ms
-                charts[paper].lines.setdefault(f"{label}, {host}", []).append(point)
-            else:
-                charts[paper].levels[f"{label}, {host}"] = ms
-    return list(charts.values())
-
-
 def main() -> None:
     """A line for each row, and one of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -257,10 +241,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "dymoe-papers", help="for the trace")
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--host-us", type=float, nargs="+", default=(0, 300), help="of the host, for each layer")
-    parser.add_argument("--figure", type=Path, help="picture to write, a .png or .svg file")
     plan = parser.parse_args()
-    if plan.figure:
-        require(plan.figure)
     torch.set_num_threads(1)
     compared.make_known()
     (trace, network), found = recorded(plan.work.resolve()), {}
@@ -282,8 +263,6 @@ def main() -> None:
                 if label == _NOTHING_AHEAD[paper]:
                     bounds = {name: (max(computing, ms - computing), hits) for name, (ms, hits) in cells.items()}
             show(paper, f"bound: all of {_NOTHING_AHEAD[paper]} overlaps", bounds)
-    if plan.figure:
-        print(f"Written: {draw(plan.figure, panels(found, plan.papers))}")
     print(json.dumps({"ms_per_token": found, "model": "Qwen3-30B-A3B's sizes, the shipped model's routers"}))
 
 

@@ -21,6 +21,8 @@ from bench import DOMAINS, Bench, Variant, planned_bytes
 from losses import Scores, losses
 from shifts import HIGH_SHARES, Shifts
 
+from vllm_dymoe.cli.figures import draw, require
+
 HERE = Path(__file__).resolve().parent
 RETENTIONS = (0.9, 0.75, 0.5)
 QUANTIZERS = ("rtn", "hqq", "gptq")
@@ -141,6 +143,17 @@ class Measurement:
 SECTIONS = ("uniform", "readings", "precisions", "budgets", "sets", "shifts")
 
 
+def show(results: dict[str, Any], out: Path, figure: Path | None) -> None:
+    """Print the tables, write them into README.md if all sections are there, and draw the picture if one is asked
+    for."""
+    for section, table in report.tables(results).items():
+        print(f"\n{section}\n\n{table}")
+    if results["sections"].keys() == set(SECTIONS) and out == HERE:
+        report.write_readme(results, HERE / "README.md")
+    if figure and "budgets" in results["sections"]:
+        print(f"Written: {draw(figure, report.panels(results['sections']['budgets']))}")
+
+
 def main() -> None:
     """Measure, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -149,7 +162,14 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--missing", action="store_true", help="only rows that results.json lacks")
     parser.add_argument("--out", type=Path, default=HERE, help="where results.json goes")
+    parser.add_argument("--report", action="store_true", help="measure nothing; write the tables from results.json")
+    parser.add_argument("--figure", type=Path, help="picture to write, a .png or .svg file: quality against bytes")
     arguments = parser.parse_args()
+    if arguments.figure:
+        require(arguments.figure)
+    if arguments.report:
+        show(json.loads((arguments.out / "results.json").read_text()), arguments.out, arguments.figure)
+        return
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -180,10 +200,7 @@ def main() -> None:
         results["seconds"][section] = round(time.perf_counter() - begin)
         arguments.out.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(results, indent=1) + "\n")
-    for section, table in report.tables(results).items():
-        print(f"\n{section}\n\n{table}")
-    if results["sections"].keys() == set(SECTIONS) and arguments.out == HERE:
-        report.write_readme(results, HERE / "README.md")
+    show(results, arguments.out, arguments.figure)
     print(json.dumps({"seconds": round(sum(results["seconds"].values())), "tokens": results["tokens"]}))
 
 

@@ -7,6 +7,8 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from readme import markdown, put
 
+from vllm_dymoe.cli.figures import Panel
+
 Row = dict[str, Any]
 Table = tuple[list[str], list[list[str]]]
 LOST = ["perplexity", "loss", "agreement", "KL, millinats"]
@@ -88,6 +90,24 @@ def sets(rows: list[Row]) -> Table:
         kl = [f"{1000 * kl:.2f}" for kl in (*row["by_domain"].values(), row["kl_nats"])]
         lines.append([f"{row['high']:.0%}", row["quantizer"], f"{row['bits_per_weight']:.2f}", *kl])
     return ["experts that are high", "quantizer", "bits for each weight", *rows[0]["by_domain"], "mean"], lines
+
+
+def panels(rows: list[Row]) -> list[Panel]:
+    """KL against bytes moved, a chart for each budget and a line for each quantizer of nested 4/2."""
+    found: dict[float, Panel] = {}
+    for row in rows:
+        share = row["budget"]
+        title = f"{share:.0%} of the experts at 4 bits"
+        panel = found.setdefault(share, Panel(title, "KiB moved for each token", "KL to 16 bits, millinats"))
+        if row["experts"] == "4":
+            label = f"4 bits, {row['quantizer']}"
+        elif "nested" in row["experts"] and "Eq. 4" not in row["experts"]:
+            label = f"4/2, {row['quantizer']}"
+        else:
+            continue
+        point = row["moved_bytes_per_token"] / 1024, 1000 * row["kl_nats"]
+        panel.lines.setdefault(label, []).append(point)
+    return list(found.values())
 
 
 def tables(results: Row) -> dict[str, str]:

@@ -223,6 +223,22 @@ def test_the_command_ends_with_one_to_paste(folder, monkeypatch):
     assert len(row.split()) == 9  # whole words
 
 
+def test_the_picture_has_speed_and_hits_of_each_policy(folder, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("vllm_dymoe.cli.plan.draw", lambda path, panels: drawn.append(panels) or path)
+    result = command("plan", folder, "--gpu", "rtx4090", "--figure", tmp_path / "plan.svg")
+    assert result.exit_code == 0, result.output
+    assert f"Written: {tmp_path / 'plan.svg'}" in result.stdout.replace("\n", "")
+    ((speeds, hits),) = drawn
+    assert speeds.lines.keys() == hits.lines.keys() >= {"exact, 4 bits", "dymoe, 4/2 bits"}
+    budgets, rates = zip(*speeds.lines["exact, 4 bits"], strict=True)
+    assert len(budgets) == 4
+    assert sorted(budgets) == list(budgets)
+    assert sorted(rates) == list(rates), "more memory is faster"
+    assert rates[-1] == pytest.approx(1e3 / 7.2, rel=0.05), "as the table says"
+    assert hits.lines["exact, 4 bits"][-1][1] > 90
+
+
 def test_the_command_shows_one_rank_and_serves_all(folder):
     shown_ = command("plan", folder, "--gpu", "rtx4090", "--dp", "2", "--ep", "--cards-per-switch", "2").stdout
     for said in ("--data-parallel-size 2 --enable-expert-parallel", "64 x 768", "13.4"):

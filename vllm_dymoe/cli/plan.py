@@ -8,6 +8,7 @@ from pathlib import Path
 import typer
 
 from vllm_dymoe.cli.display import print_table
+from vllm_dymoe.cli.figures import Panel, draw, require
 from vllm_dymoe.experts.identity import ModelIdentity
 from vllm_dymoe.options import ConfigError, ExpertBudget
 from vllm_dymoe.plan.choice import CANDIDATES, GOOD_ENOUGH, Choice, HostPlannedLayers, choices, recommended, shown
@@ -24,8 +25,10 @@ ALONE = Ranks()
 def run(
     model: str, gpu: str, link: str | None, trace: Path | None, batch: int, prompt: int, serving: HostPlannedLayers,
     policies: Sequence[str], disk: str | None = None, host_memory: str | None = None, misses: str = "fetch",
-    ranks: Ranks = ALONE,
+    ranks: Ranks = ALONE, figure: Path | None = None,
 ) -> None:  # fmt: skip
+    if figure is not None:
+        require(figure)
     planned = {candidate["policy"] for candidate in CANDIDATES}
     if unknown := set(policies) - planned:
         raise ConfigError(f"{', '.join(sorted(unknown))}: a plan has the policies {', '.join(sorted(planned))}.")
@@ -67,6 +70,21 @@ def run(
         "measured on this project's small model. Measure quality on yours.\n"
         f"{_command(model, best, shape, serving, device.host_memory, ranks)}"
     )
+    if figure is not None:
+        source = f"as in {trace}" if trace else "made-up routers"
+        title = f"{model.rstrip('/').rpartition('/')[2]} on {device.name}, planned, batch {batch}"
+        typer.echo(f"Written: {draw(figure, _panels(rows, title, source))}")
+
+
+def _panels(rows: Sequence[Choice], title: str, source: str) -> list[Panel]:
+    """Speed and hits against the budget: a line for each policy and precision."""
+    speeds = Panel(title, "GPU memory for experts, GB", "tokens per second of one request")
+    hits = Panel(f"Hits, {source}", "GPU memory for experts, GB", "needed experts that are resident, %")
+    for row in rows:
+        label = f"{row.given['policy']}, {row.precisions} bits"
+        speeds.lines.setdefault(label, []).append((row.limit / 1e9, 1 / row.tpot))
+        hits.lines.setdefault(label, []).append((row.limit / 1e9, 100 * row.hit_rate))
+    return [speeds, hits]
 
 
 def _cells(row: Choice) -> list[str]:

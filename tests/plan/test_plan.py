@@ -14,7 +14,7 @@ from vllm_dymoe.experts.identity import ModelIdentity
 from vllm_dymoe.options import ConfigError, ExpertBudget
 from vllm_dymoe.plan.choice import (
     GOOD_ENOUGH,
-    HostPlannedLayers,
+    ServeSettings,
     choices,
     predict,
     recommended,
@@ -177,7 +177,7 @@ def test_every_chunk_of_a_prompt_reads_the_experts_again(skewed):
 
 
 def test_every_choice_fits_beside_the_rest(skewed):
-    device, serving = find_device("rtx4090", None), HostPlannedLayers()
+    device, serving = find_device("rtx4090", None), ServeSettings()
     room = room_for_experts(QWEN, device, serving, 1)
     found = list(choices(QWEN, device, skewed, serving, 512))
     assert 10e9 < room < 24 * 2**30 - QWEN.dense_bytes

@@ -312,13 +312,13 @@ def plan(
     """Say what fits on a device, how fast each policy will be, and which options to take; nothing is loaded."""
     from vllm_dymoe.cli import plan as planning
     from vllm_dymoe.options import ConfigError
-    from vllm_dymoe.plan.choice import HostPlannedLayers
+    from vllm_dymoe.plan.choice import ServeSettings
     from vllm_dymoe.plan.device import parse_rate
     from vllm_dymoe.plan.ranks import Ranks
 
     if gpu is None:
         raise ConfigError("say for which device: --gpu rtx4090.")
-    serving = HostPlannedLayers(max_model_len, max_num_seqs, gpu_memory_utilization=gpu_memory_utilization)
+    serving = ServeSettings(max_model_len, max_num_seqs, gpu_memory_utilization=gpu_memory_utilization)
     ranks = Ranks(tp, dp, pp, ep, nodes, cards_per_switch, parse_rate(network) if network else 0.0)
     planning.run(
         model, gpu, link, trace, batch, prompt, serving, policy or (), disk, host_memory, misses, ranks, figure

@@ -11,7 +11,7 @@ from vllm_dymoe.cli.display import print_table
 from vllm_dymoe.cli.figures import Panel, draw, require
 from vllm_dymoe.experts.identity import ModelIdentity
 from vllm_dymoe.options import ConfigError, ExpertBudget
-from vllm_dymoe.plan.choice import CANDIDATES, GOOD_ENOUGH, Choice, HostPlannedLayers, choices, recommended, shown
+from vllm_dymoe.plan.choice import CANDIDATES, GOOD_ENOUGH, Choice, ServeSettings, choices, recommended, shown
 from vllm_dymoe.plan.device import Device, find_device, parse_rate
 from vllm_dymoe.plan.model import ModelShape, read_shape
 from vllm_dymoe.plan.ranks import Ranks
@@ -23,7 +23,7 @@ ALONE = Ranks()
 
 
 def run(
-    model: str, gpu: str, link: str | None, trace: Path | None, batch: int, prompt: int, serving: HostPlannedLayers,
+    model: str, gpu: str, link: str | None, trace: Path | None, batch: int, prompt: int, serving: ServeSettings,
     policies: Sequence[str], disk: str | None = None, host_memory: str | None = None, misses: str = "fetch",
     ranks: Ranks = ALONE, figure: Path | None = None,
 ) -> None:  # fmt: skip
@@ -124,7 +124,7 @@ def _routings(shape: ModelShape, model: str, trace: Path | None, batch: int) -> 
 
 
 def _command(
-    model: str, row: Choice, shape: ModelShape, serving: HostPlannedLayers, host_memory: int | None, ranks: Ranks
+    model: str, row: Choice, shape: ModelShape, serving: ServeSettings, host_memory: int | None, ranks: Ranks
 ) -> str:
     held = {} if host_memory is None else {"host_memory": host_memory}
     length = min(serving.max_model_len, shape.longest)

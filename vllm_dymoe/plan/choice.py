@@ -56,8 +56,8 @@ _NEXT_ROW, _ROUND_TRIP = 0.2, 20e-6  # of an expert's first row on a host; secon
 
 
 @dataclass(frozen=True)
-class HostPlannedLayers:
-    """How the model is to be served, as far as memory goes: vLLM's options of these names."""
+class ServeSettings:
+    """The settings of ``vllm serve`` that decide how much memory is left for experts, by their names there."""
 
     max_model_len: int = 8192
     max_num_seqs: int = 16
@@ -190,7 +190,7 @@ def _prompt_seconds(high_nbytes: int, active: float, shape: ModelShape, device: 
     return max(2 * weights * prompt / device.compute + deciding, reading + deciding, launching)
 
 
-def room_for_experts(shape: ModelShape, device: Device, serving: HostPlannedLayers, least: int) -> int:
+def room_for_experts(shape: ModelShape, device: Device, serving: ServeSettings, least: int) -> int:
     """Bytes that ``expert_budget`` "auto" would take, by the function that decides at start; ConfigError if none
     fit."""
     free = int(device.memory * serving.gpu_memory_utilization) - shape.dense_bytes
@@ -204,7 +204,7 @@ def room_for_experts(shape: ModelShape, device: Device, serving: HostPlannedLaye
 
 
 def choices(
-    shape: ModelShape, device: Device, routings: Routings, serving: HostPlannedLayers, prompt: int
+    shape: ModelShape, device: Device, routings: Routings, serving: ServeSettings, prompt: int
 ) -> Iterator[Choice]:
     """Every candidate at a quarter, half, three quarters and all of the room for experts."""
     for candidate in CANDIDATES:

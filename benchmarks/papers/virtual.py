@@ -60,7 +60,7 @@ def _dymoe(**parameters: Any) -> Mapping[str, Any]:
     return {"high_by": "depth", "rounding": "nearest", "heavy_share": 0.2, **parameters}
 
 
-_FIRST_IN = partial(_parts, first_in=True)  # FIRM-MoE's one cache, in which what came first goes first
+_FIRST_IN = partial(_parts, evicts="first in")  # FIRM-MoE's one cache, in which what came first goes first
 _NOTHING_AHEAD = {"firm": "nothing ahead", "duoserve": "ACC", "dymoe": "2. cache"}
 """The row of each paper that predicts nothing: what overlaps in others is compared with it."""
 _ROWS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {

@@ -19,6 +19,7 @@ enum Counter {
     STEPS, NEEDED_HIGH, NEEDED_LOW, SKIPPED, HITS, REUSES, FETCHED_HIGH, FETCHED_LOW, STREAMED, PROMOTIONS, EVICTIONS,
     AHEAD, AHEAD_BYTES, AHEAD_USED, AHEAD_USED_BYTES, CPU_EXECUTED, COUNTERS
 };
+constexpr i64 FIRST_IN = 0, COLDEST = 1;  // which expert leaves first; with 2 the one whose last use is longest ago
 constexpr int AGING = 4, GAIN = 10, LOW_VERSION = 8;
 constexpr i64 USE = 1 << 16, NEVER_FETCHED = i64(1) << 40, STEP_RANGE = i64(1) << 40, MOST_THRESHOLD = i64(16) << 32;
 constexpr float WEIGHT_UNIT = 0x1p40f, MOST_WEIGHT = 0x1p15f;
@@ -58,17 +59,19 @@ struct Scratch {
 
 inline i64 count_of(const std::vector<char>& flags) { return std::count(flags.begin(), flags.end(), char(1)); }
 
-// Age the layer's scores by one step and count what the step uses; without ageing a score is the step an expert came in.
-inline void record_uses(const CacheTable& table, i64 layer, const Plan& plan, bool ages) {
+// Age the layer's scores by one step and count what the step uses; where the first to come leaves first, a score is the
+// step in which an expert came, and where the least recent does, scores forget all but the running step.
+inline void record_uses(const CacheTable& table, i64 layer, const Plan& plan, i64 evicts) {
+    const int aging = evicts == COLDEST ? AGING : 0;
     const i64 step = ++table.step[layer], experts = table.experts;
     for (i64 slice = 0; slice < table.slices; slice++) {
         const i64 at = (slice * table.layers + layer) * experts;
         i64 *score = table.score + at, *used_at = table.used_at + at;
-        if (ages)
-            for (i64 e = 0; e < experts; e++) score[e] -= score[e] >> AGING;
+        if (evicts != FIRST_IN)
+            for (i64 e = 0; e < experts; e++) score[e] -= score[e] >> aging;
         for (i64 n = 0; n < plan.count; n++) {
             const int32_t e = plan.experts[n];
-            if (!ages) {
+            if (evicts == FIRST_IN) {
                 if (table.held[layer * experts + e] == ABSENT) score[e] = step;
             } else if (plan.uses[e] > 0 && (slice == 0 || plan.wanted[n] == HIGH)) {
                 score[e] += USE;

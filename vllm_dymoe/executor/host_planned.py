@@ -233,8 +233,8 @@ class HostPlannedLayers:
             if not self.cache.store.whole:
                 rows[self.cache.far(layer, wanted)] = _FAR
         counted = None if routing.uses is None else routing.uses[active] > 0
-        ages = self.policy.residency.ages
-        places = self.cache.table.begin_step(layer, active, codes, rows, ages=ages, counted=counted)
+        evicts = self.policy.residency.evicts
+        places = self.cache.table.begin_step(layer, active, codes, rows, evicts=evicts, counted=counted)
         if self.records_actions:
             held = self.cache.table.precision[layer]
             routing.actions = torch.from_numpy(actions_of(routing.host_ids, active, codes, held, places))

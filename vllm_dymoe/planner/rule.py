@@ -33,7 +33,9 @@ Ints = NDArray[np.int64]
 _STEPS = 1 << 40  # more steps than a server can run, so score and step fit into one int64 that orders by both
 
 
-def record_uses(score: Ints, used_at: Ints, active: Ints, wanted: NDArray[np.int8], step: int) -> None:
+def record_uses(
+    score: Ints, used_at: Ints, active: Ints, wanted: NDArray[np.int8], step: int, aging: int = AGING
+) -> None:
     """Age a layer's scores by one step and count its uses; changes both arrays in place.
 
     Args:
@@ -42,8 +44,9 @@ def record_uses(score: Ints, used_at: Ints, active: Ints, wanted: NDArray[np.int
         active: experts that the step uses, each once.
         wanted: LOW or HIGH for each of them; with two slices LOW uses the first one alone.
         step: number of the step, larger than those before it and below 2 ** 40.
+        aging: a score loses a share of 2 ** -aging; with 0 it forgets all, and the last use alone orders experts.
     """
-    score -= score >> AGING
+    score -= score >> aging
     for number in range(len(score)):
         uses = active if number == 0 else active[wanted == HIGH]
         score[number, uses] += USE

@@ -52,6 +52,8 @@ class DecodeSteps:
         at.global_ids = None if here is ids else ids[:tokens]
         if self._server.host_planned.records_actions:
             at.actions = path.large.actions(at.ids)
+        if (migration := self._server.host_planned.migration) is not None:
+            migration.see(at)  # a small step has no inputs that the host could read
         for observer in self._observation.observers:
             observer.see(at)
         return out

@@ -196,14 +196,25 @@ class ExpertServer:
         else:
             self._replace("precision", options, policy, plan)
 
+    @property
+    def ranks_add_up(self) -> bool:
+        """Whether other ranks have parts of the same experts, and precisions follow from what all of them have seen."""
+        return self._agree is not list and len(self.policy.precision.precisions) > 1
+
+    def start_over(self) -> None:
+        """Empty the cache and forget what steps have taught: scores, thresholds and hotness. Ranks with parts of the
+        same experts do so together after a step that one of them could not compute."""
+        policy = make_policy(self.options).of_stage(*self._around)
+        self._replace("state", self.options, policy, self.slot_plan, forgets=True)
+
     def drop_predictor(self) -> None:
         """Predict nothing from now on."""
         self._predictor = None
         self.serve(self.options, self.policy)
 
-    def _replace(self, what: str, options: Options, policy: Policy, plan: SlotPlan) -> None:
-        """Go on with other slots; if they cannot be had, with the old ones and a ConfigError: slots cannot go now, or
-        there is no memory."""
+    def _replace(self, what: str, options: Options, policy: Policy, plan: SlotPlan, *, forgets: bool = False) -> None:
+        """Go on with other slots, and with what is known of hotness unless it ``forgets``. If slots cannot go now, or
+        there is no memory, go on with the old ones and raise ConfigError."""
         check_awake(self, f"a change of {what}")
         bits = slot_bits(self.experts, options, policy.precision.precisions)
         formats = {precision: self.experts.formats[width] for precision, width in bits.items()}
@@ -211,13 +222,13 @@ class ExpertServer:
         before = self.options, self.policy, self.slot_plan
         self.cache.pools.free()
         try:
-            self._allocate(options, policy, plan)
+            self._allocate(options, policy, plan, forgets=forgets)
         except ConfigError:
             self.cache.pools.free()
             self._allocate(*before)
             raise
 
-    def _allocate(self, options: Options, policy: Policy, plan: SlotPlan) -> None:
+    def _allocate(self, options: Options, policy: Policy, plan: SlotPlan, *, forgets: bool = False) -> None:
         """Allocate slots and serve with them; the old ones are freed before, so that only one arena exists."""
         cache, migrating, before = self.cache, policy.residency.migrating, self._layers
         if before is not None:  # whose CPU executor counts in the table that goes
@@ -239,7 +250,7 @@ class ExpertServer:
             if self._counts is not None:
                 self._counts.clear()
             known = before.migration.hotness if before is not None and before.migration is not None else None
-            known = known if known is not None and known.any() else None
+            known = known if known is not None and known.any() and not forgets else None
             migration = Migration(fetcher, migrating, known, self._agree, self._counts)
         self._layers = self._make_layers(options, policy, fetcher, migration)
 
@@ -280,6 +291,7 @@ class ExpertServer:
             migration=migration,
             host_cache=self.host_cache,
             records_actions=records,
+            agree=self._agree,
         )
 
     def _make_cpu_executor(

@@ -29,7 +29,7 @@ bench-budget: setup ## what a byte budget costs: vLLM and this plugin (20 minute
 	@$(BIN)/python benchmarks/budget/budget.py
 
 bench-papers: setup ## the papers' policies over one trace, in virtual time
-	@$(BIN)/python benchmarks/papers/virtual.py
+	@$(BIN)/python benchmarks/papers/papers.py
 
 bench-quality: setup ## what precision costs in quality, and what the policy dymoe wins back (15 minutes of one core)
 	@$(BIN)/python benchmarks/quality/quality.py

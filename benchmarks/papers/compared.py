@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from vllm_dymoe.planner.routing import Routing
-from vllm_dymoe.policies import POLICIES, firm
+from vllm_dymoe.policies import POLICIES
 from vllm_dymoe.policies.base import EVICTIONS, PrefetchPolicy, ResidencyPolicy
 from vllm_dymoe.policies.exact import Exact
 from vllm_dymoe.prefetch import Candidate, Predictor, RoutedModel
@@ -49,7 +49,7 @@ class Compared(Exact):
     summary: ClassVar[str] = "parts of policies, for measurements"
 
     # What names experts of the next layer.
-    ahead: Literal["nothing", "next gate", "meeting of layers", "tuned meeting", "oracle"] = "next gate"
+    ahead: Literal["nothing", "next gate", "meeting of layers", "oracle"] = "next gate"
     projections: int = Field(default=3, ge=1, le=3)  # FIRM-MoE's n
     k: int | None = Field(default=None, ge=1)  # experts that each layer names; as many as a token uses if None
     p: int = Field(default=3, ge=1)  # layers that meet
@@ -72,8 +72,6 @@ class Compared(Exact):
             return self._predictor(model)
         if self.ahead == "oracle":
             return Oracle()
-        if self.ahead == "tuned meeting":
-            return firm.Firm()._predictor(model)
         return MeetingOfLayers(
             model.gates, self.k or model.top_k, self.p, held=model.held, side_stream=make_side_stream(model.device)
         )

@@ -49,6 +49,7 @@ struct Plan {
     const i64* rows;                       // [count], or null where nothing is executed on the CPU
     const i64* uses;                       // [experts], by how many tokens with weights that count in statistics
     i64* places;                           // [slices, count], written
+    bool admits;                           // misses may be kept; otherwise others write the rows
 };
 
 // Memory of one thread that is used again in each step.
@@ -122,7 +123,7 @@ inline void choose_executed(const CacheTable& table, i64 layer, const Plan& plan
     for (int version = LOW; version <= HIGH; version++) {
         i64 has = 0;
         for (i64 e = 0; e < table.experts; e++) has += version == LOW && nested ? held[e] != ABSENT : held[e] == version;
-        i64 free = std::max(i64(0), quotas[version] - has);
+        i64 free = plan.admits ? std::max(i64(0), quotas[version] - has) : 0;
         for (i64 i = 0; i < n; i++) {
             const bool wants = (version == LOW && nested) || plan.wanted[i] == version;
             if (!wants || s.hit[(version == HIGH ? table.slices - 1 : 0) * n + i]) continue;
@@ -184,7 +185,7 @@ inline void decide(const CacheTable& table, i64 layer, const Plan& plan, Scratch
     for (i64 i = 0; i < i64(executed.size()); i++)
         if (executed[i])
             for (i64 slice = 0; slice < table.slices; slice++) plan.places[slice * n + i] = EXECUTE, fetched[slice * n + i] = 0;
-    if (std::find(fetched.begin(), fetched.end(), char(1)) == fetched.end()) return;
+    if (!plan.admits || std::find(fetched.begin(), fetched.end(), char(1)) == fetched.end()) return;
     s.kept.resize(experts);
     s.wanting.resize(n);
     s.missing.resize(n);
@@ -244,7 +245,7 @@ inline i64 mark_high(const CacheTable& table, i64 layer, const Phase& phase, con
             if (phase.sums[e] > phase.sums[largest]) largest = e;
         }
         for (i64 e : used) {
-            const bool above = e == largest || ((phase.sums[e] >> 20) * active) << 16 > (threshold[0] >> 16) * total;
+            const bool above = (threshold[1] && e == largest) || ((phase.sums[e] >> 20) * active) << 16 > (threshold[0] >> 16) * total;
             marked += above && phase.every[e] != 0;
             high[e] |= above;
         }

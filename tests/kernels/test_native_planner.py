@@ -36,7 +36,7 @@ class NativePlanner:
     def __init__(self, table):
         self.table = Table(**{f.name: np.array(getattr(table, f.name).numpy()) for f in fields(table)})
         table, self.library = self.table, native.load()
-        self.call = call = native.MoeLayer(plans_only=True, evicts=Eviction.COLDEST, observed=True)
+        self.call = call = native.MoeLayer(plans_only=True, evicts=Eviction.COLDEST, admits=True, observed=True)
         call.table = native_table(table, table.prompt_threshold, table.threshold)
         self.until = np.full((table.layers, table.experts, 3), FOREVER)
         call.in_memory_until, call.lost_pages = self.until.ctypes.data, self.library.lost_pages()

@@ -68,7 +68,7 @@ class CpuExecutor:
         widths = {code: fmt.bits for code, fmt in formats.items() if fmt is not None}
         in_slots = {CODES[precision]: bits for precision, bits in cache.bits.items()}
         self._slice_bits = widths | in_slots  # of the slices that LOW and HIGH name
-        self._call = call = native.MoeLayer(executes=executes, evicts=policy.residency.evicts)
+        self._call = call = native.MoeLayer(executes=executes, evicts=policy.residency.evicts, admits=uses is None)
         call.renormalizes, call.lost_pages = policy.precision.renormalizes, library.lost_pages()
         self._in_memory_until = np.zeros((table.layers, table.experts, 3), np.int64)
         if executes:

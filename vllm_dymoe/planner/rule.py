@@ -62,6 +62,7 @@ def decide(
     quotas: Sequence[int],  # slots of the layer, by LOW and HIGH
     *,
     reuse_high: bool = True,
+    admits: bool = True,
     rows: Ints | None = None,  # int64 [n], rows of each expert; None for no CPU execution
     costs: Ints | None = None,  # int64 [3, 4], by precision and Cost
 ) -> Ints:
@@ -72,6 +73,8 @@ def decide(
 
     Args:
         reuse_high: whether a high version serves where a low one is wanted; with two slices it always does.
+        admits: whether misses may be kept; otherwise others write the rows (DynaExq), and every miss is streamed or
+            executed on the CPU.
 
     Returns:
         int64 [slices, n]: CPU for all slices, or HIT, STREAM, FREE, or the expert whose slot is taken. A slice that is
@@ -87,8 +90,11 @@ def decide(
         return places
     high, fetched = wanted == HIGH, ~hit
     if rows is not None and costs is not None and costs[:, Cost.FIRST_ROW].any():
-        on_cpu = _executed_on_cpu(hit, score[0][active], wanted, held, rows, quotas, costs)
+        free = quotas if admits else (0, 0, 0)
+        on_cpu = _executed_on_cpu(hit, score[0][active], wanted, held, rows, free, costs)
         fetched, places[:, on_cpu] = fetched & ~on_cpu, CPU
+    if not admits:
+        return places
     if len(score) == 1:
         for precision, wanting in ((HIGH, high), (LOW, ~high)):
             kept = held == precision

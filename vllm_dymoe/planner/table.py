@@ -159,7 +159,7 @@ class Table:
     def begin_step(
         self, layer: int, active: Ints, wanted: NDArray[np.int8], rows: Ints | None = None, *,
         evicts: Eviction = Eviction.COLDEST,
-        counted: NDArray[np.bool_] | None = None,
+        counted: NDArray[np.bool_] | None = None, admits: bool = True,
     ) -> Ints:  # fmt: skip
         """Count the uses of a layer's step and decide; return int64 [slices, n], see :func:`~.rule.decide`.
 
@@ -175,7 +175,7 @@ class Table:
             uses, aging = slice(None) if counted is None else counted, AGING if evicts is Eviction.COLDEST else 0
             record_uses(score, used_at, active[uses], wanted[uses], int(self.step[layer]), aging)
         quotas, reuse = self.quotas[layer].tolist(), bool(self.reuse_high[0])
-        where = {"reuse_high": reuse, "rows": rows, "costs": self.cpu_costs}
+        where: Any = {"reuse_high": reuse, "rows": rows, "costs": self.cpu_costs, "admits": admits}
         return decide(active, wanted, self.precision[layer], score, used_at, quotas, **where)
 
     def keep(self, layer: int, active: Ints, wanted: NDArray[np.int8], places: Ints) -> None:

@@ -4,6 +4,7 @@ from pydantic import ValidationError
 
 from vllm_dymoe.options import Options
 from vllm_dymoe.planner.precision import Precision
+from vllm_dymoe.policies.adaptive import Adaptive
 from vllm_dymoe.policies.base import Policy, PolicyOptionError
 from vllm_dymoe.policies.duoserve import DuoServe
 from vllm_dymoe.policies.dymoe import Dymoe
@@ -15,7 +16,8 @@ from vllm_dymoe.policies.on_demand import OnDemand
 from vllm_dymoe.policies.papers import PAPERS
 
 POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (Exact, OnDemand, LayerPrefetch, Dymoe, DuoServe, Firm, DynaExq, *PAPERS)
+    policy.name: policy
+    for policy in (Exact, OnDemand, LayerPrefetch, Dymoe, DuoServe, Firm, DynaExq, Adaptive, *PAPERS)
 }
 """By the name that the option ``policy`` has for it, the default first."""
 

@@ -63,6 +63,9 @@ class PrecisionPolicy:
             )
         return {precision: [*layers, *[layers[-1]] * experts.draft_layers] for precision, layers in shares.items()}
 
+    link_share: float | None = None
+    """Share of the time that steps may wait for the link, which thresholds are moved for; None for no such share."""
+
     planned: ClassVar[bool] = True
     """Whether ``critical_counts`` and ``thresholds`` say all that ``select`` does, so that a planner can choose."""
 
@@ -143,6 +146,7 @@ class ResidencyPolicy:
     """A device can decide a decode step by itself: ``critical_counts`` says all that ``select`` would."""
     migrating: Migrating | None = None
     """How versions move between steps, so that every expert is there; None where steps fetch what they need."""
+    rescues: bool = False  # where versions move between steps, steps fetch some high ones nevertheless
 
 
 @dataclass(frozen=True)

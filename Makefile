@@ -35,8 +35,8 @@ demo: setup ## serve a small model with a quarter of its experts on the device, 
 bench-budget: setup ## measure what a byte budget costs, beside vLLM (20 minutes, 10 GB of disk, a quiet machine)
 	@$(BIN)/python benchmarks/budget/budget.py
 
-bench-papers: setup ## compare the papers' policies on one trace, in virtual time
-	@$(BIN)/python benchmarks/papers/virtual.py
+bench-papers: setup ## compare the papers' policies on recorded routing, in virtual time
+	@$(BIN)/python benchmarks/papers/papers.py
 
 bench-quality: setup ## measure what precision costs in quality (15 minutes of one core)
 	@$(BIN)/python benchmarks/quality/quality.py

@@ -19,6 +19,7 @@ import report
 import torch
 from bench import DOMAINS, Bench, Variant, planned_bytes
 from losses import Scores, losses
+from rescues import Rescues
 from shifts import HIGH_SHARES, Shifts
 
 from vllm_dymoe.cli.figures import draw, require
@@ -139,8 +140,29 @@ class Measurement:
                 place = {"high": share, "quantizer": quantizer, "bits_per_weight": low + share * (high - low)}
                 yield {**place, "kl_nats": sum(found) / len(found), "by_domain": dict(zip(DOMAINS, found, strict=True))}
 
+    def papers(self) -> Iterator[dict[str, Any]]:
+        """The papers' own policies, and ours beside them, with the options of benchmarks/papers."""
+        own = {"policy": "dymoe-paper", "high": 4}
+        rows = [
+            Variant("dymoe-paper, 4/2", {**own, "low": 2, "policy_options": {"reuse_high": False}}),
+            Variant("dymoe-paper, 4/0", {**own, "low": 0, "policy_options": {"reuse_high": False}}),
+            dymoe(0.75, 2),
+            uniform(4),
+        ]
+        for row in rows:
+            for decode in (False, True):
+                place = {"experts": row.name, "quantizer": row.quantizer, "phase": "decode" if decode else "prompt"}
+                yield self.row("papers", place, row, decode=decode)
 
-SECTIONS = ("uniform", "readings", "precisions", "budgets", "sets", "shifts")
+    def rescues(self) -> Iterator[dict[str, Any]]:
+        """The policy adaptive beside dynaexq and uniform 4 bits, of the same bytes."""
+        for decode, texts in self.texts.items():
+            if decode not in self._reference:
+                self._reference[decode] = self.bench.score(EXACT, texts, decode=decode)
+        yield from Rescues(self.bench, self._reference).rows()
+
+
+SECTIONS = ("uniform", "readings", "precisions", "budgets", "sets", "shifts", "papers", "rescues")
 
 
 def show(results: dict[str, Any], out: Path, figure: Path | None) -> None:

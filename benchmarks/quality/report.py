@@ -110,9 +110,42 @@ def panels(rows: list[Row]) -> list[Panel]:
     return list(found.values())
 
 
+def papers(rows: list[Row]) -> Table:
+    """The papers' own policies."""
+    lines = [[row["experts"], row["quantizer"], row["phase"], *lost(row)] for row in rows]
+    return ["experts", "quantizer", "phase", *LOST], lines
+
+
+def rescues(rows: list[Row]) -> Table:
+    """KL and fetches, beside those of uniform 4 bits."""
+    lines = []
+    for row in rows:
+        place = {key: row[key] for key in ("residuals", "quantizer", "phase")}
+        four = find(rows, experts="uniform 4", **place)
+        share = f"{row['fetched_per_token'] / four['fetched_per_token']:.0%}" if four and row is not four else ""
+        cells = [
+            row["experts"],
+            row["quantizer"],
+            row["phase"],
+            lost(row)[-1],
+            f"{row['fetched_per_token']:.2f}",
+            share,
+        ]
+        lines.append([f"{row['residuals']:.0%}", *cells])
+    return [
+        "residual slices",
+        "experts",
+        "quantizer",
+        "phase",
+        "KL, millinats",
+        "fetched a token",
+        "of uniform 4",
+    ], lines
+
+
 def tables(results: Row) -> dict[str, str]:
     """Each section's, in Markdown."""
-    made = {make.__name__: make for make in (uniform, readings, precisions, budgets, sets, shifts)}
+    made = {make.__name__: make for make in (uniform, readings, precisions, budgets, sets, shifts, papers, rescues)}
     return {name: markdown(*made[name](rows)) for name, rows in results["sections"].items()}
 
 

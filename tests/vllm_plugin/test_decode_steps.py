@@ -14,8 +14,10 @@ from vllm_dymoe.executor.copy_branch import Branch
 from vllm_dymoe.executor.small_batch import SmallBatches, StepMemory
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
+from vllm_dymoe.planner.routing import Phase
 from vllm_dymoe.planner.rule import HIGH
 from vllm_dymoe.planner.table import Counter, Table
+from vllm_dymoe.policies.dynaexq import DynaExq
 from vllm_dymoe.vllm_plugin import rank_server as module
 from vllm_dymoe.vllm_plugin import step as step_module
 from vllm_dymoe.vllm_plugin.decode_steps import DecodeSteps
@@ -116,6 +118,23 @@ def test_observers_hear_of_a_step_when_it_has_run_unless_they_need_inputs(server
     observed.step.end()
     run(observed, 3, 4)
     assert not server.cache.device_table.table.recording.any()
+
+
+def test_prompts_tell_dynaexq_what_its_layers_change(nested_store):
+    """Small steps have no inputs that the host could read."""
+    server = device_planned_server(nested_store, "75%", DynaExq(window_s=0, window_uses=0.1), low=2)
+    rank = rank_of(server)
+    for seed in range(6):
+        output = scheduled(100)
+        rank.begin_step(output)
+        for layer in LAYERS:
+            x, weights, ids = random_step(seed + layer.position, 100, server.experts)
+            rank.forward(layer, x, weights, ids)
+        rank.end_model(None, output, None)
+        rank.step.end()
+    for _ in range(3):
+        server.host_planned.begin_step(Phase.DECODE)
+    assert server.host_planned.migration._changes is None
 
 
 def test_behind_a_draft_with_experts_the_host_decides(server, memory_store):

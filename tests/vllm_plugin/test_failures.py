@@ -274,3 +274,16 @@ def test_the_front_end_raises_and_closes_what_it_read_from():
         asyncio.run(read())
     assert len(got) == 1
     assert closed == ["hello"]
+
+
+def test_every_rank_hears_once_of_a_failure_on_any(ranks):
+    _, other = ranks
+    for rank in ranks:
+        rank.failures.any_new()  # of other tests
+        assert not rank.failures.any_new()
+    other.begin()
+    other.record("the disk is on fire")
+    for rank in ranks:
+        assert rank.failures.any_new()
+        assert not rank.failures.any_new()
+    assert not Rank().failures.any_new(), "without other ranks nothing is asked"

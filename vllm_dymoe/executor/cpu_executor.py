@@ -59,7 +59,7 @@ class CpuExecutor:
         widths = {code: fmt.bits for code, fmt in formats.items() if fmt is not None}
         in_slots = {CODES[precision]: bits for precision, bits in cache.bits.items()}
         self._slice_bits = widths | in_slots  # of the slices that LOW and HIGH name
-        self._call = call = native.MoeLayer(executes=executes, ages=policy.residency.ages)
+        self._call = call = native.MoeLayer(executes=executes, evicts=policy.residency.evicts, admits=uses is None)
         call.renormalizes, call.lost_pages = policy.precision.renormalizes, library.lost_pages()
         self._in_memory_until = np.zeros((table.layers, table.experts, 3), np.int64)
         if executes:
@@ -141,7 +141,10 @@ class CpuExecutor:
         if (prompt := routing.prompt) is not None:
             held.append(prompt.rows.to(torch.int8).add_(prompt.rows & prompt.heavy))
             call.marks = held[-1].data_ptr()
-        if not self._policy.precision.planned:
+        precision = self._policy.precision
+        # The native call knows this rank's experts only, and ranks decide alike on those of all.
+        of_all_ranks = routing.global_ids is not None and len(precision.precisions) > 1
+        if not precision.planned or of_all_ranks:
             held.append(self._selected(routing))
             call.versions = held[-1].ctypes.data
         if self._records:

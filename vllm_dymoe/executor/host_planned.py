@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from vllm_dymoe.cache.counters import PrefetchStats, ResidencyCounts
 from vllm_dymoe.cache.device_cache import DeviceCache
 from vllm_dymoe.cache.expert_cache import Fetch, Fetcher
 from vllm_dymoe.cache.host_cache import HostCache
-from vllm_dymoe.cache.migration import Migration
+from vllm_dymoe.cache.migration import Agree, Migration
 from vllm_dymoe.cache.slots import Slot
 from vllm_dymoe.cache.store.disk import DiskCounts
 from vllm_dymoe.cache.transfer import TransferError
@@ -24,6 +25,7 @@ from vllm_dymoe.executor.read_ahead import ReadAhead, expect
 from vllm_dymoe.executor.streamed_layer import LayerStep
 from vllm_dymoe.kernels import Activation, ExpertKernel, combine
 from vllm_dymoe.planner.constants import Action
+from vllm_dymoe.planner.link_share import LinkShare
 from vllm_dymoe.planner.plan import LayerPlan
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.routing import Phase, Routing
@@ -61,6 +63,7 @@ class HostPlannedLayers:
         migration: moves versions between steps; None if steps fetch what they need.
         host_cache: the host-memory tier over a disk; None without one.
         records_actions: write each expert's action into ``Routing.actions``.
+        agree: with ranks that have other parts of the same experts.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class HostPlannedLayers:
         migration: Migration | None = None,
         host_cache: HostCache | None = None,
         records_actions: bool = False,
+        agree: Agree = list,
     ) -> None:
         self.fetcher, self.cache, self.engine, self.kernel = fetcher, fetcher.cache, fetcher.engine, kernel
         self.policy, self.bits, self.predictor = policy, bits, predictor
@@ -86,6 +90,8 @@ class HostPlannedLayers:
         self.migration, self.host_cache, self.records_actions = migration, host_cache, records_actions
         self.prefetcher: Prefetcher | None = None
         self._observed = True  # tokens are requests'
+        thresholds, share = policy.precision.thresholds, policy.precision.link_share
+        self.link_share = None if share is None else LinkShare(thresholds, share, agree)
         if predictor is not None:
             predictor.predictor.slots_changed()
             experts = self.cache.experts
@@ -111,6 +117,8 @@ class HostPlannedLayers:
         """A step of requests begins, and its first MoE layer is some way off."""
         if self.migration is not None:
             self.migration.turn()
+        if self.link_share is not None:
+            self.link_share.begin_step(self.engine.stats.exposed_wait_seconds)
         if self.predictor is not None:
             self.predictor.begin_step(phase)
         prefetch = self.policy.prefetch
@@ -141,6 +149,8 @@ class HostPlannedLayers:
                     self._served(routing)
                 return result
             plan = result
+            if self.migration is not None:
+                self.migration.see(routing)
         else:
             routing.check(self.cache.experts.num_experts)
         plan = self._plan(routing) if plan is None else plan
@@ -240,8 +250,9 @@ class HostPlannedLayers:
             if not self.cache.store.whole:
                 rows[self.cache.far(layer, wanted)] = _FAR
         counted = None if routing.uses is None else routing.uses[experts] > 0
-        ages = self.policy.residency.ages
-        places = self.cache.table.begin_step(layer, experts, codes, rows, ages=ages, counted=counted)
+        evicts = self.policy.residency.evicts
+        how: dict[str, Any] = {"evicts": evicts, "counted": counted, "admits": self.migration is None}
+        places = self.cache.table.begin_step(layer, experts, codes, rows, **how)
         if self.records_actions:
             held = self.cache.table.precision[layer]
             routing.actions = torch.from_numpy(actions_of(routing.host_ids, experts, codes, held, places))

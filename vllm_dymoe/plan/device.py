@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, replace
 
 from vllm_dymoe.options import ConfigError
+from vllm_dymoe.plan.costs import Costs
 
 _PCIE4, _PCIE5 = 31.51e9, 63.02e9
 
@@ -30,11 +31,7 @@ _SHEETS: dict[str, tuple[float, float, float, float]] = {
 _MEMORY_SHARE = 0.75  # of the bandwidth, in kernels of 5 to 15 us
 _COMPUTE_SHARE = 0.5  # of the operations, in a prompt
 _LINK_SHARE = 0.85  # of the link, behind its protocol
-# Of the host where it decides, and of its launches for a layer of a prompt where the device does, ahead of what is
-# computed: tests/kernels/gpu_at_true_sizes.py measures all three.
-_LAYER_SECONDS, _MISS_SECONDS, _LAUNCH_SECONDS = 600e-6, 50e-6, 320e-6
-# Of a device that plans, in a graph: nine small kernels between the products, and `decide` for each miss; by count.
-_GRAPH_SECONDS, _GRAPH_MISS_SECONDS = 20e-6, 1e-6
+_COSTS = Costs.measured()
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class Device:
     bandwidth: float  # bytes per second that kernels read
     compute: float  # operations per second
     link: float  # bytes per second from the host
-    layer_seconds: float = _LAYER_SECONDS  # for each layer with experts, of the host that plans it
+    layer_seconds: float = _COSTS.host_layer  # for each layer with experts, of the host that plans it
     launch_seconds: float = 0.0  # for each layer of a prompt, of the host beside the device that plans it
     miss: float = 0.0  # seconds of the host for each miss, beside the time of its bytes
     decides: bool = False  # decode steps are graphs, and nothing of a prompt waits for the host
@@ -58,7 +55,7 @@ class Device:
         """The same for steps that it decides by itself."""
         if not self.decides:
             return self
-        return replace(self, layer_seconds=_GRAPH_SECONDS, launch_seconds=_LAUNCH_SECONDS, miss=_GRAPH_MISS_SECONDS)
+        return replace(self, layer_seconds=_COSTS.graph_layer, launch_seconds=_COSTS.launch, miss=_COSTS.graph_miss)
 
 
 def find_device(name: str, link: str | None) -> Device:
@@ -69,7 +66,7 @@ def find_device(name: str, link: str | None) -> Device:
     memory, bandwidth, compute, sheet = _SHEETS[key]
     return Device(
         name, int(memory * 2**30), bandwidth * _MEMORY_SHARE, compute * _COMPUTE_SHARE,
-        sheet * _LINK_SHARE if link is None else parse_rate(link), miss=_MISS_SECONDS, decides=True,
+        sheet * _LINK_SHARE if link is None else parse_rate(link), miss=_COSTS.host_miss, decides=True,
     )  # fmt: skip
 
 

@@ -230,6 +230,17 @@ class ExpertServer:
         else:
             self._replace("precision", options, policy, plan)
 
+    @property
+    def ranks_add_up(self) -> bool:
+        """Whether other ranks have parts of the same experts, and precisions follow from what all of them have seen."""
+        return self._agree is not list and len(self.policy.precision.precisions) > 1
+
+    def start_over(self) -> None:
+        """Empty the cache and forget what steps have taught: scores, thresholds and hotness. Ranks with parts of the
+        same experts do so together after a step that one of them could not compute."""
+        policy = make_policy(self.options).of_stage(*self._around)
+        self._replace("state", self.options, policy, self.slot_plan, forgets=True)
+
     def drop_predictor(self) -> None:
         """Predict nothing from now on."""
         self.predictor = None
@@ -269,9 +280,12 @@ class ExpertServer:
                 f"({self.store.description}); try again later."
             )
 
-    def _replace(self, what: str, options: Options, policy: Policy, plan: SlotPlan) -> None:
-        """Go on with other slots; if they cannot be had, with as many as before and a ConfigError: slots cannot go now,
-        or there is no memory. The old ones are freed before, so that only one arena exists."""
+    def _replace(self, what: str, options: Options, policy: Policy, plan: SlotPlan, *, forgets: bool = False) -> None:
+        """Serve with other slots, and with what is known of hotness unless it ``forgets``.
+
+        The old slots are freed before, so that only one arena exists. Raises ConfigError if they cannot go now, or if
+        there is no memory; the server then goes on with as many slots as before.
+        """
         self._check_awake(f"a change of {what}")
         bits = slot_bits(self.experts, options, policy.precision.precisions)
         formats = {precision: self.experts.formats[width] for precision, width in bits.items()}
@@ -280,7 +294,7 @@ class ExpertServer:
         before = self._serving
         before.cache.pools.free()
         try:
-            self._serving = self._allocate(options, policy, plan, before)
+            self._serving = self._allocate(options, policy, plan, None if forgets else before)
         except ConfigError:
             self._serving = self._allocate(before.options, before.layers.policy, before.cache.slot_plan, before)
             raise
@@ -362,6 +376,7 @@ class ExpertServer:
             migration=migration,
             host_cache=self.host_cache,
             records_actions=records,
+            agree=self._agree,
         )
         return _Serving(options, cache, layers, small_batches)
 

@@ -58,6 +58,8 @@ class DecodeSteps:
         everywhere, own = None if here is ids else ids[:tokens], here[:tokens]
         actions = path.large.actions(own) if self._server.host_planned.records_actions else None
         at = self._routing(layer.position, x[:tokens], own, weights[:tokens], everywhere, actions)
+        if (migration := self._server.host_planned.migration) is not None:
+            migration.see(at)  # a small step has no inputs that the host could read
         for observer in self._observation.observers:
             observer.see(at)
         return out

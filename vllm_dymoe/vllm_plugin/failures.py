@@ -50,6 +50,7 @@ class StepFailures:
     ) -> None:
         self.sentence: str | None = None
         self._late, self._on_failure, self._failed_through = late, on_failure, (0, "")
+        self._seen = 0  # failures of any rank
         self._step, self._store, self._collects, self._shared, self._engine = step, store, collects, shared, engine
 
     @property
@@ -61,8 +62,16 @@ class StepFailures:
         if self.sentence is None:
             self.sentence = sentence
             if self._store is not None:
+                self._store.add(self._count_key, 1)
                 self._store.set(self._key(self._step.number), sentence)
                 self._store.check([self._key(self._step.number)])  # writing alone does not wait for the server
+
+    def any_new(self) -> bool:
+        """Whether a step has failed on any rank since the last time; asks the store, between two steps."""
+        if self._store is None:
+            return False
+        before, self._seen = self._seen, int(self._store.add(self._count_key, 0))
+        return self._seen != before
 
     def record_late(self, sentence: str) -> None:
         """Record the failure of a device's step while it runs: every step fails that has begun and whose output is
@@ -99,6 +108,10 @@ class StepFailures:
         if not self._shared:
             self._store.delete_key(key)
         return sentence
+
+    @property
+    def _count_key(self) -> str:
+        return f"vllm_dymoe/failed_steps/{self._engine}"
 
     def _key(self, step: int) -> str:
         return f"vllm_dymoe/failed_step/{self._engine}/{step}"

@@ -112,6 +112,10 @@ class RankServer:
         if scheduler_output.total_num_scheduled_tokens == 0:
             return False
         self.step.begin(scheduler_output)
+        # Where ranks add up parts of the same experts, one that failed has learnt less than the others, and would give
+        # some experts another precision.
+        if self.server.ranks_add_up and self.failures.any_new():
+            self.server.start_over()
         self.server.host_planned.begin_step(self.step.phase)
         if self._decode is not None:
             self._decode.begin()

@@ -72,6 +72,4 @@ def _print_summary(checkpoint: Checkpoint, folder: Path, manifest: Manifest, sec
         for layer, numbers in zip(experts.layers, fallbacks, strict=True):
             if numbers:
                 typer.echo(f"  layer {layer}: {', '.join(map(str, numbers))}")
-    if left_out := len(checkpoint.left_out):
-        typer.echo(f"{left_out} tensors of multi-token prediction layers were left out.")
     typer.echo(f"Written in {seconds:.1f} s. To serve it:\nvllm serve {folder}")

@@ -20,14 +20,12 @@ from vllm_dymoe.cache.store.header import TensorPlace
 from vllm_dymoe.cache.store.manifest import encodings_of
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, Projection, stored_formats
 from vllm_dymoe.quantize.held import Matrix
-from vllm_dymoe.quantize.model_config import INTERMEDIATE, TOP_K, ModelConfig
+from vllm_dymoe.quantize.model_config import EXPERT_INPUTS, INTERMEDIATE, TOP_K, ModelConfig, has_gate
 from vllm_dymoe.quantize.readers import Reader, make_reader
 from vllm_dymoe.quantize.readers.base import DTYPES, FLOATS, format_fields
 from vllm_dymoe.quantize.tensor_names import ExpertName, Stacking, read_name
 from vllm_dymoe.quantize.tensors import CheckpointError, read_places, read_tensors
 
-_HIDDEN = ("moe_latent_size", "hidden_size")
-_WITHOUT_GATE = frozenset(("nemotron_h",))
 _SAMPLE_BYTES = 512
 _FILE_SAMPLES = 4096  # of a file whose tensors are not known
 _WEIGHT_SUFFIXES = frozenset((".safetensors", ".bin", ".pt", ".pth", ".gguf"))
@@ -51,19 +49,17 @@ class Checkpoint:
     folder: Path
     config: ModelConfig
     reader: Reader
-    stacking: Stacking
-    dense: dict[str, TensorPlace] = field(default_factory=dict)  # every tensor that is not of an expert, by name
-    left_out: dict[str, TensorPlace] = field(default_factory=dict)
-    """Tensors of layers beyond the model's last (multi-token prediction), which vLLM's model does not load."""
+    dense: dict[str, TensorPlace] = field(default_factory=dict)
+    """Every tensor by name that is not of the model's experts: those of its drafts, too, stay as they are."""
     experts: list[ExpertTensors] = field(default_factory=list)  # the tensors of all experts
     _files: dict[Path, Any] = field(default_factory=dict)
 
     @classmethod
     def open(cls, folder: Path) -> "Checkpoint":
         """Find and check the tensors of a folder; CheckpointError if it cannot be quantized."""
-        config = ModelConfig(folder)
-        found = cls(folder, config, make_reader(config.quantization), Stacking.of(config.model_type))
-        found._sort(read_tensors(folder))
+        config, tensors = ModelConfig(folder), read_tensors(folder)
+        found = cls(folder, config, make_reader(config.quantization))
+        found._sort(tensors)
         without = sum("bias" not in tensors.parts for tensors in found.experts)
         if 0 < without < len(found.experts):
             raise CheckpointError(
@@ -105,13 +101,13 @@ class Checkpoint:
     @cached_property
     def projections(self) -> tuple[Projection, ...]:
         """Of every expert; some models' have no gate."""
-        return tuple(Projection)[self.config.model_type in _WITHOUT_GATE :]
+        return tuple(Projection)[not has_gate(self.config.model_type) :]
 
     def model_experts(
         self, bits: tuple[int, ...], group_size: int, dtype: torch.dtype, quantizer: str = "rtn"
     ) -> ModelExperts:
         """What a store of this checkpoint holds; bits have the high precision first. CheckpointError if it cannot."""
-        hidden, intermediate = self.config.size(*_HIDDEN), self.config.size(*INTERMEDIATE)
+        hidden, intermediate = self.config.size(*EXPERT_INPUTS), self.config.size(*INTERMEDIATE)
         biased = any("bias" in tensors.parts for tensors in self.experts)
         formats = stored_formats(
             bits,
@@ -176,7 +172,8 @@ class Checkpoint:
         return self.stacking.split(found, tensors.projections)[tensors.projections.index(projection)]
 
     def _sort(self, tensors: Mapping[str, TensorPlace]) -> None:
-        stacks = {named.layers for name in tensors if (named := read_name(name))}
+        named = {name: found for name in tensors if (found := read_name(name)) and found.of_model}
+        stacks, beyond = {found.layers for found in named.values()}, self.config.size("num_hidden_layers", "num_layers")
         if not stacks:
             raise CheckpointError(
                 f"{self.folder} holds no tensor of an expert (layers.0.….experts.0.gate_proj.weight or the like); "
@@ -184,16 +181,12 @@ class Checkpoint:
             )
         if len(stacks) > 1:
             raise CheckpointError(f"{self.folder} has experts in several places, {' and '.join(sorted(stacks))}.")
-        stack, beyond = stacks.pop(), self.config.size("num_hidden_layers", "num_layers")
         experts = []
         for name, place in tensors.items():
-            layer = re.match(rf"{re.escape(stack)}\.(\d+)\.", name)
-            if layer is not None and int(layer[1]) >= beyond:
-                self.left_out[name] = place
-            elif (named := read_name(name)) is None:
-                self.dense[name] = place
+            if name in named and named[name].layer < beyond:  # layers beyond the model's last are a draft's
+                experts.append((named[name], place))
             else:
-                experts.append((named, place))
+                self.dense[name] = place
         self.experts = group_experts(self.folder, self.reader, experts)
 
     @cached_property
@@ -221,6 +214,20 @@ class Checkpoint:
         return found
 
     @cached_property
+    def stacking(self) -> Stacking:
+        """How the matrices of stacks lie, which their shapes tell: [columns, rows] fits one of the two at most."""
+        transposed = False
+        for tensors in self.experts:
+            place = tensors.parts.get("weight")
+            if tensors.expert is None and place is not None and len(place.shape) == 3:
+                rows = sum(self._plain_format.matrices[projection].rows for projection in tensors.projections)
+                expected = rows, self._plain_format.matrices[tensors.projections[0]].columns
+                if place.shape[1:] != expected:
+                    transposed = place.shape[1:] == expected[::-1]
+                    break
+        return Stacking(transposed, interleaved=self.config.model_type == "gpt_oss")
+
+    @cached_property
     def _plain_format(self) -> ExpertFormat:
         """Of one expert at 16 bits, for its shapes."""
         return self.model_experts((16,), 64, torch.bfloat16).formats[16]
@@ -236,10 +243,9 @@ class Checkpoint:
                 continue
             expected = (count, *self.stacking.shape(matrix)) if stacked else matrix
             if place.shape != expected:
-                turned = stacked and place.shape[1:] == expected[:0:-1]
                 raise CheckpointError(
                     f"{place.name} in {self.folder} has shape {list(place.shape)} where config.json says "
-                    f"{list(expected)}{'; transposed experts are not supported yet' if turned else ''}."
+                    f"{list(expected)}."
                 )
 
 

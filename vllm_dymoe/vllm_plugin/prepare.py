@@ -19,6 +19,7 @@ from vllm_dymoe.options import ConfigError, Options
 from vllm_dymoe.plan.model import is_moe
 from vllm_dymoe.policies import make_policy
 from vllm_dymoe.prefetch.checkpoint import PredictorError, read_card
+from vllm_dymoe.quantize.model_config import EXPERT_INPUTS, TOP_K, has_gate
 from vllm_dymoe.quantize.readers.base import PLAIN_READER, format_fields
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.vllm_plugin.announcements import logger
@@ -115,21 +116,18 @@ def experts_of(config: VllmConfig, options: Options) -> ModelExperts | None:
     text, experts = model.hf_text_config, model.get_num_experts()
     if not parallel.enable_eplb:
         experts = -(-experts // expert_ranks(parallel))
-    # Latent experts read fewer numbers than the model is wide (Nemotron-H, Kimi-K3).
-    narrow = (getattr(text, name, None) for name in ("moe_latent_size", "routed_expert_hidden_size"))
-    hidden = next((size for size in narrow if size), model.get_hidden_size())
-    has_gate = not str(getattr(text, "model_type", "")).startswith("nemotron_h")
+    hidden = next((size for name in EXPERT_INPUTS if (size := getattr(text, name, None))), model.get_hidden_size())
+    gated = has_gate(getattr(text, "model_type", ""))
+    top_k = next((count for name in TOP_K if isinstance(count := getattr(text, name, None), int)), 1)
     ours, reader = _quantized(config)
 
     def make(bits: int) -> ExpertFormat:
         fields = format_fields(reader, ours or {}, bits)
-        return ExpertFormat(
-            hidden, width, group_size=options.group_size, dtype=model.dtype, has_gate=has_gate, **fields
-        )
+        return ExpertFormat(hidden, width, group_size=options.group_size, dtype=model.dtype, has_gate=gated, **fields)
 
     formats = stored_formats(options.stored_bits, make)
     layers = tuple(range(model.get_num_layers(parallel)))
-    return ModelExperts(layers, experts, getattr(text, "num_experts_per_tok", None) or 1, formats)
+    return ModelExperts(layers, experts, top_k, formats)
 
 
 def _quantized(config: VllmConfig) -> tuple[Any, Any]:

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.platforms import current_platform
 
 from vllm_dymoe.options import CALIBRATED, CHECKPOINT_OPTIONS, ConfigError, Options
+from vllm_dymoe.quantize.model_config import INTERMEDIATE
 from vllm_dymoe.quantize.readers import PLAIN_READER, Reader, make_reader
 from vllm_dymoe.quantize.readers.base import check_compatible, store_group_sizes
 from vllm_dymoe.quantize.readers.configurations import EXPERT_DTYPE, describe_modelopt, with_expert_dtype
@@ -157,8 +158,7 @@ class DymoeConfig(QuantizationConfig):
 def expert_width(config: VllmConfig) -> int | None:
     """Width of one expert on one rank, as config.json says; None where it names none."""
     text = config.model_config.hf_text_config
-    names = "moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size"
-    width = next((width for name in names if (width := getattr(text, name, None))), None)
+    width = next((width for name in INTERMEDIATE if (width := getattr(text, name, None))), None)
     return width // _ranks_of_an_expert(config) if isinstance(width, int) else None
 
 

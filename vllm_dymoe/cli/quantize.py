@@ -47,7 +47,7 @@ def run(
         began = time.perf_counter()
         manifest = convert(checkpoint, out, options, kind, recorded, overwrite=overwrite, progress=advance)
     _print_summary(checkpoint, out.absolute(), manifest, time.perf_counter() - began)
-    if reader.held:
+    if reader.held or reader.mixed:
         typer.echo(f"Experts: {describe(reader, options.stored_bits, quantizer)}.")
 
 

@@ -139,6 +139,11 @@ class ModelConfig:
         return count
 
     @property
+    def num_layers(self) -> int:
+        """Of the model, without those of drafts, which may lie behind them."""
+        return self.size("num_hidden_layers", "num_layers")
+
+    @property
     def model_type(self) -> object:
         return self._text.get("model_type")
 

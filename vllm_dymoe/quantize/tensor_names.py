@@ -3,8 +3,8 @@
 A tensor for each projection of each expert (``layers.3.mlp.experts.7.gate_proj``, Mixtral's ``w1``, ``w3``, ``w2``),
 or one for all experts of a layer, a stack: ``experts.gate_up_proj`` [E, 2 I, H] and
 ``experts.down_proj`` [E, H, I]; Granite's are named ``input_linear`` and ``output_linear``. GPT-OSS's, Llama 4's and
-Qwen3-VL-MoE's stacks are transposed, [E, H, 2 I] and [E, I, H], which their shapes tell; GPT-OSS has gate and up
-in turns, row by row. A bias is a tensor beside its weight, without the columns. Quantized stacks have the name of a part
+Qwen3-VL-MoE's stacks are transposed, [E, H, 2 I] and [E, I, H], which their shapes tell; GPT-OSS has gate and up in
+turns, row by row. A bias is a tensor beside its weight, without the columns. Quantized stacks have the name of a part
 behind that of the weight, as in ``gate_up_proj_blocks``, and are not transposed.
 """
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm import envs
 from vllm.config import LoRAConfig, VllmConfig
 from vllm.model_executor.model_loader import get_model_loader
@@ -14,6 +15,7 @@ from vllm_dymoe.cache.budget import limit_in_bytes, plan_slots, workspace_bytes
 from vllm_dymoe.cache.pages import available_host_memory
 from vllm_dymoe.cache.store import HostRoom, StoreError, choose_host_place
 from vllm_dymoe.executor.device_planning import plans_on_device, without_device
+from vllm_dymoe.experts.encoding import LATTICES
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, stored_formats
 from vllm_dymoe.options import ConfigError, Options
 from vllm_dymoe.plan.model import is_moe
@@ -31,7 +33,9 @@ from vllm_dymoe.vllm_plugin.model_files import (
     check_ranks,
     drafted_by_experts,
     expert_ranks,
+    has_drafts,
     host_needed,
+    local_folder,
     meets,
     ranks_of_machine,
     replicas_of_machine,
@@ -49,12 +53,14 @@ def prepare(config: VllmConfig) -> None:
     try:
         _refuse_model(config)
         refuse_unsupported_features(config)
-        if ours is not None and drafted_by_experts(config):
-            raise ConfigError(
-                "vllm-dymoe: this checkpoint was written by `vllm-dymoe quantize`, which leaves out the layers of "
-                "multi-token prediction; serve the checkpoint that it was made from, or leave --speculative-config out."
-            )
+        if drafted_by_experts(config):
+            _refuse_drafts(config, ours, options)
         if ours is not None and config.load_config.load_format != "dummy":
+            if away := config.model_config.model_weights:
+                raise ConfigError(
+                    f"vllm-dymoe: packed experts are read from a disk, and {away} is in an object store; copy the "
+                    "checkpoint to a folder and serve that."
+                )
             check_ranks(Path(config.model_config.model), config.parallel_config.tensor_parallel_size)
         _refuse_data_parallel(config, options)
         _refuse_recorded_stages(config, options)
@@ -137,11 +143,33 @@ def _quantized(config: VllmConfig) -> tuple[Any, Any]:
 
 def _refuse_model(config: VllmConfig) -> None:
     model = config.model_config
+    if model.dtype == torch.float32:
+        raise ConfigError(
+            "vllm-dymoe: --dtype float32 cannot be honoured: packed experts have weights and scales of 16 bits; leave "
+            "it out, or use --dtype bfloat16."
+        )
     if model.get_num_experts() == 0:
         raise ConfigError(
             f"vllm-dymoe: vLLM finds no experts in the config.json of {model.model}; leave --quantization dymoe out "
             "for it."
         )
+
+
+def _refuse_drafts(config: VllmConfig, ours: Mapping[str, Any] | None, options: Options) -> None:
+    """Refuse (ConfigError) drafts whose experts cannot join the model's slots, before anything is loaded."""
+    _ = getattr(config.quant_config, "draft_reader", PLAIN_READER)  # can they be read?
+    if ours is None or config.load_config.load_format == "dummy":
+        return
+    layers = getattr(config.model_config.hf_text_config, "num_hidden_layers", 0)
+    if options.quantizer in LATTICES:
+        why = f"experts of {options.quantizer} need a calibration, which there is none of for drafts"
+    elif not has_drafts(local_folder(config), layers):
+        why = "this checkpoint has no layers of multi-token prediction: an earlier `vllm-dymoe quantize` left them out"
+    else:
+        return
+    raise ConfigError(
+        f"vllm-dymoe: {why}; serve the checkpoint that it was made from, or leave --speculative-config out."
+    )
 
 
 def _refuse_data_parallel(config: VllmConfig, options: Options) -> None:

@@ -133,6 +133,8 @@ class DymoeConfig(QuantizationConfig):
         # vLLM gives this very dictionary to from_config, and no more of the model.
         model = {key: getattr(hf_config, key, None) for key in ("model_type", EXPERT_DTYPE)}
         hf_quant_cfg.update(with_expert_dtype(hf_quant_cfg, model))
+        if rules := hf_quant_cfg.get("dynamic"):
+            hf_quant_cfg["dynamic"] = {_shown_to_drafts(pattern): rule for pattern, rule in rules.items()}
         with _as_config_error():
             check_method(hf_quant_cfg)
         return "dymoe"
@@ -215,6 +217,12 @@ class DymoeConfig(QuantizationConfig):
         if self.loading is None or self.loading.rank_server is None:
             raise ConfigError("vllm-dymoe: this model has no MoE layers, so there is nothing to serve with dymoe.")
         return self.loading.rank_server
+
+
+def _shown_to_drafts(pattern: str) -> str:
+    """The same rule of GPTQ in words that vLLM does not look for: Qwen3.5's draft gets no quantization configuration at
+    all where a rule leaves out "mtp", so that its experts would not come to us and lie outside of the budget."""
+    return pattern.replace("mtp", "mt[p]") if pattern.startswith("-:") else pattern
 
 
 @cache

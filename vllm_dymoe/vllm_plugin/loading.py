@@ -49,8 +49,9 @@ class Loading:
         options: Options,
         checkpoint: Mapping[str, Any] | None,  # its quantization_config, if it is ours
         reader: Reader = PLAIN_READER,
+        draft_reader: Callable[[], Reader] = lambda: PLAIN_READER,
     ) -> None:
-        self.options, self.reader = options, reader
+        self.options, self.reader, self._draft_reader = options, reader, draft_reader
         self.rank_server: RankServer | None = None  # until the last layer of the first model is loaded
         self.config = vllm_config
         moving = "experts move from rank to rank (--enable-eplb)" if vllm_config.parallel_config.enable_eplb else ""
@@ -71,12 +72,19 @@ class Loading:
         if self._draft is None:
             self._begin = time.perf_counter()
             taken = held_bytes(self._model.store)
-            self._draft = ModelStore(self.config, self.options, None, self.reader, self._host_memory, taken)
+            reader, formats = self._draft_reader(), self._model.experts.formats
+            other = reader.format != self.reader.format
+            self._draft = ModelStore(
+                self.config, self.options, None, reader, self._host_memory, taken, formats, requantize=other
+            )
         if self._draft.place is not None:
             raise ConfigError(f"vllm-dymoe: {spec.name} belongs to a third model with MoE layers; two are supported.")
         self._draft.add(spec)
         draft, model = self._draft.experts, self._model.experts
-        if (draft.formats, draft.num_experts, draft.top_k) != (model.formats, model.num_experts, model.top_k):
+        fmt = next(iter(model.formats.values()))
+        shape = spec.hidden, spec.dtype, spec.bias, spec.activation.has_gate, draft.num_experts, draft.top_k
+        wanted = fmt.hidden, fmt.dtype, fmt.bias, fmt.has_gate, model.num_experts, model.top_k
+        if shape != wanted or spec.intermediate > fmt.intermediate:
             raise ConfigError(
                 f"vllm-dymoe: the experts of {spec.name}, a draft's, have another shape than the model's, which is not "
                 "supported yet; leave --speculative-config out."
@@ -117,7 +125,7 @@ class Loading:
     @property
     def not_readable_again(self) -> str:
         """Why dense weights cannot be read again from the checkpoint; empty if they can be."""
-        if self.reader.held or self.options.dense != 16:
+        if self.reader.held or self.reader.mixed or self.options.dense != 16:
             return "its dense layers are quantized, and were not tried with that; start again"
         return "" if self._model.unchanged() else "the files of its checkpoint have changed; start again"
 
@@ -179,7 +187,7 @@ class Loading:
     def _announce(self, server: ExpertServer, store: ModelStore) -> None:
         """Say in one line what is active, where numbers come from and why the host store is where it is; and warn."""
         source, place = "", store.place.reason if store.place is not None else ""
-        if self.reader.held and not store.dummy:
+        if (self.reader.held or self.reader.mixed) and not store.dummy:
             source = f" Experts: {describe(self.reader, self.options.stored_bits, self.options.quantizer)}."
         parallel = self.config.parallel_config
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size

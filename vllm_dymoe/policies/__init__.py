@@ -42,6 +42,7 @@ def make_policy(options: Options) -> Policy:
         )
     if policy.residency.migrating is not None and options.low == 0:
         raise PolicyOptionError("policy", f'policy "{name}" keeps a low version of every expert; set low to 2, 4 or 8')
-    if options.predictor is not None and not (policy.prefetch and policy.prefetch.takes_predictor):
-        raise PolicyOptionError("predictor", f'policy "{name}" as it is set has no use for a predictor; leave it out')
+    for option in ("predictor", "train_predictor"):
+        if getattr(options, option) is not None and not (policy.prefetch and policy.prefetch.takes_predictor):
+            raise PolicyOptionError(option, f'policy "{name}" as it is set has no use for a predictor; leave it out')
     return policy

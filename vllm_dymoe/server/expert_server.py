@@ -42,7 +42,7 @@ from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.table import CODES
 from vllm_dymoe.policies import Policy, make_policy
-from vllm_dymoe.prefetch import Measured, Predictor
+from vllm_dymoe.prefetch import Measured, Predictor, TrainedPredictor
 from vllm_dymoe.server.precision import changed_precision
 from vllm_dymoe.server.stats import ServerStats
 
@@ -101,6 +101,8 @@ class ExpertServer:
         agree: with the ranks that have other parts of the same experts, for a policy that moves versions.
         around: MoE layers of a pipeline's stages before this one and behind it.
         rates: file that keeps how fast link and host are; None to measure anew.
+        training_bytes: device memory that the training of a predictor takes, which is of the budget.
+        predictor_room: device memory of the predictor that it will make.
     """
 
     options: Options  # in force
@@ -122,6 +124,8 @@ class ExpertServer:
         around: tuple[int, int] = (0, 0),
         parts: Parts | None = None,  # in place of those of the device
         rates: Path | None = None,
+        training_bytes: int = 0,
+        predictor_room: int = 0,
     ) -> None:
         self.store, self.experts, self.device = store, store.experts, device
         on_cpu = device.type == "cpu" and options.link_gbps is None
@@ -154,9 +158,10 @@ class ExpertServer:
             self.small_batches = SmallBatches(
                 self.experts, side.table, decoding, device, parts.branch(), recorded=recorded
             )
-        # A device that plans asks no predictor, and neither does a CPU whose cores would bring what it names.
-        unasked = decoding is not None or (self._plain_cpu and self.engine.occupies_cores)
-        measured = None if predictor is None or unasked else Measured(predictor)
+        self.unasked = self._why_unasked()
+        """Why no predictor is asked; empty if one is where the policy has one."""
+        self._training_bytes, self._predictor_room = training_bytes, predictor_room
+        measured = None if predictor is None or self.unasked else Measured(predictor)
         self.host_cache = store if isinstance(store, HostCache) and not store.whole else None
         self._predictor = measured
         files = self.host_cache.files if self.host_cache else store
@@ -200,6 +205,19 @@ class ExpertServer:
         """Predict nothing from now on."""
         self._predictor = None
         self.serve(self.options, self.policy)
+
+    def use_predictor(self, predictor: Predictor) -> None:
+        """Ask another predictor from the next step on, if any is asked here; there is ``predictor_room`` for it."""
+        if not self.unasked:
+            self._predictor = Measured(predictor, self._predictor)
+            self.serve(self.options, self.policy)
+
+    def _why_unasked(self) -> str:
+        if self.small_batches is not None:
+            return "the device plans about experts in decode"
+        if self._plain_cpu and self.engine.occupies_cores:
+            return "the cores that would copy compute"
+        return ""
 
     def _replace(self, what: str, options: Options, policy: Policy, plan: SlotPlan) -> None:
         """Go on with other slots; if they cannot be had, with the old ones and a ConfigError: slots cannot go now, or
@@ -314,12 +332,16 @@ class ExpertServer:
         return self._predictor
 
     @property
+    def asks_trained(self) -> bool:
+        """Whether a trained predictor is asked."""
+        return self._predictor is not None and isinstance(self._predictor.predictor, TrainedPredictor)
+
+    @property
     def overhead(self) -> int:
         """Bytes of the budget that are no slots: the kernel's workspace, predictor, and what a device decides by."""
-        predictor = 0 if self.predictor is None else self.predictor.nbytes
-        return (
-            self.kernel.workspace_bytes + predictor + (0 if self.small_batches is None else self.small_batches.nbytes)
-        )
+        predictor = max(self._predictor_room, 0 if self.predictor is None else self.predictor.nbytes)
+        device = 0 if self.small_batches is None else self.small_batches.nbytes
+        return self.kernel.workspace_bytes + predictor + self._training_bytes + device
 
     @property
     def minimum_budget(self) -> int:

@@ -3,6 +3,7 @@
 import asyncio
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fastapi import FastAPI
@@ -12,8 +13,9 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from tests.executor.steps import make_server
 from vllm_dymoe.options import ConfigError
+from vllm_dymoe.prefetch import PredictorError
 from vllm_dymoe.vllm_plugin import worker
-from vllm_dymoe.vllm_plugin.worker import PATH, DymoeWorkerExtension, PrecisionEndpoint
+from vllm_dymoe.vllm_plugin.worker import PATH, PREDICTOR_PATH, DymoeWorkerExtension, PrecisionEndpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 REFUSED = "vllm-dymoe: the precision stays as it was: no."
@@ -26,6 +28,8 @@ class Engine:
         self.state = {"retention": 0.75}
 
     async def collective_rpc(self, method, kwargs):
+        if method == "dymoe_predictor":
+            return [{"tokens": 7}]
         assert method == "dymoe_precision"
         if kwargs.get("retention", 0) > 1:
             said = f"Worker failed with error '{REFUSED}', please check the stack trace above for the root cause"
@@ -50,7 +54,7 @@ def test_it_is_what_vllm_loads_and_an_api_key_guards():
     assert isinstance(PrecisionEndpoint(), EndpointPlugin)
     entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.endpoint_plugins"]
     assert resolve_obj_by_qualname(entries[PrecisionEndpoint.name].replace(":", ".")) is PrecisionEndpoint
-    assert PATH.startswith(GUARDED_PREFIX)
+    assert all(path.startswith(GUARDED_PREFIX) for path in (PATH, PREDICTOR_PATH))
 
 
 def test_asking_changes_nothing_and_a_change_is_answered(client):
@@ -66,6 +70,22 @@ def test_what_is_refused_is_the_clients_mistake_and_what_fails_otherwise_is_not(
     assert client.post(PATH, json=[1]).status_code == 422
     assert client.post(PATH, json={"crash": 1}).status_code == 500
     assert client.get(PATH).json()["ranks"][0] == {"retention": 0.75}
+
+
+def test_a_predictor_is_written_when_it_is_asked_for(client, monkeypatch):
+    assert client.post(PREDICTOR_PATH).json() == {"ranks": [{"tokens": 7}]}
+    rank = SimpleNamespace(training=None, server=SimpleNamespace(asks_trained=False))
+    monkeypatch.setattr(worker, "_rank", lambda extension: rank)
+    assert DymoeWorkerExtension().dymoe_predictor() is None
+    rank.training = SimpleNamespace(report=lambda: {"tokens": 7})
+    assert DymoeWorkerExtension().dymoe_predictor() == {"tokens": 7, "asked": False}
+
+    def report():
+        raise PredictorError("no space.")
+
+    rank.training = SimpleNamespace(report=report)
+    with pytest.raises(ConfigError, match="vllm-dymoe: no space"):
+        DymoeWorkerExtension().dymoe_predictor()
 
 
 @pytest.mark.parametrize(

@@ -28,11 +28,8 @@ Nodes = Annotated[int, typer.Option(min=1, help="Machines over which the ranks a
 Figure = Annotated[Path | None, typer.Option(help="Picture to write: a .png or .svg file; needs matplotlib.")]
 ExpertParallel = Annotated[bool, typer.Option("--ep", help="Ranks share out whole experts.")]
 Architecture = Annotated[
-    Literal["auto", "paper", "paper+input", "paper-shared", "linear", "linear+input"],
-    typer.Option(
-        help="Kind of network; those with +input need a trace with router inputs. "
-        "auto is linear+input for such a trace, else linear."
-    ),
+    Literal["linear+input", "paper", "paper+input", "paper-shared", "linear"],
+    typer.Option(help="Kind of network; those with +input need a trace with router inputs."),
 ]
 
 
@@ -226,11 +223,11 @@ def trace(
 def train(
     trace: TraceFile,
     out: Annotated[Path, typer.Option("--out", "-o", help="File to write, for the option `predictor`.")],
-    architecture: Architecture = "auto",
-    epochs: Annotated[int, typer.Option(min=1, help="At most.")] = 20,
+    architecture: Architecture = "linear+input",
+    epochs: Annotated[int, typer.Option(min=1, help="At most; linear+input has none.")] = 20,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where it is trained.")] = "cpu",
 ) -> None:
-    """Train a predictor of the next layer's experts on a trace."""
+    """Train a predictor of the next layers' experts on a trace; a server can do it by itself (`train_predictor`)."""
     from vllm_dymoe.cli.train import run
     from vllm_dymoe.prefetch.training import Recipe
 

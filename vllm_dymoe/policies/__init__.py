@@ -49,6 +49,7 @@ def make_policy(options: Options) -> Policy:
         raise PolicyOptionError(
             "predictor", f'policy "{name}" needs a trained network; train one with `vllm-dymoe train` and name its file'
         )
-    if options.predictor is not None and not (policy.prefetch and policy.prefetch.takes_predictor):
-        raise PolicyOptionError("predictor", f'policy "{name}" as it is set has no use for a predictor; leave it out')
+    for option in ("predictor", "train_predictor"):
+        if getattr(options, option) is not None and not (policy.prefetch and policy.prefetch.takes_predictor):
+            raise PolicyOptionError(option, f'policy "{name}" as it is set has no use for a predictor; leave it out')
     return policy

@@ -156,6 +156,7 @@ class PrefetchPolicy:
     name: str  # in two or three words for people
     make: Callable[[RoutedModel], Predictor]
     """The predictor for a model; raises PredictorError if a trained one was given and cannot be used."""
+    layers: int = 1  # ahead that the predictor is asked about
     needs_gates: bool = False  # the predictor asks the model's gates
     takes_predictor: bool = False  # a trained predictor can stand in for it
     first_layer: bool = False  # experts of a prompt's first MoE layer are named before it is reached

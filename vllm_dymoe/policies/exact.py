@@ -1,7 +1,7 @@
 """The default: every expert high, the hottest kept, and the next layer's gate asked ahead (DyMoE 4.4.1)."""
 
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -35,10 +35,11 @@ class Exact(Policy):
         """The next layers' gates on this layer's input, or the trained predictor that was given."""
         if not self.look_ahead:
             return None
-        return PrefetchPolicy("next gate", self._predictor, needs_gates=True, takes_predictor=True, paced=True)
+        asked: dict[str, Any] = {"layers": self.look_ahead, "needs_gates": True, "takes_predictor": True, "paced": True}
+        return PrefetchPolicy("next gate", self._predictor, **asked)
 
     def _predictor(self, model: RoutedModel) -> Predictor:
-        if model.predictor is not None:
-            return TrainedPredictor.load(model)
         layers = max(self.look_ahead, model.horizon)
+        if model.predictor is not None:
+            return TrainedPredictor.load(model, layers)
         return NextGate(model.gates, model.top_k, layers=layers, side_stream=make_side_stream(model.device))

@@ -42,7 +42,7 @@ from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.table import CODES
 from vllm_dymoe.policies import Policy, make_policy
-from vllm_dymoe.prefetch import Measured, Predictor
+from vllm_dymoe.prefetch import Measured, Predictor, TrainedPredictor
 from vllm_dymoe.server.precision import changed_precision
 from vllm_dymoe.server.stats import ServerStats
 
@@ -125,6 +125,8 @@ class ExpertServer:
         around: MoE layers of a pipeline's stages before this one and behind it.
         rates: file that keeps how fast link and host are; None to measure anew.
         on_late: called with a message when the CPU has not answered the device in time.
+        training_bytes: device memory that the training of a predictor takes, which is of the budget.
+        predictor_room: device memory of the predictor that it will make.
     """
 
     def __init__(
@@ -143,6 +145,8 @@ class ExpertServer:
         parts: Parts | None = None,  # in place of those of the device
         rates: Path | None = None,
         on_late: Callable[[str], None] = lambda sentence: None,
+        training_bytes: int = 0,
+        predictor_room: int = 0,
     ) -> None:
         self.store, self.experts, self.device = store, store.experts, device
         on_cpu = device.type == "cpu" and options.link_gbps is None
@@ -174,9 +178,10 @@ class ExpertServer:
             memory = StepMemory(self.experts, side.table, device, recorded=options.trace is not None)
             counts = None if policy.residency.migrating is None else DeviceCounts(side.table)
             self._on_device = _DevicePlanning(side, memory, decoding, parts.branch(), counts)
-        # A device that plans asks no predictor, and neither does a CPU whose cores would bring what it names.
-        unasked = decoding is not None or (self._plain_cpu and self.engine.occupies_cores)
-        self.predictor: Measured | None = None if predictor is None or unasked else Measured(predictor)
+        self.unasked = self._why_unasked()
+        """Why no predictor is asked; empty if one is where the policy has one."""
+        self._training_bytes, self._predictor_room = training_bytes, predictor_room
+        self.predictor: Measured | None = None if predictor is None or self.unasked else Measured(predictor)
         self.host_cache = store if isinstance(store, HostCache) and not store.whole else None
         files = self.host_cache.files if self.host_cache else store
         self._step_counts = StepCounts(disk=files.counts) if isinstance(files, FileStore) else StepCounts()
@@ -245,6 +250,19 @@ class ExpertServer:
         """Predict nothing from now on."""
         self.predictor = None
         self.serve(self.options, self.policy)
+
+    def use_predictor(self, predictor: Predictor) -> None:
+        """Ask another predictor from the next step on, if any is asked here; there is ``predictor_room`` for it."""
+        if not self.unasked:
+            self.predictor = Measured(predictor, self.predictor)
+            self.serve(self.options, self.policy)
+
+    def _why_unasked(self) -> str:
+        if self._on_device is not None:
+            return "the device plans about experts in decode"
+        if self._plain_cpu and self.engine.occupies_cores:
+            return "the cores that would copy compute"
+        return ""
 
     def sleep(self, level: int) -> None:
         """Give the slots' memory back until ``wake``, from level 2 on the host memory of the experts, too; what runs
@@ -427,12 +445,17 @@ class ExpertServer:
         return self._serving.small_batches
 
     @property
+    def asks_trained(self) -> bool:
+        """Whether a trained predictor is asked."""
+        return self.predictor is not None and isinstance(self.predictor.predictor, TrainedPredictor)
+
+    @property
     def overhead(self) -> int:
         """Bytes of the budget that are no slots: the kernel's workspace, predictor, and what a device decides by."""
-        predictor = 0 if self.predictor is None else self.predictor.nbytes
+        predictor = max(self._predictor_room, 0 if self.predictor is None else self.predictor.nbytes)
         on_device, cpu_queue = self._on_device, self.cpu_execution.cpu_queue
         decides = 0 if on_device is None else on_device.memory.nbytes + (0 if cpu_queue is None else cpu_queue.nbytes)
-        return self.kernel.workspace_bytes + predictor + decides
+        return self.kernel.workspace_bytes + predictor + self._training_bytes + decides
 
     @property
     def minimum_budget(self) -> int:

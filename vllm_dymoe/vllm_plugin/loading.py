@@ -18,8 +18,10 @@ from vllm_dymoe.experts.format import ModelExperts
 from vllm_dymoe.experts.identity import ModelIdentity
 from vllm_dymoe.options import ConfigError, Options
 from vllm_dymoe.policies import make_policy
-from vllm_dymoe.prefetch import Predictor, RoutedModel
+from vllm_dymoe.prefetch import Predictor, RoutedModel, TrainedPredictor
 from vllm_dymoe.prefetch.gate import FAR
+from vllm_dymoe.prefetch.online import OnlineTraining, network_bytes
+from vllm_dymoe.prefetch.trained import network_dtype
 from vllm_dymoe.quantize.readers import PLAIN_READER, Reader
 from vllm_dymoe.quantize.readers.base import describe
 from vllm_dymoe.server import ExpertServer, minimum_budget
@@ -34,6 +36,7 @@ from vllm_dymoe.vllm_plugin.observers import Observation, observe_trace
 from vllm_dymoe.vllm_plugin.rank_server import RankServer
 from vllm_dymoe.vllm_plugin.sleep import past_the_pool
 from vllm_dymoe.vllm_plugin.step import RunningStep
+from vllm_dymoe.vllm_plugin.training import ServedTraining
 
 
 class Loading:
@@ -159,10 +162,11 @@ class Loading:
             model = config.model_config.model, self._model.model_fingerprint
             return ModelIdentity(*model, len(self._model.layers), num_experts, spec.top_k, spec.hidden)
 
+        training = self._make_training(header, predictor, device)
         observation.start_trace(observe_trace(options, header, lambda: self._predictor_observer.gates))
         speculative = config.speculative_config
         drafted = speculative.num_speculative_tokens if speculative else 0
-        self.rank_server = RankServer(server, step, failures, self._predictor_observer, observation, drafted)
+        self.rank_server = RankServer(server, step, failures, self._predictor_observer, observation, drafted, training)
 
     def _extend(self, rank_server: RankServer, draft: ModelStore) -> None:
         """Add a draft's layers behind the model's; the slots are shared out again among all of them."""
@@ -226,10 +230,42 @@ class Loading:
             "on_late": on_late,
         }
         given["rates"] = self._model.rates
+        if options.train_predictor is not None:
+            sizes, ahead = self._routed_model().identity, self._look_ahead
+            item = network_dtype(device).itemsize
+            given["training_bytes"] = OnlineTraining.nbytes(sizes, ahead, item, options.train_predictor.memory)
+            given["predictor_room"] = network_bytes(sizes, ahead, item)
         return ExpertServer(store, options, device, budget, **given)
 
+    @property
+    def _look_ahead(self) -> int:
+        """Layers ahead that a predictor is asked about."""
+        prefetch = make_policy(self.options).prefetch
+        return max(1 if prefetch is None else prefetch.layers, self._routed_model().horizon)
+
+    def _make_training(
+        self, header: Callable[[], ModelIdentity], predictor: Predictor | None, device: torch.device
+    ) -> ServedTraining | None:
+        """The training of a predictor on this rank, if that is wanted; ConfigError for a file that cannot go on."""
+        if (wanted := self.options.train_predictor) is None:
+            return None
+        network = predictor.network if isinstance(predictor, TrainedPredictor) else None
+        if network is not None and (network.gates is None or network.matrices or network.history > 1):
+            raise ConfigError(
+                f"vllm-dymoe: train_predictor is {wanted.file}, which has a predictor of another architecture than "
+                "linear+input; name another file."
+            )
+        model, dtype = header(), self._model.layers[0].dtype
+        online = OnlineTraining(
+            model, self._look_ahead, device, dtype, network_dtype(device), wanted.memory, before=network
+        )
+        first = get_tp_group().rank_in_group == 0 and self.config.parallel_config.data_parallel_rank == 0
+        return ServedTraining(
+            online, model, lambda: self._predictor_observer.checked_gates, wanted.file if first else None
+        )
+
     def _routed_model(self) -> RoutedModel:
-        experts, predictor = self.experts, self.options.predictor
+        experts, predictor = self.experts, self.options.predictor_file
 
         def held(layer: int) -> Set[int]:
             assert self.rank_server is not None

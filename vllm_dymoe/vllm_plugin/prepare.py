@@ -63,14 +63,15 @@ def prepare(config: VllmConfig) -> None:
                 )
             check_ranks(Path(config.model_config.model), config.parallel_config.tensor_parallel_size)
         _refuse_data_parallel(config, options)
+        _refuse_training(config, options)
         _refuse_recorded_stages(config, options)
         drafted, traced = drafted_by_experts(config), options.trace is not None
         refuse_balancing(config.parallel_config, {"--speculative-config": drafted, "trace": traced})
         experts = experts_of(config, options)
         if experts is not None:
             _check_memory(config, experts, options)
-        if options.predictor is not None:
-            read_card(options.predictor)  # the worker checks that it is this model's
+        if options.predictor_file is not None:
+            read_card(options.predictor_file)  # the worker checks that it is this model's
         check_checkpoint(config, reader)
     except (StoreError, PredictorError, CheckpointError) as error:
         raise ConfigError(f"vllm-dymoe: {error}") from error
@@ -196,6 +197,21 @@ def _refuse_recorded_stages(config: VllmConfig, options: Options) -> None:
             "vllm-dymoe: trace records what all layers choose, and a stage of a pipeline has only some of them; "
             f"leave --pipeline-parallel-size {stages} out, or use --tensor-parallel-size."
         )
+
+
+def _refuse_training(config: VllmConfig, options: Options) -> None:
+    parallel = config.parallel_config
+    refused = {
+        "a stage of a pipeline has only some of the layers; leave --pipeline-parallel-size out": (
+            parallel.pipeline_parallel_size > 1
+        ),
+        "a rank has only some of a layer's experts; leave --enable-expert-parallel out": (
+            parallel.enable_expert_parallel
+        ),
+    }
+    for sentence, is_on in refused.items():
+        if options.train_predictor is not None and is_on:
+            raise ConfigError(f"vllm-dymoe: train_predictor looks at whole layers, and {sentence}.")
 
 
 def _check_memory(config: VllmConfig, experts: ModelExperts, options: Options) -> None:

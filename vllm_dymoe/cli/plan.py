@@ -12,7 +12,7 @@ from vllm_dymoe.cli.figures import Panel, draw, require
 from vllm_dymoe.experts.identity import ModelIdentity
 from vllm_dymoe.options import ConfigError, ExpertBudget
 from vllm_dymoe.plan.choice import CANDIDATES, GOOD_ENOUGH, Choice, ServeSettings, choices, recommended, shown
-from vllm_dymoe.plan.device import Device, find_device, parse_rate
+from vllm_dymoe.plan.device import Device, parse_rate
 from vllm_dymoe.plan.model import ModelShape, read_shape
 from vllm_dymoe.plan.ranks import Ranks
 from vllm_dymoe.plan.replay import LOCALITY, SKEW, Routings, made_up
@@ -23,7 +23,7 @@ ALONE = Ranks()
 
 
 def run(
-    model: str, gpu: str, link: str | None, trace: Path | None, batch: int, prompt: int, serving: ServeSettings,
+    model: str, card: Device, trace: Path | None, batch: int, prompt: int, serving: ServeSettings,
     policies: Sequence[str], disk: str | None = None, host_memory: str | None = None, misses: str = "fetch",
     ranks: Ranks = ALONE, figure: Path | None = None,
 ) -> None:  # fmt: skip
@@ -33,7 +33,7 @@ def run(
     if unknown := set(policies) - planned:
         raise ConfigError(f"{', '.join(sorted(unknown))}: a plan has the policies {', '.join(sorted(planned))}.")
     ranks.check()
-    whole, card = read_shape(model), find_device(gpu, link)
+    whole = read_shape(model)
     shape, device = ranks.shape(whole), ranks.device(card)
     if (disk is None) != (host_memory is None):
         raise ConfigError("experts are read from a disk where host memory has no room: say --disk and --host-memory.")
@@ -49,12 +49,14 @@ def run(
     rows = [ranks.whole(row, whole, card, batch, prompt) for row in found]
     best, some = recommended(rows), shown(rows, policies)
     packed = whole.packed((16, 4))
+    rate = device.expert_rate(3 * shape.hidden * shape.intermediate, batch, nested=False)
     routers = f"as in {trace}" if trace else f"made up (popularity ~ rank^-{SKEW}, {LOCALITY:.0%} repeated)"
     said = (
         f"{model}: {whole.moe_layers} layers of {whole.experts} experts, {whole.top_k} for a token; experts "
         f"{size(packed.nbytes(16))} at 16 bits, {size(packed.nbytes(4))} at 4; everything else "
         f"{size(whole.dense_bytes)}.\n{device.name}: {size(device.memory)}, reads {device.bandwidth / 1e9:.0f} GB/s, "
-        f"its link {device.link / 1e9:.1f} GB/s, {1e6 * device.layer_seconds:.0f} us of the host for a layer; "
+        f"experts at {rate.read / 1e9:.0f} GB/s ({_source(card, rate.card)}), its link {device.link / 1e9:.1f} GB/s, "
+        f"{1e6 * device.layer_seconds:.0f} us of the host for a layer; "
         f"routers are {routers}."
         + (f"\nHost memory holds {host_memory} of experts, the disk reads {disk}." if disk else "")
     )
@@ -85,6 +87,11 @@ def _panels(rows: Sequence[Choice], title: str, source: str) -> list[Panel]:
         speeds.lines.setdefault(label, []).append((row.limit / 1e9, 1 / row.tpot))
         hits.lines.setdefault(label, []).append((row.limit / 1e9, 100 * row.hit_rate))
     return [speeds, hits]
+
+
+def _source(card: Device, measured: str) -> str:
+    """Say on which card the kernels' rate was measured."""
+    return "measured" if measured == card.key else f"the share that was measured on an {measured}"
 
 
 def _cells(row: Choice) -> list[str]:

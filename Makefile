@@ -11,10 +11,19 @@ ONE_THREAD := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind
 HELD := $(if $(filter avx2,$(ISA)),PYTHONPATH=$(CURDIR)/tests/support/without_avx512)
 PYTEST := $(ONE_THREAD) $(HELD) $(BIN)/python -m pytest
 NATIVE_TESTS := $(addprefix tests/,$(addprefix kernels/,test_kernels.py test_codebook.py test_native_planner.py) executor server vllm_plugin/test_dense_kernels.py e2e/test_models.py)
+# WITH=thread looks for races in place of faults of memory.
+WITH ?= address,undefined
+SANITIZED := $(CURDIR)/build/sanitized-$(if $(filter thread,$(WITH)),thread,memory).so
+RUNTIMES := $(if $(filter thread,$(WITH)),tsan,asan ubsan) stdc++
+# Leaks are Python's own; SIGBUS is for the library's guard of mapped files.
+SANITIZE := ASAN_OPTIONS=detect_leaks=0:handle_sigbus=0 TSAN_OPTIONS=ignore_noninstrumented_modules=1:halt_on_error=1 \
+	LD_PRELOAD="$(foreach name,$(RUNTIMES),$(shell $(CXX) -print-file-name=lib$(name).so))" \
+	SANITIZED_LIBRARY=$(SANITIZED) PYTHONPATH=$(CURDIR)/tests/support/sanitized
+SANITIZED_TESTS := $(addprefix tests/,kernels/test_sanitized.py kernels/test_kernels.py kernels/test_codebook.py kernels/test_native_planner.py kernels/test_lattice.py executor/test_cpu_executor.py executor/test_cpu_worker.py)
 FAST := $(PYTEST) -m "not engine" -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fast engine native arm check lint format docs figures site models gpu bench-budget bench-gpu bench-papers bench-quality kernels-table release clean
+.PHONY: help setup demo test fast engine native sanitize arm check lint format docs figures site models gpu bench-budget bench-gpu bench-papers bench-quality kernels-table release clean
 
 FIRST := setup demo test check site
 
@@ -51,6 +60,14 @@ engine: setup ## run the tests that start a vLLM engine
 
 native: setup ## run the tests that depend on the instruction set (ISA=avx2: without AVX-512)
 	$(PYTEST) $(NATIVE_TESTS) -n $(JOBS) --dist loadfile
+
+sanitize: setup $(SANITIZED) ## run the native library's tests under ASAN and UBSAN (WITH=thread: TSAN)
+	$(SANITIZE) $(PYTEST) $(SANITIZED_TESTS) -n $(JOBS) --dist worksteal
+
+$(SANITIZED): $(wildcard kernels/cpu/*)
+	@mkdir -p $(@D)
+	$(CXX) -O1 -g1 -DAVX2_AT_MOST -std=c++17 -shared -fPIC -fno-math-errno -fvisibility=hidden -fno-omit-frame-pointer \
+		-fsanitize=$(WITH) -fno-sanitize-recover=all kernels/cpu/experts.cpp -o $@
 
 arm: setup ## compile the native library for ARM, with clang
 	@$(BIN)/python -m pip install --quiet ziglang

@@ -83,7 +83,7 @@ bool read_choices(MoeLayer& m, Work& w) {
     w.uses.assign(experts, 0);
     for (i64 p = 0; p < n; p++) {
         const i64 id = m.wide_ids ? ((const i64*)m.ids)[p] : ((const int32_t*)m.ids)[p];
-        if (id >= experts) {
+        if (id >= experts || id < -1) {
             m.bad_expert = id;
             return false;
         }

@@ -1,6 +1,5 @@
 """Launching a kernel, or only compiling it."""
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -9,6 +8,8 @@ from typing import Any
 
 import triton
 from torch import Tensor
+
+from vllm_dymoe.cgroups import usable_cores
 
 Start = Callable[[Any, tuple[int, ...], Sequence[Tensor | int], dict[str, Any], dict[str, int]], None]
 """(kernel, grid, its tensors and numbers, its constants, and what the compiler is told: num_warps, and num_stages,
@@ -52,6 +53,6 @@ def compiling_together() -> Iterator[None]:
     """Context in which compile_kernel returns at once; at its end everything is compiled in parallel on the host's
     cores.
     """
-    threads = min(_THREADS, os.cpu_count() or 1)
+    threads = min(_THREADS, usable_cores())
     with ThreadPoolExecutor(threads) as executor, triton.AsyncCompileMode(executor):
         yield

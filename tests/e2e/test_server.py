@@ -173,8 +173,8 @@ def planned(client, server):
 
 
 def test_a_client_changes_precision_over_http(client, server):
-    def change(**changes):
-        (rank,) = client.post("/dymoe/precision", body=changes, cast_to=object)["ranks"]
+    def change(changes=None, **named):
+        (rank,) = client.post("/dymoe/precision", body=named if changes is None else changes, cast_to=object)["ranks"]
         return rank
 
     before = complete(client, prompts()[1]).choices[0].text
@@ -197,6 +197,9 @@ def test_a_client_changes_precision_over_http(client, server):
             change(retention=2)
         with pytest.raises(openai.BadRequestError, match="vllm-dymoe: high cannot become 16 bits"):
             change(high=16)
+        for changes in ({"hi": [4]}, {"high": [4]}, {"self": 1}, {"": 1}):
+            with pytest.raises(openai.BadRequestError, match="vllm-dymoe: "):
+                change(changes)
         (rank,) = client.get("/dymoe/precision", cast_to=object)["ranks"]
         assert (rank["low"], rank["policy_options"]) == (0, {"retention": 0.5, "look_ahead": 0})
     finally:

@@ -165,7 +165,7 @@ STORE = make_store(make_experts())
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 40])
-@pytest.mark.parametrize("wrong", [6, 32768, 65536, 65537, 1 << 40])
+@pytest.mark.parametrize("wrong", [6, 32768, 65536, 65537, 1 << 40, -2])
 def test_an_expert_outside_the_model_is_an_error_and_the_next_step_runs(memory_store, tokens, wrong):
     """Also where it wraps in 16 bits: two tokens of expert 65537 were computed as expert 1."""
     server = with_budget(memory_store, "50%")

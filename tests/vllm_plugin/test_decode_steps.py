@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from tests.executor.device_planned import device_planned_server
 from tests.executor.steps import make_server, random_step
@@ -21,6 +22,7 @@ from vllm_dymoe.policies.dynaexq import DynaExq
 from vllm_dymoe.vllm_plugin import rank_server as module
 from vllm_dymoe.vllm_plugin import step as step_module
 from vllm_dymoe.vllm_plugin.decode_steps import DecodeSteps
+from vllm_dymoe.vllm_plugin.failures import FailedStep
 from vllm_dymoe.vllm_plugin.observers import Observer
 from vllm_dymoe.vllm_plugin.step import RankLayer
 
@@ -198,3 +200,47 @@ def test_nothing_of_ours_stands_beside_the_launches_of_a_captured_layer(server, 
         assert captured(server, Launches(), monkeypatch, rows=rows) == ["empty_like"]
     shared = captured(server, Launches(), monkeypatch, expert_map=range(13))
     assert shared == ["_to_copy", "index", "empty_like"]
+
+
+@pytest.mark.parametrize("rows", [3, SMALL_BATCH_ROWS + 4])
+@pytest.mark.parametrize("wrong", [65537, -2])
+def test_a_step_with_an_expert_outside_the_model_fails_and_no_other(server, rows, wrong):
+    rank = rank_of(server)
+    rank.observation.join(Listener(needs_inputs=True))
+    output = scheduled(*[1] * rows) if rows <= 3 else scheduled(rows)
+    answer = ModelRunnerOutput(req_ids=[], req_id_to_index={})
+
+    def step(change):
+        rank.begin_step(output)
+        x, weights, ids = random_step(1, rows, server.experts)
+        ids = ids.long()
+        change(ids)
+        for layer in LAYERS:
+            rank.forward(layer, x, weights, ids)
+        return rank.end_model(None, output, answer)
+
+    assert step(lambda ids: None) is answer
+    failed = step(lambda ids: ids[-1, -1].fill_(wrong))
+    assert isinstance(failed, FailedStep)
+    assert f"expert {wrong}" in failed.failure
+    assert step(lambda ids: None) is answer
+    server.check_integrity()
+
+
+def test_a_step_that_ends_late_fails_when_its_output_is_complete(server):
+    """vLLM begins the next step before."""
+    rank, output, answers = rank_of(server), scheduled(1, 1), []
+
+    class Later(AsyncModelRunnerOutput):
+        def get_output(self):
+            return ModelRunnerOutput(req_ids=[], req_id_to_index={})
+
+    for number in range(3):
+        rank.begin_step(output)
+        x, weights, ids = random_step(number, 2, server.experts)
+        if number == 1:
+            ids[0, 0] = server.experts.num_experts
+        for layer in LAYERS:
+            rank.forward(layer, x, weights, ids)
+        answers.append(rank.end_model(None, output, Later()))
+    assert [isinstance(answer.get_output(), FailedStep) for answer in answers] == [False, True, False]

@@ -125,6 +125,18 @@ def test_a_late_poller_fails_the_steps_on_their_way_and_no_other(store, ranks, l
     assert heard == [2, 3]
 
 
+def test_what_a_device_of_another_rank_found_fails_the_steps_on_their_way(store):
+    """Nobody waits for that rank's output: it learns of its second step in the third."""
+    found = {2: "an expert that there is not"}
+    here, there = Rank(store), Rank(store, collects=False, on_device=lambda step: found.pop(step, ""))
+    failures = []
+    for _ in range(4):
+        here.begin(), there.begin()
+        there.finish(output())
+        failures.append(getattr(here.finish(output()), "failure", None))
+    assert failures == [None, None, "vllm-dymoe: an expert that there is not", None]
+
+
 def test_a_ranks_failure_fails_its_step_and_no_other(store, ranks):
     heard, (_, there) = [], ranks
     here = Rank(store, on_failure=heard.append)

@@ -3,6 +3,7 @@
 Tables stay where they are, the stable handle that captured graphs read (DynaExq 3.2); what changes are their values.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -18,8 +19,9 @@ from vllm_dymoe.experts.format import SliceKey
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.planner.hotness import squared_gates, usable
 from vllm_dymoe.planner.precision import Precision
+from vllm_dymoe.planner.routing import RoutingError
 from vllm_dymoe.planner.rule import HIGH, LOW
-from vllm_dymoe.planner.table import CODES, Counter, Table, set_precision
+from vllm_dymoe.planner.table import CODES, ID_BITS, Counter, Table, set_precision
 from vllm_dymoe.policies import Policy
 
 _RING = 1  # steps whose routing is kept: it is read between two steps
@@ -145,3 +147,32 @@ class DeviceCounts:
         """Until ``ask``: int64 [3, layers, experts], choices of low and of high versions, and squared gates."""
         counts = self._on_host.numpy().copy().reshape(3, self._bins)[:, :-1]
         return counts.reshape(3, self._table.layers, self._table.experts)
+
+
+class OutsideIds:
+    """Ids that are no expert's, which the device met in steps without the host: sent to the host after each step."""
+
+    def __init__(self, table: Table) -> None:
+        self._table, self._pinned = table, table.outside.device.type == "cuda"
+        self._sent: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
+
+    def send(self, step: int) -> None:
+        """Send what the step of this number, which has been enqueued, has met, and forget it on the device."""
+        event = torch.cuda.Event() if self._pinned else None
+        on_host = torch.empty(self._table.layers, dtype=torch.int64, device="cpu", pin_memory=self._pinned)
+        on_host.copy_(self._table.outside, non_blocking=True)
+        self._table.outside.fill_(-1)
+        if event is not None:
+            event.record()
+        self._sent.append((step, on_host, event))
+
+    def take(self, step: int) -> RoutingError | None:
+        """Return an error of the steps up to this number that have ended and were not asked about yet; else None."""
+        found = None
+        while self._sent and self._sent[0][0] <= step and (self._sent[0][2] is None or self._sent[0][2].query()):
+            on_host = self._sent.popleft()[1]
+            if layers := (on_host >= 0).nonzero().flatten().tolist():
+                kept = int(on_host[layers[0]])
+                one = kept if kept <= ID_BITS >> 1 else kept - ID_BITS - 1
+                found = RoutingError(layers[0], one, self._table.experts)
+        return found

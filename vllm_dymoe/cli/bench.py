@@ -17,6 +17,7 @@ from vllm_dymoe.bench.run import measure
 from vllm_dymoe.bench.table import Bounds, bits_of, cells, for_terminals, markdown, numbers
 from vllm_dymoe.cli.display import count_progress, print_table
 from vllm_dymoe.cli.figures import Panel, draw, require
+from vllm_dymoe.durable import replace_file
 from vllm_dymoe.options import ConfigError, ExpertBudget
 from vllm_dymoe.plan.device import parse_rate
 from vllm_dymoe.plan.model import ModelShape, read_shape
@@ -92,9 +93,9 @@ class Bench:
         if compared:
             typer.echo(f"{compared} answers of the same precision are the same, token by token.")
         page = self.out / "table.md"
-        page.write_text(f"{title}\n\n{markdown(list(body[0]), (line.values() for line in body))}\n")
+        replace_file(page, f"{title}\n\n{markdown(list(body[0]), (line.values() for line in body))}\n".encode())
         table = self.out / "table.json"
-        table.write_text(json.dumps(found, indent=1) + "\n")
+        replace_file(table, (json.dumps(found, indent=1) + "\n").encode())
         written = [self.out / ROWS, page, table]
         if self.figure is not None:
             written.append(draw(self.figure, [_speeds(self.model, found)]))

@@ -18,8 +18,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from vllm_dymoe.cache.pages import map_bytes, usable_cores
+from vllm_dymoe.cache.pages import map_bytes
 from vllm_dymoe.cache.transfer import TransferError
+from vllm_dymoe.cgroups import usable_cores
 from vllm_dymoe.experts.format import ModelExperts
 from vllm_dymoe.kernels import Activation, CpuKernel
 from vllm_dymoe.kernels.cpu import Forms

@@ -19,8 +19,8 @@ from vllm_dymoe.cache.device_cache import view_in_store
 from vllm_dymoe.cache.pages import machine
 from vllm_dymoe.cache.store import HostStore
 from vllm_dymoe.cache.store.disk import MEASURED_STARTS
-from vllm_dymoe.cache.store.durable import keep_beside, kept_beside
 from vllm_dymoe.cache.transfer import Reason, TransferEngine
+from vllm_dymoe.durable import keep_beside, kept_beside
 from vllm_dymoe.executor.cpu_worker import CpuQueue, CpuWorker
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, SliceKey
 from vllm_dymoe.kernels import Activation, Curve

@@ -52,7 +52,7 @@ class Routing:
     num_layers: int  # how many MoE layers the model has
     x: Tensor
     """[tokens, hidden] bfloat16 or float16, the router's input. Later layers may overwrite it; copy it to keep it."""
-    ids: Tensor  # [tokens, top_k] int, experts of this rank; negative where another rank has the expert
+    ids: Tensor  # [tokens, top_k] int, experts of this rank; -1 where another rank has the expert
     weights: Tensor  # [tokens, top_k] float32 routing weights
     phase: Phase = Phase.DECODE  # of the whole step
     prompt: PromptTokens | None = None
@@ -81,8 +81,9 @@ class Routing:
 
     def check(self, num_experts: int) -> None:
         """RoutingError for an id that is no expert, which would read another expert's bytes, or none."""
-        if (highest := int(self.host_ids.max(initial=-1))) >= num_experts:
-            raise RoutingError(self.layer, highest, num_experts)
+        for one in int(self.host_ids.max(initial=-1)), int(self.host_ids.min(initial=-1)):
+            if one >= num_experts or one < -1:
+                raise RoutingError(self.layer, one, num_experts)
 
     @cached_property
     def host_weights(self) -> NDArray[np.float32]:

@@ -28,6 +28,8 @@ from vllm_dymoe.planner.threshold import NO_THRESHOLD
 CODES = {Precision.SKIPPED: ABSENT, Precision.LOW: LOW, Precision.HIGH: HIGH}  # the table's numbers of precisions
 
 PRECISIONS = {code: precision for precision, code in CODES.items()}
+ID_BITS = (1 << 63) - 1
+"""What :attr:`Table.outside` keeps of an id: a negative one becomes a very high one, and -1 stays free for none."""
 
 
 class Counter(IntEnum):
@@ -71,6 +73,9 @@ class Table:
     """Whether a high version serves where a low one is wanted. Then results depend on what is held. Otherwise a held
     high version is replaced if the low one is wanted, as the other way round."""
     counters: Any = _column("layers", len(Counter))  # incremented by the planner in C++ and on the device
+    outside: Any = _column("layers", fill=-1)
+    """The highest id of a step that is neither an expert's nor -1, without its sign bit (:data:`ID_BITS`); -1 for none.
+    Written by the device, and read and cleared by the host after each step."""
     first_slot: Any = _column("layers", 3, dtype="int32")
     """First slot of the layer's own range in each pool. With device-side planning a free slot is the lowest of the
     range that no row names, so no list of free slots is needed."""

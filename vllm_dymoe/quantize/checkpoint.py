@@ -14,9 +14,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vllm_dymoe.cache.store.durable import open_regular
 from vllm_dymoe.cache.store.header import TensorPlace
 from vllm_dymoe.cache.store.manifest import encodings_of
+from vllm_dymoe.durable import open_regular
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, Projection, stored_formats
 from vllm_dymoe.quantize.held import Matrix
 from vllm_dymoe.quantize.model_config import EXPERT_INPUTS, INTERMEDIATE, TOP_K, ModelConfig, has_gate
@@ -197,6 +197,11 @@ class Checkpoint:
                 experts.append((named[name], place))
             else:
                 self.dense[name] = place
+        if not experts:
+            raise CheckpointError(
+                f"config.json in {self.folder} says that the model has {beyond} layers, and only later layers have "
+                "experts; download the checkpoint again."
+            )
         self.experts = group_experts(self.folder, self.reader, experts)
 
     @cached_property

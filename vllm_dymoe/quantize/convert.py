@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from vllm_dymoe.cache.store import MANIFEST, STORE_VERSION, Manifest
-from vllm_dymoe.cache.store.durable import put_back, sync_folder, write_synced
 from vllm_dymoe.cache.store.manifest import describe_encodings
 from vllm_dymoe.cache.store.writer import StoreWriter
+from vllm_dymoe.durable import put_back, sync_folder, write_synced
 from vllm_dymoe.options import CHECKPOINT_OPTIONS, Options
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vllm_dymoe.cache.store.durable import read_regular
+from vllm_dymoe.durable import read_regular
 from vllm_dymoe.quantize.readers.configurations import with_expert_dtype
 from vllm_dymoe.quantize.tensors import CheckpointError
 
@@ -140,12 +140,13 @@ class ModelConfig:
 
     @property
     def num_layers(self) -> int:
-        """Of the model, without those of drafts, which may lie behind them."""
+        """Layers of the model, without those of drafts, which may come after them."""
         return self.size("num_hidden_layers", "num_layers")
 
     @property
-    def model_type(self) -> object:
-        return self._text.get("model_type")
+    def model_type(self) -> str | None:
+        found = self._text.get("model_type")
+        return found if isinstance(found, str) else None
 
     def size(self, *keys: str) -> int:
         """The first of some keys that it has; where each layer has its own, the largest. CheckpointError if none."""

@@ -18,8 +18,8 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from vllm_dymoe.cache.store.durable import create, replace_file, write_at
 from vllm_dymoe.cache.store.header import make_header
+from vllm_dymoe.durable import create, replace_file, write_at
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.units import too_small
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from vllm_dymoe.cache.pages import usable_cores
+from vllm_dymoe.cgroups import usable_cores
 
 # Needed by what waits or is worked on; with it a machine of many cores stays below 2 GiB beside what is packed.
 _MOST_BYTES = 1 << 30

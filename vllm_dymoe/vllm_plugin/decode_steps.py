@@ -7,6 +7,7 @@ batches; so are steps with prompt tokens, if the policy treats these differently
 
 import torch
 
+from vllm_dymoe.cache.device_table import OutsideIds
 from vllm_dymoe.executor.small_batch import SmallBatches
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.planner.routing import Routing
@@ -28,6 +29,7 @@ class DecodeSteps:
         self._server, self._table, self._step, self._observation = server, table, step, observation
         self._longest = longest
         self._prompts = prompts
+        self._outside = OutsideIds(table)
         self._tokens, self._large = 0, False  # of the running step
         self._recording = False
 
@@ -56,6 +58,8 @@ class DecodeSteps:
         tokens, marks = step.real(rows), None if self._prompts is None else self._prompts.marks(rows, x.device)
         out = path.forward_large(layer.position, x, weights, here, layer.activation, marks)
         everywhere, own = None if here is ids else ids[:tokens], here[:tokens]
+        if self._observation.observers or self._server.host_planned.migration is not None:
+            own = self._known(own)
         actions = path.large.actions(own) if self._server.host_planned.records_actions else None
         at = self._routing(layer.position, x[:tokens], own, weights[:tokens], everywhere, actions)
         if (migration := self._server.host_planned.migration) is not None:
@@ -63,6 +67,10 @@ class DecodeSteps:
         for observer in self._observation.observers:
             observer.see(at)
         return out
+
+    def _known(self, ids: torch.Tensor) -> torch.Tensor:
+        """The same with -1 for what is no expert: observers index by it before the step is found to have failed."""
+        return torch.where(ids < self._table.experts, ids, -1)
 
     @property
     def _asks(self) -> bool:
@@ -83,12 +91,17 @@ class DecodeSteps:
         if not tokens:
             return
         self.path.tell(0)
+        self._outside.send(self._step.number)
         self._server.host_planned.end_decode(tokens, large=self._large)
         for observer in () if self._large else self._listeners:
             for layer in range(self._table.layers):
                 ids, weights = self._table.ring_ids[0, layer, :tokens], self._table.ring_weights[0, layer, :tokens]
                 actions, x = self.path.actions(layer, ids), torch.empty(tokens, 0, device=ids.device)
                 observer.see(self._routing(layer, x, ids, weights, actions=actions))
+
+    def failure(self, step: int) -> str:
+        """Return why a step up to this number, if it has ended, failed on the device; empty if none did."""
+        return str(self._outside.take(step) or "")
 
     def _routing(
         self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,

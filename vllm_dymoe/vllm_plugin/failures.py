@@ -47,10 +47,12 @@ class StepFailures:
         late: bool = False,  # whether a step that has run on the host may still fail on the device
         on_failure: Callable[[int], None] = lambda step: None,
         # Called with the number of a step that failed on any rank, when its output is complete.
+        on_device: Callable[[int], str] = lambda step: "",
+        # Called with the number of a step; returns why it failed on the device, or empty.
     ) -> None:
         self.sentence: str | None = None
         self._late, self._on_failure, self._failed_through = late, on_failure, (0, "")
-        self._seen = 0  # failures of any rank
+        self._on_device, self._seen = on_device, 0  # failures of any rank that this one has seen
         self._step, self._store, self._collects, self._shared, self._engine = step, store, collects, shared, engine
 
     @property
@@ -87,12 +89,15 @@ class StepFailures:
         step, mine = self._step.number, self.sentence
         self.sentence = None
         self._step.end()
+        if not self._collects and (why := self._on_device(step - 1)):
+            self.record_late(why)  # nobody waits for this rank's output, so it was not known before
         if output is None or not self._collects or (mine is None and self._store is None and not self._late):
             return output
 
         def checked(complete: ModelRunnerOutput) -> ModelRunnerOutput:
             through, sentence = self._failed_through
-            failure = mine or self._taken(step) or (sentence if step <= through else "")
+            late = f"vllm-dymoe: {why}" if (why := self._on_device(step)) else ""
+            failure = mine or self._taken(step) or late or (sentence if step <= through else "")
             if failure:
                 self._on_failure(step)
             return FailedStep.of(complete, failure) if failure else complete
@@ -133,7 +138,7 @@ class _Checked(AsyncModelRunnerOutput):
 
 
 def make_step_failures(
-    step: RunningStep, *, shared: bool, late: bool, on_failure: Callable[[int], None]
+    step: RunningStep, *, shared: bool, late: bool, on_failure: Callable[[int], None], on_device: Callable[[int], str]
 ) -> StepFailures:
     """Make the object for this worker, after vLLM has set up its process groups; arguments as above."""
     from torch.distributed import distributed_c10d
@@ -141,11 +146,14 @@ def make_step_failures(
 
     engines = get_dp_group()
     if not shared and get_world_group().world_size == engines.world_size:  # an engine is one rank
-        return StepFailures(step, late=late, on_failure=on_failure)
+        return StepFailures(step, late=late, on_failure=on_failure, on_device=on_device)
     collects = get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0
     engine = 0 if shared else engines.rank_in_group
     store = distributed_c10d._get_default_store()
-    return StepFailures(step, store, collects=collects, shared=shared, engine=engine, late=late, on_failure=on_failure)
+    return StepFailures(
+        step, store, collects=collects, shared=shared, engine=engine, late=late, on_failure=on_failure,
+        on_device=on_device,
+    )  # fmt: skip
 
 
 def update_from_output(

@@ -134,10 +134,13 @@ class Loading:
 
     def close(self) -> None:
         """The engine shuts down, and serves no more; another one may start in this process."""
-        rank_server = self.rank_server
+        rank_server, models = self.rank_server, (self._model, self._draft)
         vars(self).clear()  # vLLM may keep a layer, which names this object, and would keep stores and gates
         if rank_server is not None:
             rank_server.close()
+        for model in models:
+            if model is not None:
+                model.close(served=rank_server is not None)
 
     def _run(self, num_experts: int) -> None:
         options, config, spec, store = self.options, self.config, self._model.layers[0], self._model.store
@@ -147,9 +150,12 @@ class Loading:
         if options.trace is not None and config.parallel_config.enable_expert_parallel:
             options = without_device(options)
         observation, step = Observation(self._recordable()), RunningStep()
+        plain_cpu = device.type == "cpu" and options.link_gbps is None and options.planning != "device"
+        late = options.computes_misses or not plain_cpu
         failures = make_step_failures(
-            step, shared=meets(config.parallel_config), late=options.computes_misses, on_failure=observation.forget
-        )
+            step, shared=meets(config.parallel_config), late=late, on_failure=observation.forget,
+            on_device=lambda number: "" if self.rank_server is None else self.rank_server.device_failure(number),
+        )  # fmt: skip
         server = self._server(store, options, device, predictor, self._obstacle, failures.record_late)
         if server.small_batches is not None:
             for activation in dict.fromkeys(layer.activation for layer in self._model.layers):

@@ -17,7 +17,7 @@ from vllm_dymoe.quantize.checkpoint import group_experts
 from vllm_dymoe.quantize.readers import Reader
 from vllm_dymoe.quantize.readers.modules import modules_of
 from vllm_dymoe.quantize.tensor_names import read_name
-from vllm_dymoe.quantize.tensors import check_files, weight_files
+from vllm_dymoe.quantize.tensors import check_files, check_own_files, weight_files
 
 
 def local_folder(vllm_config: VllmConfig) -> Path:
@@ -47,7 +47,8 @@ def read_dtypes(model: str, revision: str | None) -> dict[str, str]:
 
 
 def check_checkpoint(vllm_config: VllmConfig, reader: Reader) -> None:
-    """Refuse (CheckpointError) files that are cut off or not what config.json says, if all of them are here."""
+    """Refuse (CheckpointError) files that are cut off, not what config.json says, or links that lead elsewhere, if all
+    of them are here."""
     folder = Path(vllm_config.model_config.model)
     if vllm_config.load_config.load_format not in ("auto", "hf", "safetensors"):
         return
@@ -61,6 +62,7 @@ def check_checkpoint(vllm_config: VllmConfig, reader: Reader) -> None:
                 return
         if not folder.is_dir() or not all(path.is_file() for path in weight_files(folder)):
             return
+    check_own_files(folder, {*weight_files(folder), *folder.glob("*.safetensors")}, hub=True)
     places = {place.name: place for place in check_files(folder)}
     if (reader.held or reader.mixed) and (
         layers := getattr(vllm_config.model_config.hf_text_config, "num_hidden_layers", 0)

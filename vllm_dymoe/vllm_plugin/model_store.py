@@ -33,10 +33,10 @@ from vllm_dymoe.cache.store import (
     choose_host_place,
 )
 from vllm_dymoe.cache.store.disk import Reading
-from vllm_dymoe.cache.store.durable import all_leftovers, clean, read_regular, write_synced
 from vllm_dymoe.cache.store.page_lock import CudaPageLock
 from vllm_dymoe.cache.store.shared import SharedMemory, Turn
 from vllm_dymoe.cache.store.writer import StoreWriter
+from vllm_dymoe.durable import all_leftovers, clean, read_regular, write_synced
 from vllm_dymoe.executor.rates import RATES
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, Projection, stored_formats
 from vllm_dymoe.kernels import Activation
@@ -257,6 +257,12 @@ class ModelStore:
         if self._vllm_config.load_config.load_format not in _READ_FILES:
             return ""
         return content_fingerprint(local_folder(self._vllm_config))
+
+    def close(self, *, served: bool) -> None:
+        """Forget everything. Of a model that was not ``served`` no server closes the store: close it."""
+        if self.store is not None and not served:
+            self.store.close()
+        vars(self).clear()  # a layer's loader names this object
 
     def unchanged(self) -> bool:
         """Whether the checkpoint's files are those that were read at start."""

@@ -32,8 +32,9 @@ from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.resolve import resolve_options
 from vllm_dymoe.vllm_plugin.dense import check_dense, packed_method
 from vllm_dymoe.vllm_plugin.loading import Loading
-from vllm_dymoe.vllm_plugin.model_files import read_dtypes
+from vllm_dymoe.vllm_plugin.model_files import ranks_of_machine, read_dtypes
 from vllm_dymoe.vllm_plugin.rank_server import RankServer
+from vllm_dymoe.vllm_plugin.threads import keep_to_quota
 
 _ANY_LAYER = 1 << 14  # more than a model has
 _DENSE_G_IDX = re.compile(r"^(?!.*\.experts\.).*\.g_idx$")
@@ -147,6 +148,7 @@ class DymoeConfig(QuantizationConfig):
             config = get_current_vllm_config()
             self.loading = self.loading or loading_of(config)
             if self.loading is None:
+                keep_to_quota(config.device_config.device_type, ranks_of_machine(config.parallel_config))
                 self.loading = Loading(
                     config, self._read_options(config), self.checkpoint, self.reader, lambda: self.draft_reader
                 )

@@ -23,8 +23,8 @@ from typing import Literal
 import torch
 
 from vllm_dymoe.cache.pages import machine
-from vllm_dymoe.cache.store.durable import keep_beside, kept_beside
 from vllm_dymoe.cache.store.manifest import BLOCK
+from vllm_dymoe.durable import keep_beside, kept_beside
 
 RATES = "disk.json"
 MEASURED_STARTS = 3

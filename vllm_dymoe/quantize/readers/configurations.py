@@ -107,7 +107,7 @@ def make_readers(
             if key not in made:
                 made[key] = PLAIN_READER if rule is None else reader_of(rule)
             found.setdefault(made[key].format, (made[key], []))[1].append(module)
-    except (TypeError, ValueError, AttributeError, LookupError, RecursionError) as error:
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
         raise CheckpointError(
             f"the quantization_config of the checkpoint is not one that {method} writes ({error}); correct it, or "
             "download config.json again."

@@ -88,7 +88,7 @@ class MoeLayer(Structure):
         *_integers("layer tokens top_k wide_ids ids weights x into marks actions versions"),
         *_integers("observed"),
         ("table", CacheTable),
-        *_integers("ages executes renormalizes weights_on_input plans_only"),
+        *_integers("evicts admits executes renormalizes weights_on_input plans_only"),
         ("form", c_int64 * 3),
         ("slice_bytes", c_int64 * 3),
         *_integers("in_memory_until lost_pages uses"),

@@ -156,13 +156,28 @@ def test_an_empty_variable_is_one_that_is_not_set(option):
 
 
 @pytest.mark.parametrize("value", ["", " ", "~nosuchuser/x"])
-@pytest.mark.parametrize("option", ["store_dir", "predictor", "trace"])
+@pytest.mark.parametrize("option", ["store_dir", "predictor", "trace", "train_predictor"])
 def test_a_path_names_a_place(option, value):
     with pytest.raises(ConfigError, match=f"dymoe.{option}"):
         load({option: value})
     if option == "trace":
         with pytest.raises(ConfigError, match=r"dymoe\.trace\.folder"):
             load({option: {"folder": value}})
+
+
+def test_what_is_trained_is_read_where_it_exists_and_stands_alone(tmp_path):
+    file = tmp_path / "predictor"
+    options = load({"train_predictor": str(file)})
+    assert options.train_predictor.file == file
+    assert options.predictor_file is None
+    file.touch()
+    assert options.predictor_file == file
+    assert load({"train_predictor": {"file": str(file), "memory": "1MiB"}}).train_predictor.memory == 2**20
+    assert load({"predictor": "a"}).predictor_file.name == "a"
+    with pytest.raises(ConfigError, match="leave predictor out"):
+        load({"train_predictor": "a", "predictor": "b"})
+    with pytest.raises(ConfigError, match=r"dymoe\.train_predictor: .*has no use for a predictor"):
+        load({"train_predictor": "a", "policy": "firm"})
 
 
 def test_a_home_is_found_in_every_path(monkeypatch):

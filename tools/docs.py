@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from vllm_dymoe.bench.table import markdown
 from vllm_dymoe.options import ExpertBudget, Options
 from vllm_dymoe.policies import POLICIES
+from vllm_dymoe.policies.papers import PAPERS
 from vllm_dymoe.prefetch.expert_mlp import ARCHITECTURES
 from vllm_dymoe.quantize.readers import METHODS
 from vllm_dymoe.vllm_plugin import NEWEST_VLLM, OLDEST_CPU_BUILD, OLDEST_VLLM
@@ -24,6 +25,7 @@ from vllm_dymoe.vllm_plugin.metrics import METRICS
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 RECORD = ROOT / "tests" / "e2e" / "models.json"
+PREDICTORS = ROOT / "benchmarks" / "predictors" / "results.json"
 _KINDS = {int: "a number", float: "a number", bool: "`true`, `false`", Path: "a path", str: "a name", dict: "an object"}
 _LIMITS = {"ge": "from {}", "gt": "above {}", "le": "up to {}"}
 _BUDGETS = ("auto", "top-k", "layer")
@@ -81,6 +83,8 @@ def parameters() -> str:
     """Every parameter of every policy; one that a policy inherits stands once."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for name, policy in POLICIES.items():
+        if policy in PAPERS:  # other defaults of another's
+            continue
         for parameter, field in policy.model_fields.items():
             row = (f"`{parameter}`", values(field), code(field.default), field.description or "")
             rows.setdefault(row, []).append(code(name))
@@ -116,6 +120,20 @@ def architectures() -> str:
     return ", ".join(f"`{name}`" for name in ARCHITECTURES) + "\n"
 
 
+def predictors() -> str:
+    """What `benchmarks/predictors` has recorded: rows by tokens, whole layers and single experts of each network."""
+    found = json.loads(PREDICTORS.read_text())
+    names = list(dict.fromkeys(name for rates in found.values() for name in rates))
+    names.sort(key=[*ARCHITECTURES, "next gate"].index)
+
+    def cell(rates: dict[str, float] | None) -> str:
+        return "" if rates is None else f"{rates['all_k']:.0%} / {rates['accuracy']:.0%}"
+
+    rows = ([f"{int(tokens):,}", *(cell(rates.get(name)) for name in names)] for tokens, rates in found.items())
+    titles = {"next gate": "next gate (free)"}
+    return table(["tokens", *(titles.get(name, f"`{name}`") for name in names)], rows)
+
+
 def versions() -> str:
     """What the package runs with."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -132,6 +150,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "options": options,
     "parameters": parameters,
     "policies": policies,
+    "predictors": predictors,
     "versions": versions,
 }
 """By marker."""

@@ -33,7 +33,16 @@ for them. Everything else is for whoever serves it."""
 
 
 class ConfigError(ValueError):
-    """An option that cannot be honoured; the message is one sentence for the user."""
+    """An option that cannot be honoured; the message is one sentence for the user.
+
+    Attributes:
+        option: name of the option to change, if it is one.
+        least: the smallest budget in bytes that would do, if a budget is too small.
+    """
+
+    def __init__(self, sentence: str, *, option: str | None = None, least: int | None = None) -> None:
+        super().__init__(sentence)
+        self.option, self.least = option, least
 
 
 def _check_named(value: Any) -> Any:
@@ -141,6 +150,17 @@ class TraceOptions(BaseModel):
     """Whether the routers' inputs are recorded as well, which are hundreds of times larger."""
 
 
+class TrainPredictorOptions(BaseModel):
+    """A predictor that is trained while the server serves, see docs/predictors.md."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    file: Place
+    """Where it is written to at the end, and read from at the next start."""
+    memory: ByteSize = ByteSize(256 * 2**20)
+    """Bytes of the device for sums; with fewer than all layers need, they are trained in turn."""
+
+
 class Options(BaseModel):
     """The options of vllm-dymoe. See the module for where they are read from."""
 
@@ -181,6 +201,8 @@ class Options(BaseModel):
     """Parameters of the policy, by name."""
     predictor: Place | None = None
     """File of a predictor that `vllm-dymoe train` has trained, in place of the policy's own."""
+    train_predictor: TrainPredictorOptions | None = None
+    """[Trains](predictors.md) a predictor while serving, and uses it: its file, or an object of `file` and `memory`."""
     transfer_timeout_s: float = Field(default=60, ge=0, le=_LONGEST_S)
     """Seconds of one expert's transfer, after which requests that wait for it fail; 0 for ever."""
     disk_gbps: float | None = Field(default=None, gt=0)
@@ -208,6 +230,11 @@ class Options(BaseModel):
     def _take_folder(cls, value: Any) -> Any:
         return {"folder": value} if isinstance(value, str | Path) else value
 
+    @field_validator("train_predictor", mode="before")
+    @classmethod
+    def _take_file(cls, value: Any) -> Any:
+        return {"file": value} if isinstance(value, str | Path) else value
+
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         if self.low >= self.high:
@@ -220,12 +247,21 @@ class Options(BaseModel):
                 f"quantizer is e8, whose points have 2 bits, alone or inside of 4, but high is {self.high} and low is "
                 f"{self.low}; set high to 4 and low to 2, or high to 2 and low to 0"
             )
+        if self.predictor is not None and self.train_predictor is not None:
+            raise ValueError("train_predictor reads its own file where it exists; leave predictor out")
         if self.host_store == "file" and not self.host_memory.is_auto:
             raise ValueError('host_memory is how much of the experts is held, which host_store = "file" leaves to the '
                              "page cache; leave one of them out")  # fmt: skip
         if self.computes_misses and self.host_store == "file":
             raise ValueError(f'misses is "{self.misses}", which needs experts in memory, and not in files')
         return self
+
+    @property
+    def predictor_file(self) -> Path | None:
+        """The file of a predictor to serve with: that of ``predictor``, or what ``train_predictor`` wrote before."""
+        if self.train_predictor is not None and self.train_predictor.file.is_file():
+            return self.train_predictor.file
+        return self.predictor
 
     @property
     def computes_misses(self) -> bool:

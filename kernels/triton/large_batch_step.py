@@ -66,7 +66,7 @@ class TritonLargeBatch:
         classes = max(2, 1 + sum(step < shape.tokens for step in self._steps[:-1]))
         self._large, self._plan = LargeBatchWork.allocate(shape, self._steps[:classes], device), plan.tensors
         self.ids = self._large.ids
-        groups = range(ADMITTED, STREAMED + shape.passes + (shape.passes > 0))
+        groups = range(ADMITTED, STREAMED + shape.streamed_groups + (shape.streamed_groups > 0))
         self._spans = {group: self._large.spans[shape.spans(group)] for group in groups}
         residual = plan.addresses[-1] if experts.nested else None
         self._rotation = experts.rotation(precisions)

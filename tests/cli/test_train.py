@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from tests.cli.checkpoints import command
-from tests.prefetch.made_up import SIZES, made_up
+from tests.prefetch.made_up import SIZES, WIDE, made_up, residual_stream
 from vllm_dymoe import __version__
-from vllm_dymoe.prefetch.checkpoint import load_predictor
+from vllm_dymoe.prefetch.checkpoint import load_predictor, read_card
 
 
 def invoke(*arguments):
@@ -26,29 +26,32 @@ def test_a_trace_becomes_a_predictor_with_a_card(tmp_path):
     assert card.trace == {"path": str(trace), "tokens": [720, 80], "requests": [18, 2]}
     assert set(card.metrics) == {"trained", "affinity", "popularity"}
     assert network.num_layers == SIZES.num_layers
-    for words in ("18 requests", f"{card.metrics['trained']['all_k']:.1%}", f'{{"predictor": "{out}"}}'):
+    for words in ("18 requests", f"{card.metrics['trained']['all_k']:.1%}", f'"predictor": "{out}"'):
         assert words in result.output.replace("\n", " ")
 
 
-@pytest.mark.parametrize(("inputs", "architecture"), [(False, "linear"), (True, "linear+input")])
-def test_the_trace_decides_what_can_be_seen(inputs, architecture, tmp_path):
+def test_linear_with_inputs_is_the_default_and_says_what_the_next_gate_is_worth(tmp_path):
     trace, out = tmp_path / "trace.safetensors", tmp_path / "predictor.safetensors"
-    made_up(inputs=inputs).save(trace)
-    result = invoke(trace, "--out", out, "--epochs", 1)
+    residual_stream().save(trace)
+    result = invoke(trace, "--out", out)
     assert result.exit_code == 0, result.output
-    assert load_predictor(out)[0].architecture["name"] == architecture
-    assert f"Trained {architecture} in" in result.output
+    card, network = load_predictor(out)
+    assert card.architecture["name"] == "linear+input"
+    assert network.look_ahead == WIDE.num_layers - 1
+    assert card.metrics["trained"]["accuracy"] > card.metrics["next gate"]["accuracy"]
 
 
-@pytest.mark.parametrize("right", [True, False])
-def test_a_predictor_that_is_worth_less_than_the_next_gate_is_said_to_be(right, tmp_path):
-    made, path = made_up(), tmp_path / "trace.safetensors"
-    said = made.experts[:, 1:] if right else (made.experts[:, 1:].int() + 1) % SIZES.num_experts
-    replace(made, next_gate=said.to(made.experts.dtype)).save(path)
-    result = invoke(path, "--out", tmp_path / "predictor", "--architecture", "linear", "--epochs", 1)
-    card, _ = load_predictor(tmp_path / "predictor")
-    assert (card.metrics["next gate"]["accuracy"] == 1.0) is right
-    assert ("predicts more: serve without a predictor" in result.output) is right
+def test_a_predictor_that_is_worth_less_than_the_next_gate_is_refused_with_both_numbers(tmp_path):
+    made, path, out = made_up(), tmp_path / "trace.safetensors", tmp_path / "predictor"
+    wrong = (made.experts[:, 1:].int() + 1) % SIZES.num_experts
+    for right, said in ((True, made.experts[:, 1:]), (False, wrong)):
+        out.unlink(missing_ok=True)
+        replace(made, next_gate=said.to(made.experts.dtype)).save(path)
+        result = invoke(path, "--out", out, "--architecture", "linear", "--epochs", 1)
+        assert out.exists() is not right
+        assert result.exit_code == right
+        assert ("100.0%" in result.output) is right
+    assert read_card(out).metrics["next gate"]["accuracy"] < read_card(out).metrics["trained"]["accuracy"]
 
 
 @pytest.mark.parametrize(
@@ -56,8 +59,8 @@ def test_a_predictor_that_is_worth_less_than_the_next_gate_is_said_to_be(right, 
     [
         (lambda path: None, (), "does not exist"),
         (lambda path: path.write_bytes(b"nothing"), (), "cannot be read as a trace"),
-        (lambda path: made_up(requests=5).save(path), (), "holds 5 requests"),
-        (lambda path: made_up().save(path), ("--architecture", "linear+input"), "has no router inputs"),
+        (lambda path: residual_stream(requests=5).save(path), (), "holds 5 requests"),
+        (lambda path: made_up().save(path), (), "has no router inputs"),
     ],
 )
 def test_what_will_not_do_is_one_sentence_and_no_file(tmp_path, make, arguments, words):

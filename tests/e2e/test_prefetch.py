@@ -4,17 +4,21 @@ import functools
 import time
 
 import pytest
+import torch
+from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
 from vllm.model_executor.models import qwen3_moe
 
-from tests.e2e.engines import answer, engine, prompts, recorded_layers, same_bits, server_of
+from tests.e2e.engines import MODEL, answer, engine, prompts, recorded_layers, same_bits, server_of
 from vllm_dymoe.cli import app
+from vllm_dymoe.prefetch import TrainedPredictor
 from vllm_dymoe.prefetch.checkpoint import load_predictor
 from vllm_dymoe.prefetch.next_gate import NextGate
 from vllm_dymoe.prefetch.popularity import Popularity
 from vllm_dymoe.prefetch.tuner import Heop, Setting
 from vllm_dymoe.trace.trace import Trace
 from vllm_dymoe.vllm_plugin import gates
+from vllm_dymoe.vllm_plugin.metrics import Statistics
 
 pytestmark = pytest.mark.engine
 
@@ -128,7 +132,8 @@ def test_what_is_trained_on_a_trace_foresees_more_than_popularity(tmp_path):
         answer(llm, prompts()[2:], max_tokens=32)
         tokens, layers, popular = answered(llm)
         llm.collective_rpc("dymoe_trace")
-    result = CliRunner().invoke(app, ["train", str(traces), "--out", str(file), "--epochs", "6"])
+    command = ["train", str(traces), "--out", str(file), "--architecture", "linear", "--epochs", "6"]
+    result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     with engine(dymoe=OPTIONS | {"policy": "duoserve", "predictor": str(file)}) as llm:
         begin = time.perf_counter()
@@ -144,3 +149,57 @@ def test_what_is_trained_on_a_trace_foresees_more_than_popularity(tmp_path):
     assert trained.predictor_bytes == load_predictor(file)[1].nbytes * 2  # float32 on a CPU, float16 in the file
     assert trained.predictor_bytes < trained.peak_expert_bytes <= trained.budget_bytes
     assert 0 < trained.prediction_seconds < seconds
+
+
+def pieces(count):
+    """Of the held-out texts, by turns from each."""
+    texts = [path.read_text() for path in sorted((MODEL / "heldout").glob("*.txt"))]
+    return [texts[n % 3][1000 * (n // 3) :][:200] for n in range(count)]
+
+
+def metric(registry, name, **labels):
+    return registry.get_sample_value(f"vllm_dymoe_{name}_total", {"model_name": "tiny", "rank": "0"} | labels)
+
+
+def test_tracing_training_and_serving_as_in_the_docs(tmp_path):
+    """A predictor is trained from a file and, from the same steps, while they are served; both are asked, pay, and
+    change no token."""
+    traces, file, own = tmp_path / "traces", tmp_path / "predictor.safetensors", tmp_path / "own.safetensors"
+    options = {**OPTIONS, "link_gbps": 0.3, "policy_options": {"look_ahead": 2}}
+    recorded = options | {"trace": {"folder": str(traces), "inputs": True}, "train_predictor": str(own)}
+    with engine(dymoe=recorded) as llm:
+        server = server_of(llm)
+        assert isinstance(server.predictor.predictor, NextGate), "until one is trained"
+        before = server.overhead
+        for first in range(0, 48, 16):
+            answer(llm, pieces(48)[first : first + 16], max_tokens=64)
+        trained = server.predictor.predictor
+        assert isinstance(trained, TrainedPredictor)
+        assert server.overhead == before, "there was room for it from the start"
+        server.resize(BUDGET)
+        tokens, layers, stats = answered(llm)
+        assert stats.predictions["correct"] / stats.predictions["needed"] > 0.6
+        (report,) = llm.collective_rpc("dymoe_predictor")
+        assert report["written"]
+        assert report["asked"]
+        assert report["accuracy"] > report["next_gate"] > 0.6
+        llm.collective_rpc("dymoe_trace")
+    found = load_predictor(own)[1]
+    assert torch.equal(found.gates, trained.network.gates.half())
+    assert found.look_ahead == 2
+
+    result = CliRunner().invoke(app, ["train", str(traces), "--out", str(file)])
+    assert result.exit_code == 0, result.output
+    with engine(dymoe=options | {"predictor": str(file)}) as llm:
+        assert server_of(llm).predictor.predictor.network.look_ahead == 2
+        new_tokens, new_layers, stats = answered(llm)
+        registry = CollectorRegistry()
+        Statistics("tiny", registry).publish(llm.collective_rpc("dymoe_stats"))
+        assert stats.predictor_bytes == load_predictor(file)[1].nearest(2).nbytes * 2  # float32, float16 in the file
+    assert new_tokens == tokens
+    assert same_bits(new_layers, layers)
+    for kind in ("predicted", "needed", "correct"):
+        assert metric(registry, "predictions", kind=kind) == stats.predictions[kind] > 0
+    assert metric(registry, "prefetches", outcome="useful") == stats.prefetches["useful"] > 0
+    assert metric(registry, "transfers", reason="prefetch") > 0
+    assert stats.predictions["correct"] / stats.predictions["needed"] > 0.6

@@ -10,9 +10,10 @@ import torch
 
 from tests.executor.steps import ByNumber, forward, kept_by, random_step, run, with_budget
 from tests.small_model import make_experts, make_store
-from vllm_dymoe.options import ConfigError
+from vllm_dymoe.options import ConfigError, Options
 from vllm_dymoe.prefetch import Candidate, Predictor
 from vllm_dymoe.prefetch.popularity import Popularity
+from vllm_dymoe.server import ExpertServer
 
 LAYERS = 4
 STORE = make_store(make_experts(layers=LAYERS))
@@ -122,6 +123,36 @@ def test_its_memory_is_part_of_the_budget():
     assert slots(2 * FORMAT.nbytes, "top-k") == STORE.experts.top_k
     with pytest.raises(ConfigError, match="need"):
         slots(10**9, of_bytes)
+
+
+def test_training_and_what_it_makes_are_in_the_budget_from_the_start():
+    options = Options(high=4, low=2, group_size=32, expert_budget="50%", link_gbps=LINK)
+    room = {"training_bytes": 3 * FORMAT.nbytes, "predictor_room": FORMAT.nbytes}
+    plain = ExpertServer(STORE, options, torch.device("cpu"), predictor=Names())
+    server = ExpertServer(STORE, options, torch.device("cpu"), predictor=Names(), **room)
+    assert server.overhead == plain.overhead + 4 * FORMAT.nbytes
+    assert server.slot_plan.slots == plain.slot_plan.slots, "a share counts experts"
+    run(server, STEPS[:8])
+    before, slots = server.stats(), server.cache.pools
+    log = []
+    server.use_predictor(Names(FORMAT.nbytes, log=log))
+    run(server, STEPS[:8])
+    after = server.stats()
+    assert log, "it is not asked"
+    assert server.cache.pools is slots, "slots are what they were"
+    assert after.predictions["predicted"] > before.predictions["predicted"] > 0, "counts go on"
+    assert server.overhead == plain.overhead + 4 * FORMAT.nbytes
+    server.resize("60%")
+    server.check_integrity()
+    server.engine.close(), plain.engine.close()
+
+
+def test_where_nobody_asks_what_was_trained_is_not_taken():
+    server = with_budget(STORE, "50%", predictor=Names(10))
+    assert server.unasked
+    server.use_predictor(Names(10))
+    assert server.predictor is None
+    assert server.stats().predictor_bytes == 0
 
 
 def test_what_was_computed_to_warm_up_is_not_counted():

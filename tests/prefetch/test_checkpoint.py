@@ -10,11 +10,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from tests.prefetch.made_up import SIZES, made_up
+from tests.prefetch.made_up import SIZES, WIDE, made_up, residual_stream
 from vllm_dymoe.prefetch import RoutedModel, TrainedPredictor
 from vllm_dymoe.prefetch.checkpoint import PredictorCard, PredictorError, load_predictor, read_card, save_predictor
-from vllm_dymoe.prefetch.expert_mlp import Architecture
-from vllm_dymoe.prefetch.folded import fold
+from vllm_dymoe.prefetch.expert_mlp import ARCHITECTURES, Architecture
+from vllm_dymoe.prefetch.folded import FoldedMLP, fold
 from vllm_dymoe.prefetch.training import Recipe, train
 
 FOLDED = fold(train(made_up(inputs=True), Architecture((8,), 2, True, True), Recipe(epochs=1)).model)
@@ -93,6 +93,38 @@ def test_a_damaged_file_is_one_sentence_that_names_it(file, damage):
     assert "\n" not in sentence
     ours = "is a safetensors file, but no predictor" not in sentence
     assert ours == (damage not in ("not ours", "no metadata"))
+
+
+def test_a_linear_predictor_keeps_its_layers_ahead_and_its_correction(tmp_path):
+    path, trace = tmp_path / "linear", residual_stream()
+    network = train(trace, ARCHITECTURES["linear+input"], Recipe(look_ahead=3)).network
+    network = FoldedMLP(network.tensors | {"correction.sigmoid": torch.rand(WIDE.num_layers, WIDE.num_experts)})
+    save_predictor(path, PredictorCard(WIDE), network)
+    _, loaded = load_predictor(path)
+    assert (loaded.look_ahead, loaded.nearest(2).look_ahead, loaded.scoring) == (3, 2, "sigmoid")
+    ids, x = trace.experts[:9, 0].long(), trace.router_inputs[:9, 0]
+    for ahead in (1, 2, 3):
+        ours = loaded.to(torch.device("cpu"), torch.float32).logits(ahead, ids, x, ahead)
+        # Half precision rounds by 2^-11; sigmoids flatten that.
+        assert torch.allclose(ours, network.logits(ahead, ids, x, ahead), atol=0.02)
+    with safe_open(path, framework="pt") as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        metadata = opened.metadata()
+    save_file(tensors | {"gates.3": tensors["gates.2"]}, path, metadata)
+    with pytest.raises(PredictorError):
+        load_predictor(path)
+
+
+@pytest.mark.parametrize(("gate", "refused"), [(0.7, True), (0.5, False), (None, False)])
+def test_a_predictor_that_names_less_than_the_next_gate_is_refused_with_both_numbers(tmp_path, gate, refused):
+    metrics = {"trained": {"accuracy": 0.6125}} | ({} if gate is None else {"next gate": {"accuracy": gate}})
+    path = tmp_path / "predictor"
+    save_predictor(path, replace(CARD, metrics=metrics), FOLDED)
+    if not refused:
+        assert build(path).network.num_layers == SIZES.num_layers
+        return
+    with pytest.raises(PredictorError, match=r"61\.2%.*70\.0%"):
+        build(path)
 
 
 def build(file, **changes):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.prefetch.made_up import SIZES, made_up
+from tests.prefetch.made_up import SIZES, WIDE, made_up, residual_stream
 from vllm_dymoe.planner.routing import Phase, PromptTokens, Routing
-from vllm_dymoe.prefetch.expert_mlp import Architecture
+from vllm_dymoe.prefetch.expert_mlp import ARCHITECTURES, Architecture
 from vllm_dymoe.prefetch.folded import fold
 from vllm_dymoe.prefetch.trained import TrainedPredictor
 from vllm_dymoe.prefetch.training import Recipe, train
@@ -76,6 +76,21 @@ def test_rows_that_decode_beside_prompts_are_asked_about_and_the_popular_ones_fo
             assert {candidate.expert for candidate in popular} <= set(experts)
         rows, own = rows.flip(0), step(alone, slice(23, 24))
         told = PromptTokens(rows, rows, mixed=True)
+
+
+def test_layers_further_ahead_are_named_behind_the_next_one_by_what_was_solved_for_them():
+    trace = residual_stream()
+    network = train(trace, ARCHITECTURES["linear+input"], Recipe(look_ahead=3)).network
+    for layers in (1, 2, 3):
+        predictor = TrainedPredictor(network.nearest(layers), WIDE.top_k)
+        for layer in range(WIDE.num_layers):
+            x, ids = trace.router_inputs[5:6, layer], trace.experts[5:6, layer].int()
+            predictor.observe(Routing(layer, WIDE.num_layers, x.bfloat16(), ids, WEIGHTS))
+            want = []
+            for later in range(layer + 1, min(layer + 1 + layers, WIDE.num_layers)):
+                scores = network.logits(later, ids.long(), x.bfloat16(), ahead=later - layer)
+                want += [(later, expert) for expert in scores[0].topk(WIDE.top_k).indices.tolist()]
+            assert predictor.predict(layer) == want
 
 
 def test_a_step_knows_nothing_of_the_step_before():

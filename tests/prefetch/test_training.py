@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.prefetch.made_up import SIZES, made_up
-from vllm_dymoe.prefetch.expert_mlp import Architecture
+from tests.prefetch.made_up import SIZES, made_up, residual_stream
+from vllm_dymoe.prefetch.expert_mlp import ARCHITECTURES, Architecture
 from vllm_dymoe.prefetch.training import (
     FEWEST_REQUESTS,
     Recipe,
@@ -45,9 +45,17 @@ def test_only_answers_are_learnt_from():
 
 def test_the_routers_input_is_used_where_it_is_seen():
     trace = made_up(noise=0.6, inputs=True)
-    blind = train(trace, Architecture((), history=1), QUICK).metrics["trained"]["accuracy"]
-    seeing = train(trace, Architecture((), history=1, router_input=True), QUICK).metrics["trained"]["accuracy"]
+    blind = train(trace, Architecture((16,), history=1), QUICK).metrics["trained"]["accuracy"]
+    seeing = train(trace, Architecture((16,), history=1, router_input=True), QUICK).metrics["trained"]["accuracy"]
     assert seeing > blind + 0.1
+
+
+def test_least_squares_name_more_than_the_next_gate_and_are_judged_by_what_is_run():
+    trained = train(residual_stream(), ARCHITECTURES["linear+input"], Recipe(look_ahead=2))
+    accuracy = {name: rates["accuracy"] for name, rates in trained.metrics.items()}
+    assert accuracy["trained"] > accuracy["next gate"] + 0.05 > accuracy["popularity"]
+    assert trained.network.look_ahead == 2
+    assert trained.model is None
 
 
 def test_no_request_is_on_both_sides():
@@ -101,6 +109,7 @@ def test_hit_rates_of_a_table():
         (made_up(requests=FEWEST_REQUESTS - 1), Architecture(()), "8 are the fewest"),
         (made_up(requests=8, tokens=1), Architecture(()), "one token is left to train on"),
         (made_up(), Architecture((), router_input=True), "the trace has no router inputs"),
+        (made_up(inputs=True), Architecture((), router_input=True), "the trace has no gates"),
         (made_up(sizes=replace(SIZES, num_layers=1)), Architecture(()), "has one MoE layer"),
     ],
 )

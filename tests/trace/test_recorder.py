@@ -9,6 +9,7 @@ import torch
 
 from tests.support.patience import becomes
 from vllm_dymoe.experts.identity import ModelIdentity
+from vllm_dymoe.trace.gates import GateWeights
 from vllm_dymoe.trace.recorder import Recorder, Span
 from vllm_dymoe.trace.trace import Trace, TraceError
 
@@ -77,6 +78,35 @@ def test_what_was_chosen_is_what_is_read(tmp_path):
     assert recorder.tokens == 8
     assert said == []
     assert all(path.suffix == ".safetensors" for path in recorder.folder.iterdir())
+
+
+def test_gates_are_in_the_next_part_alone_and_go_when_they_turn_out_to_be_wrong(tmp_path):
+    recorder, _ = make_recorder(tmp_path, inputs=True)
+    gates = GateWeights(torch.randn(3, 6, 4).bfloat16(), torch.randn(3, 6), torch.randn(3, 6), "sigmoid")
+    run(recorder, [Span(0, 3, 3)], seed=1, predictions=True)
+    recorder.take_gates(gates)
+    recorder.flush()
+    run(recorder, [Span(0, 2, 3)], seed=2, first=3, predictions=True)
+    recorder.flush()
+    first, second = sorted(tmp_path.iterdir())
+    assert Trace.load(second).gates is None
+    trace = Trace.load(tmp_path).select(torch.arange(2))
+    trace.save(first)
+    for found in (trace.gates, Trace.load(first).gates):
+        assert found.scoring == "sigmoid"
+        for name in ("weights", "biases", "correction"):
+            assert torch.equal(getattr(found, name), getattr(gates, name))
+    run(recorder, [Span(0, 1, 3)], seed=3, first=5, gates_right=False)
+    recorder.close()
+    assert Trace.load(tmp_path).gates is None
+
+
+def test_without_inputs_no_gates_are_written(tmp_path):
+    recorder, _ = make_recorder(tmp_path)
+    recorder.take_gates(GateWeights(torch.zeros(3, 6, 4), torch.zeros(3, 6)))
+    run(recorder, [Span(0, 3, 3)], seed=1)
+    recorder.close()
+    assert Trace.load(tmp_path).gates is None
 
 
 def test_a_step_that_failed_elsewhere_is_forgotten_as_long_as_it_is_not_on_disk(tmp_path):

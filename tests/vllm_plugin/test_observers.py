@@ -33,7 +33,7 @@ def first_runner(names, position):
 
 @pytest.fixture
 def recorder():
-    return Mock(recording=True)
+    return Mock(recording=True, header=SimpleNamespace(hidden=3))
 
 
 def spans_of(recorder):
@@ -80,8 +80,10 @@ def test_next_gates_are_asked_about_this_layers_input(recorder):
         return [gates if gates is None else gates.tolist() for gates in found]
 
     assert next_gates(scheduled(1, new=[new("a", 1)])) == [None] * 3, "the gates are not checked yet"
-    known += [Gate(None), Gate(lambda x: x), Gate(lambda x: -x)]
+    known += [Gate(lambda x: x), Gate(lambda x: x), Gate(lambda x: -x)]
     assert next_gates(scheduled(1)) == [[[1, 2]], [[0, 2]], None]
+    (told,) = recorder.take_gates.call_args_list
+    assert told.args[0].weights[2].tolist() == (-torch.eye(3)).tolist()
     step = scheduled(1)
     observer.begin_step(step)
     known.clear()  # seen to be wrong while the step was computed

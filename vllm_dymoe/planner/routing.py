@@ -1,5 +1,6 @@
 """The routing of one layer in one step; copied from the device to the host at most once."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, lru_cache
@@ -108,6 +109,12 @@ class Routing:
     @cached_property
     def grouped(self) -> Grouped:
         return group_by_expert(self.host_ids)
+
+    def own_experts(self, experts: Collection[int]) -> set[int]:
+        """Return which of the experts, numbered as the router does, this rank has, by its own numbers."""
+        assert self.global_ids is not None
+        everywhere, own = self.global_ids.cpu().numpy(), self.host_ids
+        return set(own[(own >= 0) & np.isin(everywhere, list(experts))].tolist())
 
     def inputs(self) -> tuple[Tensor, Tensor]:
         """Return the experts' input, and the weights of their outputs; see ``weights_on_input``."""

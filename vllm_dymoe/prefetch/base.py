@@ -85,11 +85,15 @@ class PredictionStats:
 class Measured:
     """A predictor that is watched; ``seconds`` of host time its predictions took."""
 
-    def __init__(self, predictor: Predictor) -> None:
+    def __init__(self, predictor: Predictor, before: "Measured | None" = None) -> None:
+        """Go on with the counts of the predictor ``before`` it, if there was one."""
         self.predictor = predictor
-        self.stats = PredictionStats()
-        self.seconds = 0.0
+        self.stats = PredictionStats() if before is None else before.stats
+        self.seconds = 0.0 if before is None else before.seconds
         self._predicted: dict[int, set[int]] = {}
+
+    def reset_stats(self) -> None:
+        self.stats, self.seconds = PredictionStats(), 0.0
 
     @property
     def nbytes(self) -> int:

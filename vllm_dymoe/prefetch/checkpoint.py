@@ -53,6 +53,23 @@ class PredictorCard:
                 f"predictor {path} was trained for {self.header.model} with the weights {self.header.fingerprint}, and "
                 f"this model has others ({here.fingerprint}); train one for it with `vllm-dymoe train`."
             )
+        if worse := worse_than_next_gate(self.metrics):
+            raise PredictorError(f"predictor {path} is refused: {worse}")
+
+
+def worse_than_next_gate(metrics: Mapping[str, Mapping[str, float]]) -> str:
+    """Why a predictor is worth less than asking the next layer's gate, which is free; empty if it is not, or if
+    nothing is known about the gate."""
+    rates = {
+        name: metrics[name]["accuracy"] for name in ("trained", "next gate") if "accuracy" in metrics.get(name, {})
+    }
+    if len(rates) < 2 or rates["trained"] >= rates["next gate"]:
+        return ""
+    return (
+        f"of the experts that tokens chose it names {rates['trained']:.1%}, and the next layer's gate, which needs no "
+        f"training, {rates['next gate']:.1%} (on tokens that it was not trained on); train on more tokens, or with the "
+        "architecture linear+input, or serve without it."
+    )
 
 
 def save_predictor(path: Path, card: PredictorCard, network: FoldedMLP) -> None:
@@ -92,6 +109,13 @@ def load_predictor(path: Path) -> tuple[PredictorCard, FoldedMLP]:
             found += [matrix.shape[1], bias.shape[1], len(bias), len(matrix) in one_or_all]
             expected += [width, matrix.shape[2], len(matrix), True]
             width = matrix.shape[2]
+        for ahead, (table, gates) in enumerate(network.further, 2):
+            layers = sizes.num_layers - ahead
+            found += [*table.shape, *gates.shape]
+            expected += [layers, sizes.num_experts, sizes.num_experts, layers, sizes.hidden, sizes.num_experts]
+        if network.correction is not None:
+            found += network.correction.shape
+            expected += [sizes.num_layers, sizes.num_experts]
         whole = found == expected and width == sizes.num_experts and network.history > 0
         finite = all(bool(tensor.isfinite().all()) for tensor in tensors.values())
     except (KeyError, IndexError, ValueError, RuntimeError, ZeroDivisionError) as error:

@@ -40,15 +40,20 @@ class Architecture:
     router_input: bool = False  # whether it sees the router's input of the layer before
     dropout: float = 0.1  # share of hidden values that training leaves out
 
+    @property
+    def by_least_squares(self) -> bool:
+        """Whether it is trained by ``linear``, from the model's gates, and not by gradient descent."""
+        return not self.widths and self.router_input
+
 
 ARCHITECTURES = {
+    "linear+input": Architecture((), history=1, router_input=True),
     "paper": Architecture(),
     "paper+input": Architecture(router_input=True),
     "paper-shared": Architecture(shared=True),
     "linear": Architecture((), history=2),
-    "linear+input": Architecture((), history=1, router_input=True),
 }
-"""By name, as ``vllm-dymoe train --architecture`` takes them."""
+"""By name, as ``vllm-dymoe train --architecture`` takes them, the default first."""
 
 
 def chosen(experts: torch.Tensor, num_experts: int) -> torch.Tensor:

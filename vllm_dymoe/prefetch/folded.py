@@ -10,6 +10,9 @@ Everything but the experts is known beforehand. With k experts in each E_m it is
 
 so that the first layer costs k rows for each layer of history, however wide the state is. A network that serves all
 layers has one W_h: there the second term is a table of its own, of E rows for each l.
+
+A linear network that sees the router's input may also have been trained for layers further ahead: for each number of
+layers d it has a table and a matrix of its own, of what it is told d layers before.
 """
 
 from collections.abc import Mapping
@@ -18,6 +21,7 @@ import torch
 from torch import nn
 
 from vllm_dymoe.prefetch.expert_mlp import ExpertMLP
+from vllm_dymoe.trace.gates import find_correction
 
 
 class FoldedMLP:
@@ -38,6 +42,12 @@ class FoldedMLP:
         """Of these, [layers - 1 or 1, next width]."""
         self.popularity = tensors["popularity"]
         """[layers, experts], Eq. 2, for steps in which the network is not asked."""
+        self.scoring, self.correction = find_correction(tensors)
+        """float32 [layers, experts], which routers add to their scores where experts are chosen; None without."""
+        self.further: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Tables [layers - d, experts, experts] and gates [layers - d, hidden, experts] for d = 2, 3, ..."""
+        while (name := f"tables.{2 + len(self.further)}") in tensors:
+            self.further.append((tensors[name], tensors[f"gates.{2 + len(self.further)}"]))
         self.num_layers, self.num_experts = self.popularity.shape
         self.history = self.tables.shape[1] // self.num_experts
         self._tables = self.tables.unbind()  # a view made once, not in every layer of every step
@@ -45,6 +55,16 @@ class FoldedMLP:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def look_ahead(self) -> int:
+        """How many layers after the one that was observed it knows something about."""
+        return 1 + len(self.further)
+
+    def nearest(self, layers: int) -> "FoldedMLP":
+        """The same for at most so many layers ahead."""
+        far = {f"{kind}.{ahead}" for kind in ("tables", "gates") for ahead in range(layers + 1, self.look_ahead + 1)}
+        return FoldedMLP({name: tensor for name, tensor in self.tensors.items() if name not in far})
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "FoldedMLP":
         return FoldedMLP({name: tensor.to(device, dtype).contiguous() for name, tensor in self.tensors.items()})
@@ -60,9 +80,22 @@ class FoldedMLP:
             before = before[:, : -experts.shape[1]]
         return torch.cat((experts, before + self.num_experts), 1)
 
-    def logits(self, layer: int, rows: torch.Tensor, router_input: torch.Tensor | None) -> torch.Tensor:
-        """Of the experts of a layer, from 1: [tokens, num_experts] in the network's dtype. ``rows`` are choices of
-        layers before, as ``remember`` has them, ``router_input`` is [tokens, hidden] of the one before."""
+    def logits(self, layer: int, rows: torch.Tensor, router_input: torch.Tensor | None, ahead: int = 1) -> torch.Tensor:
+        """Scores of a layer's experts, from 1: [tokens, num_experts] in the network's dtype. ``rows`` are choices of
+        layers before, as ``remember`` has them, ``router_input`` is [tokens, hidden] of the layer ``ahead`` before."""
+        if ahead == 1:
+            x = self._next_logits(layer, rows, router_input)
+        else:
+            assert router_input is not None
+            tables, gates = self.further[ahead - 2]
+            x = torch.addmm(
+                _sum_of_rows(tables[layer - ahead], rows), router_input.to(tables.dtype), gates[layer - ahead]
+            )
+        if self.correction is None:
+            return x
+        return (x.sigmoid() if self.scoring == "sigmoid" else x.softmax(-1)) + self.correction[layer]
+
+    def _next_logits(self, layer: int, rows: torch.Tensor, router_input: torch.Tensor | None) -> torch.Tensor:
         x = _sum_of_rows(self._tables[layer - 1 if len(self._tables) > 1 else 0], rows)
         if self.recent is not None:
             x += _sum_of_rows(self.recent[layer - 1], rows[:, : rows.shape[1] // min(self.history, layer)])

@@ -10,11 +10,23 @@ import torch
 
 from vllm_dymoe.experts.identity import ModelIdentity
 from vllm_dymoe.prefetch.base import Candidate, rank
+from vllm_dymoe.trace.gates import GateWeights
 
 FAR = 4
 """Layers ahead that are worth asking about where a disk has to be read: it takes as long as several layers compute."""
 
 _CPU = torch.device("cpu")
+_ASKED_AT_ONCE = 256  # unit vectors, to take little memory
+
+
+def weights_of(gates: Sequence["Gate"], hidden: int, device: torch.device) -> GateWeights:
+    """All gates of a model as numbers, for training."""
+    weights, biases = zip(*(gate.matrix(hidden, device) for gate in gates), strict=True)
+    correction = None
+    if any(gate.correction is not None for gate in gates):
+        none = torch.zeros_like(biases[0])
+        correction = torch.stack([none if gate.correction is None else gate.correction.float() for gate in gates])
+    return GateWeights(torch.stack(weights), torch.stack(biases), correction, gates[0].scoring)
 
 
 @dataclass(frozen=True)
@@ -59,6 +71,14 @@ class Gate:
         """This rank's experts among those that tokens would choose in this gate's layer, as :func:`rank` has them."""
         chosen_here = (expert if self.local is None else self.local[expert] for expert in rank(experts, scores, chosen))
         return [Candidate(layer, expert) for expert in chosen_here if expert >= 0]
+
+    @torch.no_grad()
+    def matrix(self, hidden: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gate as numbers, by asking it about unit vectors: [experts, hidden] in its dtype, float32 [experts]."""
+        bias = self.logits(torch.zeros(1, hidden, dtype=torch.float32, device=device))[0]
+        units = torch.eye(hidden, dtype=torch.float32, device=device)
+        rows = [self.logits(part) - bias for part in units.split(_ASKED_AT_ONCE)]
+        return torch.cat(rows).T.contiguous(), bias.float()
 
     def agreement(self, x: torch.Tensor, ids: torch.Tensor, tolerance: float = 0.0) -> float:
         """The share of a router's choices ``ids``, this rank's int [tokens, top_k], negative for another rank's, that

@@ -1,4 +1,4 @@
-"""The trained predictor at work (DuoServe-MoE 5.3): in decode a network names the next layer's experts, from what
+"""The trained predictor at work (DuoServe-MoE 5.3): in decode a network names the next layers' experts, from what
 routers chose in the running step. A prefill wants nearly all of them, so the most popular ones are named (5.2); in a
 step of both the network is asked about the rows that decode, and its names come first."""
 
@@ -15,7 +15,8 @@ from vllm_dymoe.prefetch.side_stream import Answer, Inline, make_side_stream
 
 
 class TrainedPredictor(Predictor):
-    """Asks a network, on its device, about the next layer's experts; in decode it names so many for each token."""
+    """Asks a network, on its device, about the next layers' experts; in decode it names so many for each token, the
+    next layer's first."""
 
     tells_phases = True
 
@@ -31,15 +32,15 @@ class TrainedPredictor(Predictor):
         self._favourites = [_ranked(layer, shares) for layer, shares in enumerate(network.popularity.float().cpu())]
 
     @classmethod
-    def load(cls, model: RoutedModel) -> "TrainedPredictor":
-        """From the file that a model names; PredictorError if none is, or it is missing, damaged or another model's."""
+    def load(cls, model: RoutedModel, look_ahead: int = 1) -> "TrainedPredictor":
+        """From the file that a model names, for up to so many layers ahead as far as it knows them; PredictorError if
+        none is named, or it is missing, damaged, another model's or worse than the next gate."""
         if model.predictor is None:
             raise PredictorError("a trained predictor needs its file; name it in the option predictor.")
         card, network = load_predictor(model.predictor)
         card.check(model.predictor, model.identity)
-        # A CPU has no fast products of 16-bit numbers.
-        dtype = torch.float32 if model.device.type == "cpu" else torch.float16
-        return cls(network.to(model.device, dtype), model.top_k, make_side_stream(model.device))
+        network = network.nearest(look_ahead).to(model.device, network_dtype(model.device))
+        return cls(network, model.top_k, make_side_stream(model.device))
 
     @property
     def nbytes(self) -> int:
@@ -57,38 +58,53 @@ class TrainedPredictor(Predictor):
             if before is None or self._rows is None:
                 self._rows = (~routing.prompt.rows).nonzero().flatten()
             ids, self._x = ids[self._rows], routing.x[self._rows]
-        if self._has_network_for(layer + 1):
+        if self._coming(layer):
             self._past = self.network.remember(ids, before)
 
     def begin(self, layer: int) -> None:
-        following, network = layer + 1, self.network
-        if not self._has_network_for(following):
+        coming, network = self._coming(layer), self.network
+        if not coming:
             return
         assert self._past is not None
         assert self._x is not None
 
-        def named(rows: torch.Tensor, *seen: torch.Tensor) -> Answer:
-            best = network.logits(following, rows, *(seen or (None,))).topk(self._amount)
-            return best.indices, best.values
+        def best(rows: torch.Tensor, *seen: torch.Tensor) -> Answer:
+            named: list[torch.Tensor] = []
+            for later in coming:
+                scores, experts = network.logits(later, rows, *(seen or (None,)), ahead=later - layer).topk(
+                    self._amount
+                )
+                named += [experts, scores]
+            return tuple(named)
 
-        self._read = self._side_stream.begin(named, self._past, *(() if network.gates is None else (self._x,)))
+        self._read = self._side_stream.begin(best, self._past, *(() if network.gates is None else (self._x,)))
 
     def predict(self, layer: int) -> Sequence[Candidate]:
         following = layer + 1
         if following >= self.network.num_layers:
             return []
-        if following == 0 or not self._has_network_for(following):
+        if following == 0 or not self._decodes:
             return self._favourites[following]
-        experts, scores = self._answer(layer)
+        coming, answer = self._coming(layer), self._answer(layer)
         self._x = None
-        named = [Candidate(following, expert) for expert in rank(experts, scores.float().sigmoid())]
+        named: list[Candidate] = []
+        for later, experts, scores in zip(coming, answer[::2], answer[1::2], strict=True):
+            named += [Candidate(later, expert) for expert in rank(experts, scores.float().sigmoid())]
         if self._mixed:
-            known = {candidate.expert for candidate in named}
+            known = {candidate.expert for candidate in named if candidate.layer == following}
             named += [candidate for candidate in self._favourites[following] if candidate.expert not in known]
         return named
 
-    def _has_network_for(self, layer: int) -> bool:
-        return layer < self.network.num_layers and self._decodes
+    def _coming(self, layer: int) -> range:
+        """The layers that the network is asked about."""
+        return range(
+            layer + 1, min(layer + 1 + self.network.look_ahead, self.network.num_layers) if self._decodes else 0
+        )
+
+
+def network_dtype(device: torch.device) -> torch.dtype:
+    """In which a network runs: a CPU has no fast products of 16-bit numbers."""
+    return torch.float32 if device.type == "cpu" else torch.float16
 
 
 def _ranked(layer: int, shares: torch.Tensor) -> list[Candidate]:

@@ -1,4 +1,4 @@
-"""Training a predictor on what routers chose: binary cross-entropy (DuoServe-MoE Eq. 6), and a fair test.
+"""Training a predictor on a trace, by binary cross-entropy (DuoServe-MoE Eq. 6) or least squares, and a fair test.
 
 Tokens of one request resemble each other, so requests are held out and never tokens.
 """
@@ -11,6 +11,9 @@ import torch
 from torch import nn
 
 from vllm_dymoe.prefetch.expert_mlp import Architecture, ExpertMLP, States, chosen
+from vllm_dymoe.prefetch.folded import FoldedMLP, fold
+from vllm_dymoe.prefetch.gate import FAR
+from vllm_dymoe.prefetch.linear import hits, train_on
 from vllm_dymoe.trace.statistics import affinity, popularity
 from vllm_dymoe.trace.trace import Trace
 
@@ -23,7 +26,7 @@ class TrainingError(ValueError):
 
 @dataclass(frozen=True)
 class Recipe:
-    """How it is trained."""
+    """How it is trained; least squares have neither epochs nor batches."""
 
     epochs: int = 20  # at most
     patience: int = 3  # epochs without a better held-out loss before it ends
@@ -31,6 +34,7 @@ class Recipe:
     learning_rate: float = 3e-3  # of AdamW, where it begins; it falls to zero as a cosine
     held_out: float = 0.1  # share of the requests
     seed: int = 0  # of the split, the first weights, and the order of tokens
+    look_ahead: int = FAR  # layers ahead that least squares are solved for; other networks know the next one
 
 
 def hit_rates(scores: torch.Tensor, experts: torch.Tensor) -> dict[str, float]:
@@ -39,10 +43,8 @@ def hit_rates(scores: torch.Tensor, experts: torch.Tensor) -> dict[str, float]:
     ``all_k`` is the share of samples where all were named (Table 3, "Top-2"), ``at_least_one`` where one was (Table 3),
     ``accuracy`` the share of chosen experts that were (FIRM-MoE Eq. 7).
     """
-    top_k = experts.shape[1]
-    named = chosen(scores.topk(top_k, dim=1).indices, scores.shape[1])
-    hits = named.gather(1, experts.long()).sum(1).float()
-    found = {"all_k": hits == top_k, "at_least_one": hits > 0, "accuracy": hits / top_k}
+    right, whole = hits(scores, experts.long())
+    found = {"all_k": whole, "at_least_one": right > 0, "accuracy": right / experts.shape[1]}
     return {name: values.float().mean().item() for name, values in found.items()}
 
 
@@ -50,13 +52,14 @@ def hit_rates(scores: torch.Tensor, experts: torch.Tensor) -> dict[str, float]:
 class Trained:
     """The outcome."""
 
-    model: ExpertMLP  # of the epoch with the lowest held-out loss
+    network: FoldedMLP  # as it runs
     epochs: int  # that were run
     metrics: Mapping[str, Mapping[str, float]]
     """Hit rates on the held-out requests, of the model and, to compare, of popularity and affinity alone, and of the
     next layer's gate where the trace has what it says."""
     tokens: tuple[int, int]  # that were trained on, and that were held out
     requests: tuple[int, int]  # likewise
+    model: ExpertMLP | None = None  # of the epoch with the lowest held-out loss; None for least squares
 
 
 def split_by_request(trace: Trace, share: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,9 +81,11 @@ def train(
     recipe: Recipe | None = None,
     progress: Callable[[int, float, float], None] = lambda epoch, loss, held_out_loss: None,
     device: str = "cpu",
+    held_out: torch.Tensor | None = None,
 ) -> Trained:
     """Train on most requests, and stop when the others are predicted no better; TrainingError if there is too little.
 
+    ``held_out`` are the tokens to hold out, bool [tokens of answers in order]; whole requests by chance if None.
     Only tokens of answers count: a predictor is asked in decode (5.3), and a prompt's tokens are routed otherwise.
     """
     recipe = recipe or Recipe()
@@ -92,27 +97,52 @@ def train(
         )
     trace = trace.select(trace.in_order())  # a token that was computed twice is one
     trace = trace.select(~trace.prefill)
-    mask, held_out = split_by_request(trace, recipe.held_out, recipe.seed)
-    seen, unseen = trace.select(mask), trace.select(held_out)
+    if held_out is None:
+        held_out = split_by_request(trace, recipe.held_out, recipe.seed)[1]
+    seen, unseen = trace.select(~held_out), trace.select(held_out)
     if seen.num_tokens < 2:
         raise TrainingError("one token is left to train on; record more, or hold out fewer requests.")
-    # The first weights, dropout and the order follow from the seed, and other random numbers do not follow from this.
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(recipe.seed)
-        states = States(trace.header, architecture, popularity(seen).float(), affinity(seen).float())
-        model, epochs = _descend(ExpertMLP(states).to(device), seen, unseen, recipe, progress)
-    model = model.to("cpu")
+    shares, related = popularity(seen).float(), affinity(seen).float()
+    model, epochs = None, 1
+    if architecture.by_least_squares:
+        network = _solve(seen, shares, recipe.look_ahead)
+    else:
+        # The first weights, dropout and the order follow from the seed, and other random numbers do not follow from
+        # this.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(recipe.seed)
+            states = States(trace.header, architecture, shares, related)
+            model, epochs = _descend(ExpertMLP(states).to(device), seen, unseen, recipe, progress)
+        model = model.to("cpu")
+        network = fold(model)
     metrics = {
-        "trained": _hit_rates(unseen, lambda layer: _logits(model, layer, unseen)),
-        "affinity": _hit_rates(
-            unseen, lambda layer: states.affinity[layer - 1][unseen.experts[:, layer - 1].long()].sum(1)
-        ),
-        "popularity": _hit_rates(unseen, lambda layer: states.popularity[layer].expand(unseen.num_tokens, -1)),
+        "trained": _hit_rates(unseen, lambda layer: _scores(network, layer, unseen)),
+        "affinity": _hit_rates(unseen, lambda layer: related[layer - 1][unseen.experts[:, layer - 1].long()].sum(1)),
+        "popularity": _hit_rates(unseen, lambda layer: shares[layer].expand(unseen.num_tokens, -1)),
     }
     if (gate := unseen.next_gate) is not None:
         metrics["next gate"] = _hit_rates(unseen, lambda layer: chosen(gate[:, layer - 1], trace.header.num_experts))
     requests = len(seen.request.unique()), len(unseen.request.unique())
-    return Trained(model, epochs, metrics, (seen.num_tokens, unseen.num_tokens), requests)
+    return Trained(network, epochs, metrics, (seen.num_tokens, unseen.num_tokens), requests, model)
+
+
+def _solve(seen: Trace, shares: torch.Tensor, look_ahead: int) -> FoldedMLP:
+    if seen.gates is None:
+        raise TrainingError(
+            "the trace has no gates, from which linear+input starts: they were not found, or chose otherwise than the "
+            "routers; choose another architecture."
+        )
+    assert seen.router_inputs is not None
+    return train_on(seen.gates, seen.header, seen.experts, seen.router_inputs, shares, look_ahead)
+
+
+def _scores(network: FoldedMLP, layer: int, trace: Trace) -> torch.Tensor:
+    """Of a layer's experts, as the network runs: float32 [tokens, num_experts]."""
+    rows = None
+    for before in range(layer):
+        rows = network.remember(trace.experts[:, before].long(), rows)
+    assert rows is not None
+    return network.logits(layer, rows, None if trace.router_inputs is None else trace.router_inputs[:, layer - 1])
 
 
 def _descend(

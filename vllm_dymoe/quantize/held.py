@@ -117,6 +117,39 @@ def integers(bits: int, codes: Tensor, scales: Tensor, zero_points: Tensor, colu
     return Held(STEPS[bits], codes, scales, torch.arange(len(codes)), column_groups, zero_points=zero_points)
 
 
+def nearest(weight: Tensor, format: MatrixFormat) -> Held:
+    """The nearest codes of a published format, symmetric ones if they are integers, to a weight [rows, columns]; the
+    largest weight of a group gets the largest code. For drafts, whose experts share the slots of their model's."""
+    encoding, (rows, columns) = format.encoding, weight.shape
+    size = encoding.group_size or format.group_size
+    groups = F.pad(weight.float(), (0, -columns % size)).view(rows, -1, size)
+    largest = groups.abs().amax(2)
+    if not bool(torch.isfinite(largest).all()):
+        raise ValueError("some of its weights are NaN or infinite; download the checkpoint again.")
+    if not encoding.floats:
+        middle = 1 << encoding.bits - 1
+        scales = (largest / (middle - 1)).clamp(min=torch.finfo(format.dtype).tiny).to(format.dtype)
+        codes = (groups / scales.float().unsqueeze(2)).round().add(middle).clamp(0, 2 * middle - 1).to(torch.uint8)
+        zeros = torch.full(scales.shape, middle, dtype=torch.uint8)
+        return integers(encoding.bits, codes.view(rows, -1)[:, :columns], scales, zeros, blocks(columns, size))
+    every = torch.arange(1 << encoding.bits, dtype=torch.uint8)
+    levels = encoding.levels(every)
+    levels, order = torch.where(levels.isfinite(), levels, torch.inf).sort(stable=True)
+    top = float(levels[levels.isfinite()].max())
+    factor = 1.0
+    wanted = largest / top
+    if encoding.has_factor:
+        factor = max(float(wanted.max()) / torch.finfo(encoding.scale_dtype).max, torch.finfo(torch.float32).tiny)
+    scales = (wanted / factor).to(encoding.scale_dtype)
+    if encoding.scale_dtype is torch.float8_e8m0fnu:  # powers of two, rounded up so that nothing is cut off
+        scales = torch.exp2(wanted.clamp(min=2.0**-126).log2().ceil()).to(encoding.scale_dtype)
+    steps = scales.float() * factor
+    scaled = groups / torch.where(steps == 0, 1.0, steps).unsqueeze(2)
+    chosen = torch.bucketize(scaled.clamp(-top, top), (levels[:-1] + levels[1:]) / 2)
+    codes = order.to(torch.uint8)[chosen].view(rows, -1)[:, :columns]
+    return Held(encoding, codes, scales, torch.arange(rows), blocks(columns, size), (factor, 1.0))
+
+
 def check_floats(held: Held) -> Held:
     """Return ``held``; ValueError for codes or scales that are not numbers, or a scale too large for a weight."""
     again = "download the checkpoint again."

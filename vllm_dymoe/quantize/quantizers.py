@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vllm_dymoe.experts.matrix import MatrixFormat, PackedMatrix
 from vllm_dymoe.kernels import pack, pack_nested
+from vllm_dymoe.quantize.held import nearest
 
 # Weights that are quantized together on a CPU: half a megabyte of floats.
 _CHUNK = 1 << 17
@@ -89,14 +90,19 @@ QUANTIZERS: dict[str, Quantizer] = {"rtn": round_to_nearest, "hqq": half_quadrat
 def quantize_matrix(
     weight: Tensor, format: MatrixFormat, quantizer: Quantizer, section: Tensor, base: Tensor | None = None
 ) -> None:
-    """Quantize a matrix and pack it into its sections; at 16 bits round it to the format's dtype.
+    """Quantize a matrix and pack it into its sections.
 
+    At 16 bits it is rounded to the format's dtype, in the format of a published checkpoint to its nearest numbers.
     Raises ValueError for weights that cannot be represented, or shapes that do not fit.
     """
     if not format.quantized:
         _check_shape(weight, format)
         section[format.weight_bytes :].zero_()
         _copy(weight, format.view(section).weight)
+        return
+    if format.encoding.floats or format.integer_zeros or format.act_order:
+        _check_shape(weight, format)
+        nearest(weight, format).pack(format, section, base)
         return
     codes = quantizer(weight, format)
     if base is None:

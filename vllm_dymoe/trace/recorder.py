@@ -17,6 +17,7 @@ import torch
 
 from vllm_dymoe.durable import remove_given_up
 from vllm_dymoe.experts.identity import ModelIdentity
+from vllm_dymoe.trace.gates import GateWeights
 from vllm_dymoe.trace.trace import TraceError, columns, opened, write_file
 from vllm_dymoe.units import size
 
@@ -75,6 +76,7 @@ class Recorder:
         self._run = f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}-{time.monotonic_ns() % 10**6:06d}"
         self._parts = 0
         self._step: _Step | None = None
+        self._gates: GateWeights | None = None  # for the next part
         self._pending: list[_Step] = []
         self._pending_bytes = 0
         self._closing = False
@@ -132,6 +134,11 @@ class Recorder:
             if self._pending_bytes >= self._part_bytes:
                 self._changed.notify()
 
+    def take_gates(self, gates: GateWeights) -> None:
+        """Write the model's gates with the next part: a predictor is trained from them. Once is enough."""
+        if self._inputs:
+            self._gates = gates
+
     def forget(self, number: int) -> None:
         """Leave a step out after all, unless it is on disk already."""
         with self._changed:
@@ -180,13 +187,15 @@ class Recorder:
         request, prompt = spans[:, ::2].repeat_interleave(spans[:, 1], dim=0).T
         tensors |= {"request": request, "prefill": tensors["position"] < prompt}
         tokens = len(request)
-        room = self._limit - self.nbytes - _ROOM
+        constants = {} if self._gates is None else self._gates.tensors()
+        room = self._limit - self.nbytes - _ROOM - sum(tensor.nbytes for tensor in constants.values())
         fitting = max(0, room) // (sum(tensor.nbytes for tensor in tensors.values()) // tokens)
         if fitting:
             self._parts += 1
             tensors = {name: tensor[:fitting] for name, tensor in tensors.items()}
             path = self.folder / f"routing-{self._run}-{self._parts:06d}.safetensors"
-            write_file(path, self.header, tensors, self._run)
+            write_file(path, self.header, tensors | constants, self._run)
+            self._gates = None
             self.tokens += min(tokens, fitting)
         if fitting < tokens:
             self._stop(f"{self.folder} has reached its limit, {size(self._limit)}; routing is not recorded any more.")

@@ -14,6 +14,7 @@ from safetensors.torch import save
 
 from vllm_dymoe.durable import PRIVATE_MODE, replace_file
 from vllm_dymoe.experts.identity import ModelIdentity
+from vllm_dymoe.trace.gates import GateWeights
 
 TRACE_FORMAT = 1
 _KIND = "vllm-dymoe trace"
@@ -60,6 +61,7 @@ class Trace:
     next_gate: torch.Tensor | None = None
     """[tokens, layers - 1, top_k], as ``experts``: what the next layer's gate makes of this layer's input."""
     fates: torch.Tensor | None = None  # [tokens, layers, top_k] uint8, see ``planner.rule.actions_of``
+    gates: GateWeights | None = None  # of the model, with ``router_inputs``
 
     def __post_init__(self) -> None:
         header, tensors = self.header, self.tensors()
@@ -79,6 +81,11 @@ class Trace:
                     raise TraceError(f"an expert is {expert} where a layer has {header.num_experts}.")
         if int(self.request.min()) < 0 or int(self.position.min()) < 0:
             raise TraceError("a request or position is negative.")
+        if self.gates is not None:
+            sizes = header.num_layers, header.num_experts, header.hidden
+            shapes = tuple(self.gates.weights.shape), tuple(self.gates.biases.shape)
+            if shapes != (sizes, sizes[:2]):
+                raise TraceError(f"gates have the shapes {shapes[0]} and {shapes[1]} where the header says {sizes}.")
 
     @property
     def num_tokens(self) -> int:
@@ -89,7 +96,7 @@ class Trace:
         return int(self.request.max()) + 1 if self.num_tokens else 0
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Those that there are, by name."""
+        """Those with a row for each token, by name."""
         found = ((field.name, getattr(self, field.name)) for field in fields(self))
         return {name: value for name, value in found if isinstance(value, torch.Tensor)}
 
@@ -121,7 +128,8 @@ class Trace:
 
     def save(self, path: Path | str) -> None:
         """Write one file, which is there whole or not at all; TraceError if it cannot be written."""
-        write_file(Path(path), self.header, self.tensors())
+        constants = {} if self.gates is None else self.gates.tensors()
+        write_file(Path(path), self.header, self.tensors() | constants)
 
     @classmethod
     def load(cls, path: Path | str) -> "Trace":
@@ -195,11 +203,16 @@ def _read(path: Path) -> _Part:
     with opened(path) as (file, metadata, header):
         names = {field.name for field in fields(Trace)}.intersection(file.keys())
         tensors: dict[str, Any] = {name: file.get_tensor(name) for name in names}
-        return _Part(path, metadata["run"] or path.name, Trace(header, **tensors))
+        constants = set(file.keys()) - {field.name for field in fields(Trace)}
+        gates = GateWeights.of({name: file.get_tensor(name) for name in constants})
+        return _Part(path, metadata["run"] or path.name, Trace(header, **tensors, gates=gates))
 
 
 def _joined(parts: Sequence[_Part]) -> Trace:
     """One trace of several files; each run has request numbers of its own, behind those of the run before."""
+    gates = next((part.trace.gates for part in parts if part.trace.gates is not None), None)
+    if any(part.trace.router_inputs is not None and part.trace.next_gate is None for part in parts):
+        gates = None  # they turned out to be wrong
     for name in ("next_gate", "fates"):  # of gates that turned out to be wrong, and of older traces
         if any(getattr(part.trace, name) is None for part in parts):
             absent: dict[str, Any] = {name: None}
@@ -225,4 +238,4 @@ def _joined(parts: Sequence[_Part]) -> Trace:
     named = [part.trace.tensors() for part in parts]
     tensors: dict[str, Any] = {name: torch.cat([found[name] for found in named]) for name in named[0]}
     tensors["request"] = torch.cat(requests)
-    return Trace(first.trace.header, **tensors)
+    return Trace(first.trace.header, **tensors, gates=gates)

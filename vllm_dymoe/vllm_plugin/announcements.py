@@ -12,6 +12,7 @@ from vllm_dymoe.cache.budget import precision_bits
 from vllm_dymoe.options import ConfigError
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.planner.precision import Precision
+from vllm_dymoe.prefetch import TrainedPredictor
 from vllm_dymoe.server import ExpertServer
 from vllm_dymoe.server.stats import ServerStats
 from vllm_dymoe.units import size
@@ -86,19 +87,30 @@ def _prefetch(server: ExpertServer) -> str:
     """Return what is fetched ahead, in each kind of step."""
     if server.policy.prefetch is None:
         return "none"
-    host = "none, because the cores that would copy compute" if server.engine.occupies_cores else _by_name(server)
-    if server.small_batches is None:
-        return host
-    return f"none in steps of up to {SMALL_BATCH_ROWS} tokens, the next layer's experts by themselves in larger ones"
+    file = server.options.predictor_file
+    unused = f"; predictor {file} is not used and takes no memory" if file is not None and server.unasked else ""
+    if server.small_batches is not None:
+        steps = (
+            f"none in steps of up to {SMALL_BATCH_ROWS} tokens, the next layer's experts by themselves in larger ones"
+        )
+        return steps + unused
+    if server.unasked or server.engine.occupies_cores:
+        return "none, because the cores that would copy compute" + unused
+    return _by_name(server)
 
 
 def _by_name(server: ExpertServer) -> str:
     options, predictor, prefetch = server.options, server.predictor, server.policy.prefetch
-    if options.predictor is not None and predictor is not None:
-        return f"trained, by {options.predictor} ({size(predictor.nbytes)} of the budget)"
+    trains = ", until one is trained" if options.train_predictor is not None else ""
+    if predictor is not None and isinstance(predictor.predictor, TrainedPredictor):
+        layers = predictor.predictor.network.look_ahead
+        return (
+            f"trained, by {options.predictor_file} ({size(predictor.nbytes)} of the budget), for "
+            f"{f'up to {layers} layers' if layers > 1 else '1 layer'} ahead"
+        )
     if options.policy == "duoserve":
         return "popularity, because no predictor was given"
-    return prefetch.name if prefetch else "none"
+    return prefetch.name + trains if prefetch else "none"
 
 
 def warnings(server: ExpertServer, expert_ranks: int = 1) -> list[str]:
@@ -115,7 +127,7 @@ def warnings(server: ExpertServer, expert_ranks: int = 1) -> list[str]:
         )
     if options.predictor is not None and server.small_batches is not None:
         found.append(
-            'predictor is not asked, because the device plans about experts; leave it out, or set decisions to "host".'
+            'predictor is not asked, because the device plans about experts; leave it out, or set planning to "host".'
         )
     if options.low == 0 and Precision.LOW in server.policy.precision.precisions:
         found.append(

@@ -11,6 +11,7 @@ from vllm_dymoe.cache.device_table import OutsideIds
 from vllm_dymoe.executor.small_batch import SmallBatches
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.planner.routing import Routing
+from vllm_dymoe.planner.table import Table
 from vllm_dymoe.server import ExpertServer
 from vllm_dymoe.vllm_plugin.observers import Observation, Observer
 from vllm_dymoe.vllm_plugin.step import PromptTap, RankLayer, RunningStep
@@ -22,15 +23,21 @@ class DecodeSteps:
     """
 
     def __init__(
-        self, server: ExpertServer, path: SmallBatches, step: RunningStep, observation: Observation, longest: int,
+        self, server: ExpertServer, table: Table, step: RunningStep, observation: Observation, longest: int,
         prompts: PromptTap | None = None,
     ) -> None:  # fmt: skip
-        self._server, self.path, self._step, self._observation = server, path, step, observation
-        self._longest, self._table = longest, path.table
+        self._server, self._table, self._step, self._observation = server, table, step, observation
+        self._longest = longest
         self._prompts = prompts
-        self._outside = OutsideIds(path.table)
+        self._outside = OutsideIds(table)
         self._tokens, self._large = 0, False  # of the running step
         self._recording = False
+
+    @property
+    def path(self) -> SmallBatches:
+        """What runs the layers now: a resize replaces it."""
+        assert self._server.small_batches is not None
+        return self._server.small_batches
 
     def enter_layer(self, rows: int, *, capturing: bool) -> bool:
         """Return whether a layer of so many rows belongs to a small batch; vLLM's warm-up runs have no tokens."""
@@ -50,13 +57,14 @@ class DecodeSteps:
             return path.forward_large(layer.position, x, weights, here, layer.activation, captured=capturing)
         tokens, marks = step.real(rows), None if self._prompts is None else self._prompts.marks(rows, x.device)
         out = path.forward_large(layer.position, x, weights, here, layer.activation, marks)
-        observers = self._observation.observers
-        known = self._known(here[:tokens]) if observers else here[:tokens]
-        at = self._routing(layer.position, x[:tokens], known, weights[:tokens])
-        at.global_ids = None if here is ids else ids[:tokens]
-        if self._server.host_planned.records_actions:
-            at.actions = path.large.actions(at.ids)
-        for observer in observers:
+        everywhere, own = None if here is ids else ids[:tokens], here[:tokens]
+        if self._observation.observers or self._server.host_planned.migration is not None:
+            own = self._known(own)
+        actions = path.large.actions(own) if self._server.host_planned.records_actions else None
+        at = self._routing(layer.position, x[:tokens], own, weights[:tokens], everywhere, actions)
+        if (migration := self._server.host_planned.migration) is not None:
+            migration.see(at)  # a small step has no inputs that the host could read
+        for observer in self._observation.observers:
             observer.see(at)
         return out
 
@@ -88,16 +96,19 @@ class DecodeSteps:
         for observer in () if self._large else self._listeners:
             for layer in range(self._table.layers):
                 ids, weights = self._table.ring_ids[0, layer, :tokens], self._table.ring_weights[0, layer, :tokens]
-                at = self._routing(layer, torch.empty(tokens, 0, device=ids.device), ids, weights)
-                at.actions = self.path.actions(layer, ids)
-                observer.see(at)
+                actions, x = self.path.actions(layer, ids), torch.empty(tokens, 0, device=ids.device)
+                observer.see(self._routing(layer, x, ids, weights, actions=actions))
 
     def failure(self, step: int) -> str:
         """Return why a step up to this number, if it has ended, failed on the device; empty if none did."""
         return str(self._outside.take(step) or "")
 
-    def _routing(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Routing:
-        return Routing(layer, self._table.layers, x, ids, weights, self._step.phase)
+    def _routing(
+        self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
+        everywhere: torch.Tensor | None = None, actions: torch.Tensor | None = None,
+    ) -> Routing:  # fmt: skip
+        layers, phase = self._table.layers, self._step.phase
+        return Routing(layer, layers, x, ids, weights, phase, global_ids=everywhere, actions=actions)
 
     @property
     def _decodes(self) -> bool:

@@ -44,14 +44,15 @@ class StepFailures:
         collects: bool = True,  # this rank's output is the one that vLLM collects
         shared: bool = False,  # other engines compute the same steps with these experts, and have to find the sentence
         engine: int = 0,  # whose steps these are, where they are not shared
+        late: bool = False,  # whether a step that has run on the host may still fail on the device
+        on_failure: Callable[[int], None] = lambda step: None,
+        # Called with the number of a step that failed on any rank, when its output is complete.
+        on_device: Callable[[int], str] = lambda step: "",
+        # Called with the number of a step; returns why it failed on the device, or empty.
     ) -> None:
         self.sentence: str | None = None
-        # Called with the number of a step that failed on any rank, when its output is complete.
-        self.on_failure: Callable[[int], None] = lambda step: None
-        self.late = False  # whether a step that has run on the host may still fail on the device
-        # Called with the number of a step: why it failed on the device, if it has ended; empty if it did not.
-        self.on_device: Callable[[int], str] = lambda step: ""
-        self._failed_through = 0, ""
+        self._late, self._on_failure, self._failed_through = late, on_failure, (0, "")
+        self._on_device, self._seen = on_device, 0  # failures of any rank that this one has seen
         self._step, self._store, self._collects, self._shared, self._engine = step, store, collects, shared, engine
 
     @property
@@ -63,8 +64,16 @@ class StepFailures:
         if self.sentence is None:
             self.sentence = sentence
             if self._store is not None:
+                self._store.add(self._count_key, 1)
                 self._store.set(self._key(self._step.number), sentence)
                 self._store.check([self._key(self._step.number)])  # writing alone does not wait for the server
+
+    def any_new(self) -> bool:
+        """Whether a step has failed on any rank since the last time; asks the store, between two steps."""
+        if self._store is None:
+            return False
+        before, self._seen = self._seen, int(self._store.add(self._count_key, 0))
+        return self._seen != before
 
     def record_late(self, sentence: str) -> None:
         """Record the failure of a device's step while it runs: every step fails that has begun and whose output is
@@ -80,17 +89,17 @@ class StepFailures:
         step, mine = self._step.number, self.sentence
         self.sentence = None
         self._step.end()
-        if not self._collects and (why := self.on_device(step - 1)):
+        if not self._collects and (why := self._on_device(step - 1)):
             self.record_late(why)  # nobody waits for this rank's output, so it was not known before
-        if output is None or not self._collects or (mine is None and self._store is None and not self.late):
+        if output is None or not self._collects or (mine is None and self._store is None and not self._late):
             return output
 
         def checked(complete: ModelRunnerOutput) -> ModelRunnerOutput:
             through, sentence = self._failed_through
-            late = f"vllm-dymoe: {why}" if (why := self.on_device(step)) else ""
+            late = f"vllm-dymoe: {why}" if (why := self._on_device(step)) else ""
             failure = mine or self._taken(step) or late or (sentence if step <= through else "")
             if failure:
-                self.on_failure(step)
+                self._on_failure(step)
             return FailedStep.of(complete, failure) if failure else complete
 
         # An output that is still being computed says nothing yet about the other ranks.
@@ -104,6 +113,10 @@ class StepFailures:
         if not self._shared:
             self._store.delete_key(key)
         return sentence
+
+    @property
+    def _count_key(self) -> str:
+        return f"vllm_dymoe/failed_steps/{self._engine}"
 
     def _key(self, step: int) -> str:
         return f"vllm_dymoe/failed_step/{self._engine}/{step}"
@@ -124,18 +137,23 @@ class _Checked(AsyncModelRunnerOutput):
         return self._output.get_kv_connector_output()
 
 
-def make_step_failures(step: RunningStep, *, shared: bool) -> StepFailures:
-    """Make the object for this worker, after vLLM has set up its process groups; ``shared`` as above."""
+def make_step_failures(
+    step: RunningStep, *, shared: bool, late: bool, on_failure: Callable[[int], None], on_device: Callable[[int], str]
+) -> StepFailures:
+    """Make the object for this worker, after vLLM has set up its process groups; arguments as above."""
     from torch.distributed import distributed_c10d
     from vllm.distributed.parallel_state import get_dp_group, get_pp_group, get_tp_group, get_world_group
 
     engines = get_dp_group()
     if not shared and get_world_group().world_size == engines.world_size:  # an engine is one rank
-        return StepFailures(step)
+        return StepFailures(step, late=late, on_failure=on_failure, on_device=on_device)
     collects = get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0
     engine = 0 if shared else engines.rank_in_group
     store = distributed_c10d._get_default_store()
-    return StepFailures(step, store, collects=collects, shared=shared, engine=engine)
+    return StepFailures(
+        step, store, collects=collects, shared=shared, engine=engine, late=late, on_failure=on_failure,
+        on_device=on_device,
+    )  # fmt: skip
 
 
 def update_from_output(

@@ -5,7 +5,7 @@ search leads from the experts up to the first module with a linear layer from th
 When the layer runs for the first request, the gate has to choose as vLLM does.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -100,8 +100,9 @@ class PredictorObserver(Observer):
         self._policy = make_policy(options)
         # A trained predictor asks no gate; they are still checked for the trace.
         prefetch = self._policy.prefetch
-        self._needs_gates = prefetch is not None and prefetch.needs_gates and options.predictor is None
-        self._wanted = self._needs_gates or (options.trace is not None and options.trace.inputs)
+        self._needs_gates = prefetch is not None and prefetch.needs_gates and options.predictor_file is None
+        self._training = options.train_predictor is not None
+        self._wanted = self._needs_gates or self._training or (options.trace is not None and options.trace.inputs)
         self._model: torch.nn.Module | None = None  # while it loads
         self._found: dict[int, tuple[str, Gate]] = {}
         self._unchecked: set[int] = set()
@@ -123,6 +124,11 @@ class PredictorObserver(Observer):
             self._found[position] = (routed_experts.layer_name, find_gate(routed_experts, self._model))
         except GateError as error:
             self._give_up(f"the gate of {routed_experts.layer_name} cannot be used: {error}")
+
+    @property
+    def checked_gates(self) -> Sequence[Gate]:
+        """By layer, once every one has chosen as vLLM; empty before."""
+        return () if self._unchecked else self.gates
 
     def predictor(self, model: RoutedModel) -> Predictor | None:
         """Return the predictor of the loaded model, None without one or its gates. ConfigError if a trained one is
@@ -168,6 +174,8 @@ class PredictorObserver(Observer):
                 "names them.", self._policy.name, reason,
             )  # fmt: skip
             self._turn_off()
-        else:
+        elif not self._training:
             logger.warning("vllm-dymoe: the trace will not have what the next layer's gate says, because %s.", reason)
+        if self._training:
+            logger.warning("vllm-dymoe: no predictor is trained, because %s.", reason)
         self._wanted, self._model, self._unchecked, self.gates = False, None, set(), []

@@ -1,7 +1,7 @@
 """The MoE layers of one rank while vLLM loads them, and then running."""
 
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -18,8 +18,10 @@ from vllm_dymoe.experts.format import ModelExperts
 from vllm_dymoe.experts.identity import ModelIdentity
 from vllm_dymoe.options import ConfigError, Options
 from vllm_dymoe.policies import make_policy
-from vllm_dymoe.prefetch import Predictor, RoutedModel
+from vllm_dymoe.prefetch import Predictor, RoutedModel, TrainedPredictor
 from vllm_dymoe.prefetch.gate import FAR
+from vllm_dymoe.prefetch.online import OnlineTraining, network_bytes
+from vllm_dymoe.prefetch.trained import network_dtype
 from vllm_dymoe.quantize.readers import PLAIN_READER, Reader
 from vllm_dymoe.quantize.readers.base import describe
 from vllm_dymoe.server import ExpertServer, minimum_budget
@@ -34,6 +36,7 @@ from vllm_dymoe.vllm_plugin.observers import Observation, observe_trace
 from vllm_dymoe.vllm_plugin.rank_server import RankServer
 from vllm_dymoe.vllm_plugin.sleep import past_the_pool
 from vllm_dymoe.vllm_plugin.step import RunningStep
+from vllm_dymoe.vllm_plugin.training import ServedTraining
 
 
 class Loading:
@@ -49,8 +52,9 @@ class Loading:
         options: Options,
         checkpoint: Mapping[str, Any] | None,  # its quantization_config, if it is ours
         reader: Reader = PLAIN_READER,
+        draft_reader: Callable[[], Reader] = lambda: PLAIN_READER,
     ) -> None:
-        self.options, self.reader = options, reader
+        self.options, self.reader, self._draft_reader = options, reader, draft_reader
         self.rank_server: RankServer | None = None  # until the last layer of the first model is loaded
         self.config = vllm_config
         moving = "experts move from rank to rank (--enable-eplb)" if vllm_config.parallel_config.enable_eplb else ""
@@ -71,12 +75,19 @@ class Loading:
         if self._draft is None:
             self._begin = time.perf_counter()
             taken = held_bytes(self._model.store)
-            self._draft = ModelStore(self.config, self.options, None, self.reader, self._host_memory, taken)
+            reader, formats = self._draft_reader(), self._model.experts.formats
+            other = reader.format != self.reader.format
+            self._draft = ModelStore(
+                self.config, self.options, None, reader, self._host_memory, taken, formats, requantize=other
+            )
         if self._draft.place is not None:
             raise ConfigError(f"vllm-dymoe: {spec.name} belongs to a third model with MoE layers; two are supported.")
         self._draft.add(spec)
         draft, model = self._draft.experts, self._model.experts
-        if (draft.formats, draft.num_experts, draft.top_k) != (model.formats, model.num_experts, model.top_k):
+        fmt = next(iter(model.formats.values()))
+        shape = spec.hidden, spec.dtype, spec.bias, spec.activation.has_gate, draft.num_experts, draft.top_k
+        wanted = fmt.hidden, fmt.dtype, fmt.bias, fmt.has_gate, model.num_experts, model.top_k
+        if shape != wanted or spec.intermediate > fmt.intermediate:
             raise ConfigError(
                 f"vllm-dymoe: the experts of {spec.name}, a draft's, have another shape than the model's, which is not "
                 "supported yet; leave --speculative-config out."
@@ -117,7 +128,7 @@ class Loading:
     @property
     def not_readable_again(self) -> str:
         """Why dense weights cannot be read again from the checkpoint; empty if they can be."""
-        if self.reader.held or self.options.dense != 16:
+        if self.reader.held or self.reader.mixed or self.options.dense != 16:
             return "its dense layers are quantized, and were not tried with that; start again"
         return "" if self._model.unchanged() else "the files of its checkpoint have changed; start again"
 
@@ -138,7 +149,14 @@ class Loading:
         predictor = self._predictor_observer.predictor(self._routed_model())
         if options.trace is not None and config.parallel_config.enable_expert_parallel:
             options = without_device(options)
-        server = self._server(store, options, device, predictor, self._obstacle)
+        observation, step = Observation(self._recordable()), RunningStep()
+        plain_cpu = device.type == "cpu" and options.link_gbps is None and options.planning != "device"
+        late = options.computes_misses or not plain_cpu
+        failures = make_step_failures(
+            step, shared=meets(config.parallel_config), late=late, on_failure=observation.forget,
+            on_device=lambda number: "" if self.rank_server is None else self.rank_server.device_failure(number),
+        )  # fmt: skip
+        server = self._server(store, options, device, predictor, self._obstacle, failures.record_late)
         if server.small_batches is not None:
             for activation in dict.fromkeys(layer.activation for layer in self._model.layers):
                 server.small_batches.warm_up(activation)
@@ -150,14 +168,11 @@ class Loading:
             model = config.model_config.model, self._model.model_fingerprint
             return ModelIdentity(*model, len(self._model.layers), num_experts, spec.top_k, spec.hidden)
 
-        observation = Observation(self._recordable())
-        observation.trace = observe_trace(options, header, lambda: self._predictor_observer.gates)
-        if observation.trace is not None:
-            observation.join(observation.trace)
-        speculative, step = config.speculative_config, RunningStep()
+        training = self._make_training(header, predictor, device)
+        observation.start_trace(observe_trace(options, header, lambda: self._predictor_observer.gates))
+        speculative = config.speculative_config
         drafted = speculative.num_speculative_tokens if speculative else 0
-        failures = make_step_failures(step, shared=meets(config.parallel_config))
-        self.rank_server = RankServer(server, step, failures, self._predictor_observer, observation, drafted)
+        self.rank_server = RankServer(server, step, failures, self._predictor_observer, observation, drafted, training)
 
     def _extend(self, rank_server: RankServer, draft: ModelStore) -> None:
         """Add a draft's layers behind the model's; the slots are shared out again among all of them."""
@@ -166,7 +181,7 @@ class Loading:
         before.close(keep_store=True)  # two arenas at a time would exceed the budget
         store = join(before.store, draft.store)
         predictor = None if before.predictor is None else before.predictor.predictor
-        server = self._server(store, self.options, before.device, predictor, DRAFTED)
+        server = self._server(store, self.options, before.device, predictor, DRAFTED, rank_server.failures.record_late)
         leave_layers_out(self.config, DRAFTED)
         rank_server.extend(server)
         self._announce(server, draft)
@@ -182,7 +197,7 @@ class Loading:
     def _announce(self, server: ExpertServer, store: ModelStore) -> None:
         """Say in one line what is active, where numbers come from and why the host store is where it is; and warn."""
         source, place = "", store.place.reason if store.place is not None else ""
-        if self.reader.held and not store.dummy:
+        if (self.reader.held or self.reader.mixed) and not store.dummy:
             source = f" Experts: {describe(self.reader, self.options.stored_bits, self.options.quantizer)}."
         parallel = self.config.parallel_config
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
@@ -195,8 +210,9 @@ class Loading:
             logger.warning("vllm-dymoe: %s", warning)
 
     def _server(
-        self, store: HostStore, options: Options, device: torch.device, predictor: Predictor | None, obstacle: str
-    ) -> ExpertServer:
+        self, store: HostStore, options: Options, device: torch.device, predictor: Predictor | None, obstacle: str,
+        on_late: Callable[[str], None],
+    ) -> ExpertServer:  # fmt: skip
         experts, config = store.experts, self.config
         mine = self.options
         policy = make_policy(mine).of_stage(*self.around)
@@ -217,12 +233,45 @@ class Loading:
             "obstacle": obstacle,
             "agree": _agreement(config),
             "around": self.around,
+            "on_late": on_late,
         }
         given["rates"] = self._model.rates
+        if options.train_predictor is not None:
+            sizes, ahead = self._routed_model().identity, self._look_ahead
+            item = network_dtype(device).itemsize
+            given["training_bytes"] = OnlineTraining.nbytes(sizes, ahead, item, options.train_predictor.memory)
+            given["predictor_room"] = network_bytes(sizes, ahead, item)
         return ExpertServer(store, options, device, budget, **given)
 
+    @property
+    def _look_ahead(self) -> int:
+        """Layers ahead that a predictor is asked about."""
+        prefetch = make_policy(self.options).prefetch
+        return max(1 if prefetch is None else prefetch.layers, self._routed_model().horizon)
+
+    def _make_training(
+        self, header: Callable[[], ModelIdentity], predictor: Predictor | None, device: torch.device
+    ) -> ServedTraining | None:
+        """The training of a predictor on this rank, if that is wanted; ConfigError for a file that cannot go on."""
+        if (wanted := self.options.train_predictor) is None:
+            return None
+        network = predictor.network if isinstance(predictor, TrainedPredictor) else None
+        if network is not None and (network.gates is None or network.matrices or network.history > 1):
+            raise ConfigError(
+                f"vllm-dymoe: train_predictor is {wanted.file}, which has a predictor of another architecture than "
+                "linear+input; name another file."
+            )
+        model, dtype = header(), self._model.layers[0].dtype
+        online = OnlineTraining(
+            model, self._look_ahead, device, dtype, network_dtype(device), wanted.memory, before=network
+        )
+        first = get_tp_group().rank_in_group == 0 and self.config.parallel_config.data_parallel_rank == 0
+        return ServedTraining(
+            online, model, lambda: self._predictor_observer.checked_gates, wanted.file if first else None
+        )
+
     def _routed_model(self) -> RoutedModel:
-        experts, predictor = self.experts, self.options.predictor
+        experts, predictor = self.experts, self.options.predictor_file
 
         def held(layer: int) -> Set[int]:
             assert self.rank_server is not None

@@ -109,7 +109,7 @@ class DymoeMoEMethod(FusedMoEMethodBase):
             layer.layer_name, position, activation, None, weights_on_input, parallel.dp_size > 1, part
         )
         place, sizes = self.loading.place(position), (hidden_size, intermediate_size_per_partition)
-        self._loader = ExpertLoader(layer, place, *sizes, self.loading.reader, num_experts if self._balanced else None)
+        self._loader = ExpertLoader(layer, place, *sizes, place[0].reader, num_experts if self._balanced else None)
         self._loader.register(layer, params_dtype, bias=self.moe.has_bias)
         # The operator finds its layer by name in the forward context, as vLLM's own does.
         get_current_vllm_config().compilation_config.static_forward_context[_context_key(layer.layer_name)] = self

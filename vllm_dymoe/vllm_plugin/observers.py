@@ -15,6 +15,7 @@ from vllm_dymoe.experts.identity import ModelIdentity
 from vllm_dymoe.options import ConfigError, Options
 from vllm_dymoe.planner.routing import Routing
 from vllm_dymoe.prefetch import Gate
+from vllm_dymoe.prefetch.gate import weights_of
 from vllm_dymoe.quantize.recording import CalibrationError, PartWriter
 from vllm_dymoe.trace.recorder import Recorder, Span
 from vllm_dymoe.trace.trace import TraceError
@@ -56,6 +57,12 @@ class Observation:
         self.observers: tuple[Observer, ...] = ()
         self.trace: TraceObserver | None = None
         self._calibration: CalibrationObserver | None = None
+
+    def start_trace(self, trace: "TraceObserver | None") -> None:
+        """Record a trace from now on, if this rank has one."""
+        self.trace = trace
+        if trace is not None:
+            self.join(trace)
 
     def join(self, observer: Observer) -> None:
         self.observers = (*self.observers, observer)
@@ -125,6 +132,7 @@ class TraceObserver(Observer):
         self.recorder = recorder
         self._gates_now = gates
         self._gates: Sequence[Gate] = ()
+        self._gates_given = False
         self._requests: dict[str, _Request] = {}
         self._numbers = itertools.count()
 
@@ -161,7 +169,11 @@ class TraceObserver(Observer):
             counts = [scheduler_output.num_scheduled_tokens[name] for name in names]
         requests = (self._requests[name] for name in names)
         spans = [Span(request.number, count, request.prompt) for request, count in zip(requests, counts, strict=True)]
-        self.recorder.end(spans, position, step, next_gate=bool(self._gates_now()))  # they were right
+        gates = self._gates_now()
+        if gates and not self._gates_given:
+            self._gates_given = True
+            self.recorder.take_gates(weights_of(gates, self.recorder.header.hidden, position.device))
+        self.recorder.end(spans, position, step, next_gate=bool(gates))  # they were right
 
     def forget(self, step: int) -> None:
         self.recorder.forget(step)

@@ -8,6 +8,7 @@ import torch
 
 from vllm_dymoe.cache.transfer import TransferError
 from vllm_dymoe.planner.routing import Phase, Routing, RoutingError
+from vllm_dymoe.prefetch import TrainedPredictor
 from vllm_dymoe.server import ExpertServer
 from vllm_dymoe.vllm_plugin.announcements import logger
 from vllm_dymoe.vllm_plugin.data_parallel import Gathered, own_tokens
@@ -17,6 +18,7 @@ from vllm_dymoe.vllm_plugin.gates import PredictorObserver
 from vllm_dymoe.vllm_plugin.graphs import is_captured, refused_capture
 from vllm_dymoe.vllm_plugin.observers import Observation
 from vllm_dymoe.vllm_plugin.step import PromptTap, RankLayer, RunningStep
+from vllm_dymoe.vllm_plugin.training import ServedTraining
 
 
 class RankServer:
@@ -30,7 +32,9 @@ class RankServer:
         predictor_observer: PredictorObserver,
         observation: Observation,
         drafted: int = 0,  # tokens that speculative decoding adds to a request's one
+        training: ServedTraining | None = None,
     ) -> None:
+        self.training = training
         self.server, self.step, self.failures = server, step, failures
         self.predictor_observer, self.observation = predictor_observer, observation
         self.prompts: PromptTap | None = None  # for a policy that does not ask
@@ -39,12 +43,8 @@ class RankServer:
             self.prompts = PromptTap(lambda: self.server.policy, step, drafted, self._predictor_asks)
         self._decode: DecodeSteps | None = None
         if server.small_batches is not None:
-            self._decode = DecodeSteps(server, server.small_batches, step, observation, 1 + drafted, self.prompts)
-            failures.late, failures.on_device = True, self._decode.failure
+            self._decode = DecodeSteps(server, server.small_batches.table, step, observation, 1 + drafted, self.prompts)
         self._num_layers = len(server.experts.layers)  # without a draft's, which come later
-        failures.on_failure = observation.forget
-        if (cpu_queue := server.cpu_execution.cpu_queue) is not None:
-            failures.late, cpu_queue.on_failure = True, failures.record_late
         predictor_observer.listen(observation, lambda: self.server.drop_predictor())
 
     def _predictor_asks(self) -> bool:
@@ -63,6 +63,9 @@ class RankServer:
         """
         server, step, rows = self.server, self.step, x.shape[0]
         tokens, capturing = step.real(rows), is_captured(x)
+        training = self.training
+        if training is not None and layer.position < self._num_layers and (capturing or step.phase is Phase.DECODE):
+            training.see(layer.position, x, ids)
         if self._decode is not None:
             here = ids if layer.expert_map is None else layer.expert_map[ids.long()]
             if self._decode.enter_layer(rows, capturing=capturing):
@@ -84,8 +87,8 @@ class RankServer:
         prompts = self.prompts if reads_prompts else None
         prompt = None if prompts is None else prompts.tokens(tokens, x.device)
         everywhere = None if here is ids else ids
-        routing = Routing(layer.position, self._num_layers, x, here, weights, phase, prompt, everywhere)
-        routing.weights_on_input = layer.weights_on_input
+        told = phase, prompt, everywhere, layer.weights_on_input
+        routing = Routing(layer.position, self._num_layers, x, here, weights, *told)
         try:
             if not x.shape[0] or (self.failures.sentence is not None and not step.warming_up):
                 out = torch.zeros_like(x)  # no engine has requests, or the step has failed already
@@ -116,12 +119,20 @@ class RankServer:
         if scheduler_output.total_num_scheduled_tokens == 0:
             return False
         self.step.begin(scheduler_output)
+        # Where ranks add up parts of the same experts, one that failed has learnt less than the others, and would give
+        # some experts another precision.
+        if self.server.ranks_add_up and self.failures.any_new():
+            self.server.start_over()
         self.server.host_planned.begin_step(self.step.phase)
         if self._decode is not None:
             self._decode.begin()
         return True
 
     @contextlib.contextmanager
+    def device_failure(self, step: int) -> str:
+        """Return why a step up to this number, if it has ended, failed on the device; empty if none did."""
+        return "" if self._decode is None else self._decode.failure(step)
+
     def idle_step(self) -> Iterator[None]:
         """Run a step without requests, a dummy batch: this rank's experts serve the tokens of other ranks."""
         self.step.begin_idle()
@@ -138,6 +149,8 @@ class RankServer:
             self._decode.end()
         for observer in self.observation.observers:
             observer.end_step(runner, scheduler_output, self.step.number, failed=failed)
+        if self.training is not None and not failed and (better := self.training.end_step(self.step)) is not None:
+            self._use(better)
         return None if output is None else self.failures.finish(output)  # without one, sample_tokens comes next
 
     def end_step(self, output: Any) -> Any:
@@ -149,10 +162,19 @@ class RankServer:
         assert server.small_batches is None
         self.server, self._decode = server, None
 
+    def _use(self, predictor: TrainedPredictor) -> None:
+        """Ask what was trained here. Its network changes in place, so that it is put into service once."""
+        before = self.server.predictor
+        using = before is not None and isinstance(before.predictor, TrainedPredictor)
+        if not (using and before.predictor.network is predictor.network):  # type: ignore[union-attr]
+            self.server.use_predictor(predictor)
+
     def close(self) -> None:
         """Shut down: end threads, free memory and descriptors, and write what is being recorded."""
         if self.observation.trace is not None:
             self.observation.trace.recorder.close()
+        if self.training is not None:
+            self.training.close()
         self.server.close()
         vars(self).clear()  # closures that vLLM's layers were given go on naming this object, and would keep all of it
 

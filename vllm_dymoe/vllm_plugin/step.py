@@ -51,6 +51,7 @@ class RunningStep:
         self.number = 0  # of the last step that began; all ranks see the same steps, so they count alike
         self.longest = 0  # most tokens of one request in the step; 0 while vLLM warms up
         self.phase = Phase.DECODE  # also while vLLM warms up
+        self.computed = dict.fromkeys(Phase, 0)  # requests' tokens since the start: of prompts, and decoded or drafted
         self._scheduled: Any = None
 
     @property
@@ -74,13 +75,17 @@ class RunningStep:
         counts = scheduler_output.num_scheduled_tokens.items()
         new = {request.req_id for request in scheduler_output.scheduled_new_reqs}
         reads = scheduler_output.scheduled_cached_reqs.is_context_phase
-        prefill = any(
-            count - len(drafted.get(request, ())) > 1 or request in new or reads(request) for request, count in counts
+        prompts = sum(
+            count
+            for request, count in counts
+            if count - len(drafted.get(request, ())) > 1 or request in new or reads(request)
         )
+        self.computed[Phase.PREFILL] += prompts
+        self.computed[Phase.DECODE] += scheduler_output.total_num_scheduled_tokens - prompts
         self.number += 1
         self.longest = max(scheduler_output.num_scheduled_tokens.values())
         self._scheduled = scheduler_output
-        self.phase = Phase.PREFILL if prefill else Phase.DECODE
+        self.phase = Phase.PREFILL if prompts else Phase.DECODE
 
     def begin_idle(self) -> None:
         """Begin a step in which only other data-parallel ranks have tokens; they count it, too."""

@@ -1,4 +1,4 @@
-"""Every policy call and allocation of the store fails once, in turn: a sentence, a good store, and nothing left behind.
+"""Every system call and allocation of the store fails once, in turn: a sentence, a good store, and nothing left behind.
 
 ``STEPS`` are what a start does with a store. Each is run once to count its calls, and then once for each call, which
 fails. A start may fail with a StoreError only; a store that was good before is the same files afterwards; and no

@@ -200,7 +200,7 @@ def _mounted(folder: Path) -> str:
 
 
 def _block_device(number: str) -> str:
-    """Model, serial number and size of a local disk, as far as the policy names them."""
+    """Model, serial number and size of a local disk, as far as the system names them."""
     device = _BLOCK_DEVICES / number
     said = []
     for name in ("device/model", "device/serial", "size"):

@@ -1,0 +1,145 @@
+"""The linear predictor, "linear+input", by least squares.
+
+The next layer's gate W_(l+1) on this layer's input x_l is a good predictor already (DyMoE 4.4.1), and costs nothing to
+train. What it lacks is what the layer itself will add to the residual stream. That change, as the gate of layer l+d
+sees it, is estimated from the experts E_l that the token chose and from x_l:
+
+    logits_(l+d)  ~  W_(l+d) x_l + b_(l+d) + C [one-hot(E_l), x_l]
+    C = argmin  sum over tokens | W_(l+d) (x_(l+d) - x_l) - C [one-hot(E_l), x_l] |^2  +  lambda |C|^2
+
+Of the tokens only two sums are needed, X^T X and X^T Y, so that no input has to be kept: training can run while a
+server serves (``online``). The ridge pulls C to 0, that is, to the next gate: with few tokens a predictor is hardly
+better than that gate, but hardly worse. Squares of one-hot targets need ten times as many tokens
+(benchmarks/predictors).
+"""
+
+import torch
+
+from vllm_dymoe.experts.identity import ModelIdentity
+from vllm_dymoe.prefetch.folded import FoldedMLP
+from vllm_dymoe.trace.gates import GateWeights
+
+PRIOR_TOKENS = 512
+"""Weight of the next gate, in tokens of average inputs: 256 to 1024 measure alike, 64 loses below 1500 tokens."""
+_LARGEST = 1e4  # of a usable router input; one that is larger, or no number, would spoil the sums for good
+
+
+class LeastSquares:
+    """Sums over tokens, from which the networks of some layers are solved.
+
+    Args:
+        sizes: of the model.
+        layers: which layers' states are looked at; the last layer of the model has no layer after it.
+        look_ahead: how many layers ahead is predicted.
+    """
+
+    def __init__(self, sizes: ModelIdentity, layers: range, look_ahead: int, device: torch.device) -> None:
+        self.layers, self.tokens = layers, 0
+        self._sizes, features = sizes, sizes.num_experts + sizes.hidden
+        shape = features, features
+        self._gram = torch.zeros(len(layers), *shape, dtype=torch.float32, device=device)
+        targets = [sum(layer + ahead < sizes.num_layers for layer in layers) for ahead in range(1, look_ahead + 1)]
+        shape = features, sizes.num_experts
+        self._cross = [torch.zeros(count, *shape, dtype=torch.float32, device=device) for count in targets]
+
+    @staticmethod
+    def layer_bytes(sizes: ModelIdentity, look_ahead: int) -> int:
+        """What the sums of one layer take."""
+        features = sizes.num_experts + sizes.hidden
+        return 4 * features * (features + look_ahead * sizes.num_experts)
+
+    @torch.no_grad()
+    def add(self, gates: GateWeights, x: torch.Tensor, experts: torch.Tensor) -> None:
+        """Add tokens: router inputs [layers of the model, tokens, hidden], and what routers chose, int [layers of the
+        model, tokens, top_k]. Tokens with an input that is no usable number count as zeros."""
+        usable = (x.abs() < _LARGEST).all(-1).all(0)[:, None]
+        for place, layer in enumerate(self.layers):
+            here = _features(x[layer], experts[layer], self._sizes.num_experts).where(usable, 0)
+            self._gram[place].addmm_(here.T, here)
+            for ahead, cross in enumerate(self._cross, 1):
+                if place < len(cross):
+                    change = (x[layer + ahead].float() - x[layer].float()).where(usable, 0)
+                    cross[place].addmm_(here.T, change @ gates.weights[layer + ahead].float().T)
+        self.tokens += x.shape[1]
+
+    @torch.no_grad()
+    def solve(self, layer: int, gates: GateWeights, network: FoldedMLP) -> None:
+        """Write what follows for a layer's state into a network of :func:`make_network`."""
+        place = layer - self.layers.start
+        gram = self._gram[place].double()
+        ridge = PRIOR_TOKENS / max(self.tokens, 1) * gram.diagonal().mean()
+        gram.diagonal().add_(ridge.clamp(min=1e-6))
+        factor = torch.linalg.cholesky(gram)
+        for ahead, cross in enumerate(self._cross, 1):
+            if place < len(cross):
+                change = torch.cholesky_solve(cross[place].double(), factor).float()
+                _write(network, gates, layer, ahead, self._sizes.top_k, change)
+
+
+def make_network(sizes: ModelIdentity, look_ahead: int, device: torch.device, dtype: torch.dtype) -> FoldedMLP:
+    """A network that knows nothing, of zeros."""
+    layers, experts = sizes.num_layers, sizes.num_experts
+    shapes: dict[str, tuple[int, ...]] = {"popularity": (layers, experts)}
+    for ahead in range(1, look_ahead + 1):
+        name = "" if ahead == 1 else f".{ahead}"
+        shapes[f"tables{name}"] = layers - ahead, experts, experts
+        shapes[f"gates{name}"] = layers - ahead, sizes.hidden, experts
+    return FoldedMLP({name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in shapes.items()})
+
+
+@torch.no_grad()
+def ask_next_gates(network: FoldedMLP, gates: GateWeights, top_k: int) -> FoldedMLP:
+    """The network with what the gates of the next layers make of a layer's input, and with their correction."""
+    for ahead in range(1, network.look_ahead + 1):
+        for layer in range(network.num_layers - ahead):
+            _write(network, gates, layer, ahead, top_k)
+    return FoldedMLP(network.tensors | gates.named_correction())
+
+
+def _features(x: torch.Tensor, experts: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """[one-hot(E), x] of tokens, float32 [tokens, num_experts + hidden]; experts that do not exist are left out."""
+    chosen = torch.zeros(len(x), num_experts + 1, dtype=torch.float32, device=x.device)
+    chosen.scatter_(1, experts.long().where((experts >= 0) & (experts < num_experts), num_experts), 1.0)
+    return torch.cat([chosen[:, :-1], x.float()], 1)
+
+
+def _write(
+    network: FoldedMLP, gates: GateWeights, layer: int, ahead: int, top_k: int, change: torch.Tensor | None = None
+) -> None:
+    """Make a layer's table and matrix of the next gate and a change to it [features, experts]; a row of a table is
+    added for each of ``top_k`` experts, so that a bias is a share of each."""
+    table, matrix = (network.tables, network.gates) if ahead == 1 else network.further[ahead - 2]
+    assert matrix is not None
+    later, experts = layer + ahead, table.shape[1]
+    bias, weights = gates.biases[later] / top_k, gates.weights[later].T.float()
+    table[layer] = bias if change is None else change[:experts] + bias
+    matrix[layer] = weights if change is None else change[experts:] + weights
+
+
+def hits(scores: torch.Tensor, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each token how many of its experts are among the best of scores [tokens, num_experts], and whether all are:
+    int64 and bool [tokens]. ``experts`` are int [tokens, top_k]."""
+    return hits_of(scores.topk(experts.shape[1]).indices, experts)
+
+
+def hits_of(named: torch.Tensor, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`hits`, of experts that are named, int [tokens, top_k]."""
+    found = (named[:, :, None] == experts[:, None]).any(1).sum(1)
+    return found, found == experts.shape[1]
+
+
+def train_on(
+    gates: GateWeights, sizes: ModelIdentity, experts: torch.Tensor, x: torch.Tensor, popularity: torch.Tensor,
+    look_ahead: int, block: int = 1024,
+) -> FoldedMLP:  # fmt: skip
+    """The network of tokens that are all here, in float32: ``experts`` int [tokens, layers, top_k], ``x`` [tokens,
+    layers, hidden]; ``popularity`` is Eq. 2 of DuoServe-MoE, [layers, experts]."""
+    look_ahead = min(look_ahead, sizes.num_layers - 1)
+    sums = LeastSquares(sizes, range(sizes.num_layers - 1), look_ahead, x.device)
+    for some, chosen in zip(x.split(block), experts.split(block), strict=True):
+        sums.add(gates, some.transpose(0, 1), chosen.transpose(0, 1))
+    network = ask_next_gates(make_network(sizes, look_ahead, x.device, torch.float32), gates, sizes.top_k)
+    network.popularity.copy_(popularity)
+    for layer in sums.layers:
+        sums.solve(layer, gates, network)
+    return network

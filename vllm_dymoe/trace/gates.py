@@ -1,0 +1,47 @@
+"""Every layer's router as a matrix: what a linear predictor starts from."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Scoring = Literal["softmax", "sigmoid"]
+
+_PREFIX, _CORRECTION = "gates.", "correction."
+
+
+@dataclass(frozen=True, eq=False)
+class GateWeights:
+    """The gates of all MoE layers: logits = x W^T + b."""
+
+    weights: torch.Tensor  # [layers, experts, hidden], in the model's dtype
+    biases: torch.Tensor  # float32 [layers, experts]
+    correction: torch.Tensor | None = None  # float32 [layers, experts], added to scores for choosing only
+    scoring: Scoring = "softmax"  # from logits to the scores that a correction is added to
+
+    def named_correction(self) -> dict[str, torch.Tensor]:
+        """The correction under a name that tells the scoring; empty without one."""
+        return {} if self.correction is None else {_CORRECTION + self.scoring: self.correction}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """As they are in a file, by name."""
+        parts = {"weights": self.weights, "biases": self.biases, **self.named_correction()}
+        return {_PREFIX + name: tensor.cpu() for name, tensor in parts.items()}
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor]) -> "GateWeights | None":
+        """Those among a file's tensors; None if there are none."""
+        found = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items() if name.startswith(_PREFIX)}
+        if "weights" not in found:
+            return None
+        scoring, correction = find_correction(found)
+        return cls(found["weights"], found["biases"], correction, scoring)
+
+
+def find_correction(tensors: Mapping[str, torch.Tensor]) -> tuple[Scoring, torch.Tensor | None]:
+    """What ``named_correction`` has put among tensors."""
+    for scoring in ("softmax", "sigmoid"):
+        if (correction := tensors.get(_CORRECTION + scoring)) is not None:
+            return scoring, correction  # type: ignore[return-value]  # one of the two names
+    return "softmax", None

@@ -1,0 +1,89 @@
+"""The predictor that a rank trains while it serves: from which steps, for whom, and when it is written."""
+
+from collections.abc import Callable, Sequence
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_dymoe import __version__
+from vllm_dymoe.experts.identity import ModelIdentity
+from vllm_dymoe.planner.routing import Phase
+from vllm_dymoe.prefetch import Gate, PredictorError, TrainedPredictor
+from vllm_dymoe.prefetch.online import OnlineTraining
+from vllm_dymoe.prefetch.side_stream import make_side_stream
+from vllm_dymoe.vllm_plugin.announcements import logger
+from vllm_dymoe.vllm_plugin.step import RunningStep
+
+
+class ServedTraining:
+    """One rank's training.
+
+    Args:
+        online: sums, candidate and network.
+        model: for the file's card.
+        gates: those of the model once they were checked; empty before, and if they cannot be used.
+        file: where the network goes; None on ranks that train what another one writes.
+    """
+
+    def __init__(
+        self, online: OnlineTraining, model: ModelIdentity, gates: Callable[[], Sequence[Gate]], file: Path | None
+    ) -> None:
+        self.online, self.file, self._model, self._gates = online, file, model, gates
+        self._written = 0  # verdicts that the file knows
+        # vLLM's workers are children of multiprocessing, at whose end atexit's functions are not called.
+        self._at_exit = Finalize(self, self.close, exitpriority=10)
+
+    def see(self, layer: int, x: torch.Tensor, experts: torch.Tensor) -> None:
+        self.online.see(layer, x, experts)
+
+    def end_step(self, step: RunningStep) -> TrainedPredictor | None:
+        """A step has run without a failure; returns a predictor if one became better than what was there before.
+
+        Only steps that decode count: the predictor is asked in no others, and the first rows of prompts are all alike.
+        """
+        gates = self._gates()
+        if step.phase is not Phase.DECODE or not step.tokens or not gates:
+            return None
+        online, judged = self.online, len(self.online.verdicts)
+        better = online.end_step(step.tokens, gates)
+        for verdict in online.verdicts[judged:]:
+            candidate, before, gate = verdict.accuracy
+            logger.info(
+                "vllm-dymoe: a predictor trained on %d tokens names %.1f %% of the experts of %d later ones, the next "
+                "layer's gate %.1f %%, the predictor before it %.1f %% (layers %d to %d): it is %s.",
+                verdict.trained_on, 100 * candidate, verdict.judged_on, 100 * gate, 100 * before,
+                verdict.layers.start, verdict.layers.stop - 1, "adopted" if verdict.adopted else "not adopted",
+            )  # fmt: skip
+        if not better:
+            return None
+        return TrainedPredictor(online.network, online.sizes.top_k, make_side_stream(online.network.tables.device))
+
+    def save(self) -> bool:
+        """Write the network if it has become better since the last time; whether there is one in the file."""
+        if self.file is None or not self.online.trained:
+            return False
+        if self._written < len(self.online.verdicts):
+            self.online.save(self.file, self._model, __version__)
+            self._written = len(self.online.verdicts)
+        return True
+
+    def report(self) -> dict[str, Any]:
+        """Write the file, and say what training has come to; PredictorError if it cannot be written."""
+        written, metrics = self.save(), self.online.card(self._model, __version__).metrics
+        found = {"file": str(self.file), "written": written, "tokens": self.online.tokens}
+        if self.online.trained:
+            found |= {"accuracy": metrics["trained"]["accuracy"], "next_gate": metrics["next gate"]["accuracy"]}
+        return found
+
+    def close(self) -> None:
+        """The engine shuts down: write what there is."""
+        self._at_exit.cancel()  # which keeps this object alive
+        try:
+            if self.save():
+                logger.info(
+                    "vllm-dymoe: the trained predictor is in %s; the next start with this option uses it.", self.file
+                )
+        except PredictorError as error:
+            logger.warning("vllm-dymoe: %s", error)

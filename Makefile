@@ -14,6 +14,8 @@ NATIVE_TESTS := $(addprefix tests/,$(addprefix kernels/,test_kernels.py test_cod
 # WITH=thread looks for races in place of faults of memory.
 WITH ?= address,undefined
 SANITIZED := $(CURDIR)/build/sanitized-$(if $(filter thread,$(WITH)),thread,memory).so
+# ASAN's checks as calls, and without those of UBSAN that it makes anyway: otherwise the compiler takes minutes.
+CHECKS := $(if $(filter thread,$(WITH)),,--param asan-instrumentation-with-call-threshold=0 -fno-sanitize=null,object-size)
 RUNTIMES := $(if $(filter thread,$(WITH)),tsan,asan ubsan) stdc++
 # Leaks are Python's own; SIGBUS is for the library's guard of mapped files.
 SANITIZE := ASAN_OPTIONS=detect_leaks=0:handle_sigbus=0 TSAN_OPTIONS=ignore_noninstrumented_modules=1:halt_on_error=1 \
@@ -66,8 +68,8 @@ sanitize: setup $(SANITIZED) ## run the native library's tests under ASAN and UB
 
 $(SANITIZED): $(wildcard kernels/cpu/*)
 	@mkdir -p $(@D)
-	$(CXX) -O1 -g1 -DAVX2_AT_MOST -std=c++17 -shared -fPIC -fno-math-errno -fvisibility=hidden -fno-omit-frame-pointer \
-		-fsanitize=$(WITH) -fno-sanitize-recover=all kernels/cpu/experts.cpp -o $@
+	$(CXX) -O1 -g1 -DONLY_PORTABLE -std=c++17 -shared -fPIC -fno-math-errno -fvisibility=hidden -fno-omit-frame-pointer \
+		-fsanitize=$(WITH) -fno-sanitize-recover=all $(CHECKS) kernels/cpu/experts.cpp -o $@
 
 arm: setup ## compile the native library for ARM, with clang
 	@$(BIN)/python -m pip install --quiet ziglang

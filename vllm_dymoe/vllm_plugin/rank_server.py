@@ -128,11 +128,11 @@ class RankServer:
             self._decode.begin()
         return True
 
-    @contextlib.contextmanager
     def device_failure(self, step: int) -> str:
         """Return why a step up to this number, if it has ended, failed on the device; empty if none did."""
         return "" if self._decode is None else self._decode.failure(step)
 
+    @contextlib.contextmanager
     def idle_step(self) -> Iterator[None]:
         """Run a step without requests, a dummy batch: this rank's experts serve the tokens of other ranks."""
         self.step.begin_idle()

@@ -77,8 +77,7 @@ def save_predictor(path: Path, card: PredictorCard, network: FoldedMLP) -> None:
     half = network.to(torch.device("cpu"), torch.float16)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        tensors = {name: tensor.clone() for name, tensor in half.tensors.items()}  # some may share memory
-        replace_file(path, save(tensors, {"kind": _KIND, "card": json.dumps(asdict(card))}))
+        replace_file(path, save(half.tensors, {"kind": _KIND, "card": json.dumps(asdict(card))}))
     except (OSError, SafetensorError) as error:
         raise PredictorError(f"predictor {path} cannot be written ({error}).") from error
 

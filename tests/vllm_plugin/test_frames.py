@@ -51,7 +51,7 @@ def test_on_a_cpu_three_frames_lie_before_the_native_call(monkeypatch, memory_st
     assert len(found) <= 3, found
 
 
-@pytest.mark.parametrize(("budget", "most"), [("100%", 5), ("minimum", 7)])
+@pytest.mark.parametrize(("budget", "most"), [("100%", 6), ("minimum", 7)])
 def test_the_hosts_way_is_short_and_shortest_where_no_expert_is_missing(monkeypatch, memory_store, budget, most):
     server = make_server(memory_store, engine=make_engine(memory_store, CPU, 0))
     if budget == "100%":

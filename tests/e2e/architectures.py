@@ -175,8 +175,8 @@ QWEN3_NEXT = Architecture(
         "layer_types": ["linear_attention", "full_attention"],
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
         "norm_topk_prob": True,
     },
 )

@@ -3,7 +3,6 @@
 import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -224,10 +223,14 @@ def _shown_to_drafts(pattern: str) -> str:
     return pattern.replace("mtp", "mt[p]") if pattern.startswith("-:") else pattern
 
 
-@cache
+_JOINED: dict[type[QuantizationConfig], type[DymoeConfig]] = {}
+
+
 def _joined(dense: type[QuantizationConfig]) -> type[DymoeConfig]:
     """Our configuration as an instance of the checkpoint's own class, which vLLM's models ask it for."""
-    return type(f"Dymoe{dense.__name__}", (DymoeConfig, dense), {})
+    if dense not in _JOINED:
+        _JOINED[dense] = type(f"Dymoe{dense.__name__}", (DymoeConfig, dense), {})
+    return _JOINED[dense]
 
 
 def _received(dense: type[QuantizationConfig] | None, state: dict[str, Any]) -> DymoeConfig:

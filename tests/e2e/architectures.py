@@ -162,3 +162,22 @@ NEMOTRON_H = Architecture(
     },
 )
 """Experts of two matrices, which vLLM itself runs on GPUs only."""
+
+QWEN3_NEXT = Architecture(
+    "Qwen3NextConfig",
+    {
+        "moe_intermediate_size": 64,
+        "intermediate_size": 96,
+        "shared_expert_intermediate_size": 64,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "head_dim": 32,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "norm_topk_prob": True,
+    },
+)
+"""With linear attention in every second layer."""

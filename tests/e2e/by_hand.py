@@ -22,7 +22,7 @@ from unittest import mock
 from vllm.model_executor.layers.fused_moe.router import router_factory
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
-from tests.e2e.architectures import ARCHITECTURES, Architecture
+from tests.e2e.architectures import ARCHITECTURES, QWEN3_NEXT, Architecture
 from tests.e2e.engines import (
     VOCABULARY,
     answer,
@@ -100,6 +100,7 @@ MORE = {
     ),
     "hunyuan-moe": Architecture("HunYuanMoEV1Config", _MOE | {"intermediate_size": 96, "moe_topk": 2}),
     "flex-olmo": Architecture("FlexOlmoConfig", _MOE | {"intermediate_size": 96}),
+    "qwen3-next": QWEN3_NEXT,
 }
 
 
@@ -116,6 +117,7 @@ QUANTIZED = (
     *(f"deepseek-v3:{kind}" for kind in ("fp8-blocks", "nvfp4-modelopt")),
     *(f"mixtral:{kind}" for kind in ("fp8-compressed-tensors", "nvfp4-modelopt")),
     *(f"qwen3-moe:{kind}" for kind in INTEGERS),
+    *(f"qwen3-next:{kind}" for kind in ("fp8-blocks", "nvfp4-modelopt")),
     *(f"llama-4:{kind}" for kind in ("fp8-compressed-tensors", "nvfp4-compressed-tensors")),
 )
 

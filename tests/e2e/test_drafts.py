@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.architectures import Architecture
+from tests.e2e.architectures import QWEN3_NEXT
 from tests.e2e.engines import answer, answers_at_budgets, random_prompts, server_of, small_engine
 from tests.e2e.quantized import write
 from vllm_dymoe.options import Options
@@ -15,23 +15,6 @@ from vllm_dymoe.quantize.convert import convert
 
 pytestmark = pytest.mark.engine
 
-QWEN3_NEXT = Architecture(
-    "Qwen3NextConfig",
-    {
-        "moe_intermediate_size": 64,
-        "intermediate_size": 96,
-        "shared_expert_intermediate_size": 64,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "head_dim": 32,
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
-        "norm_topk_prob": True,
-    },
-)
 SPECULATION = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
 
 

@@ -80,7 +80,7 @@ def store(monkeypatch, tmp_path):
 
     def pull_files(url, folder, allow_pattern=None, ignore_pattern=None):
         source = tmp_path / url.removeprefix("s3://models/").strip("/")
-        for path in source.iterdir():
+        for path in filter(Path.is_file, source.iterdir()):
             wanted = allow_pattern is None or any(path.match(pattern) for pattern in allow_pattern)
             if wanted and not any(path.match(pattern) for pattern in ignore_pattern or ()):
                 shutil.copy(path, folder)

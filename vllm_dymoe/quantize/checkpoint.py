@@ -57,9 +57,9 @@ class Checkpoint:
     @classmethod
     def open(cls, folder: Path) -> "Checkpoint":
         """Find and check the tensors of a folder; CheckpointError if it cannot be quantized."""
-        config, tensors = ModelConfig(folder), read_tensors(folder)
-        found = cls(folder, config, make_reader(config.quantization, _modules(config, tensors)))
-        found._sort(tensors)
+        config, places = ModelConfig(folder), read_tensors(folder)
+        found = cls(folder, config, make_reader(config.quantization, _modules(config, places)))
+        found._sort(places)
         without = sum("bias" not in tensors.parts for tensors in found.experts)
         if 0 < without < len(found.experts):
             raise CheckpointError(

@@ -132,8 +132,8 @@ def nearest(weight: Tensor, format: MatrixFormat) -> Held:
         codes = (groups / scales.float().unsqueeze(2)).round().add(middle).clamp(0, 2 * middle - 1).to(torch.uint8)
         zeros = torch.full(scales.shape, middle, dtype=torch.uint8)
         return integers(encoding.bits, codes.view(rows, -1)[:, :columns], scales, zeros, blocks(columns, size))
-    every = torch.arange(1 << encoding.bits, dtype=torch.uint8)
-    levels = encoding.levels(every)
+    assert encoding.scale_dtype is not None
+    levels = encoding.levels(torch.arange(1 << encoding.bits, dtype=torch.uint8))
     levels, order = torch.where(levels.isfinite(), levels, torch.inf).sort(stable=True)
     top = float(levels[levels.isfinite()].max())
     factor = 1.0

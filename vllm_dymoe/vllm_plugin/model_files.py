@@ -1,5 +1,6 @@
 """Where the files of a model's checkpoint lie, and whether they are what they say."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from vllm_dymoe.quantize.checkpoint import group_experts
 from vllm_dymoe.quantize.readers import Reader
 from vllm_dymoe.quantize.readers.modules import modules_of
 from vllm_dymoe.quantize.tensor_names import read_name
-from vllm_dymoe.quantize.tensors import check_files, check_own_files, weight_files
+from vllm_dymoe.quantize.tensors import CheckpointError, check_files, check_own_files, weight_files
 
 
 def local_folder(vllm_config: VllmConfig) -> Path:
@@ -35,10 +36,11 @@ def local_folder(vllm_config: VllmConfig) -> Path:
 
 def read_dtypes(model: str, revision: str | None) -> dict[str, str]:
     """Dtypes of a checkpoint's tensors, as safetensors names them, by name; none where they cannot be had before vLLM
-    loads it. CheckpointError for damaged files."""
+    loads it, as of an object store, or where files are damaged, which ``check_checkpoint`` says."""
     if (folder := Path(model)).is_dir():
-        whole = all(path.is_file() for path in weight_files(folder))  # not in a mirror of an object store
-        return {place.name: place.dtype for place in check_files(folder)} if whole else {}
+        with contextlib.suppress(CheckpointError):
+            return {place.name: place.dtype for place in check_files(folder)}
+        return {}
     try:
         told = get_safetensors_params_metadata(model, revision=revision)
         return {name: about["dtype"] for name, about in told.items()}

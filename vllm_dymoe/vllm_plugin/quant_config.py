@@ -3,7 +3,6 @@
 import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -184,20 +183,19 @@ class DymoeConfig(QuantizationConfig):
         if self._dense is not None:
             self._dense.apply_vllm_mapper(hf_to_vllm_mapper)
 
-    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Learn which experts the checkpoint has: rules are read by their names and by what their tensors are.
-        ConfigError if the experts cannot be read."""
+    def maybe_update_config(self, model_name: str, **about: Any) -> None:
+        """Learn which experts the checkpoint has: rules are read by their names and by what their tensors are. What
+        cannot be read is refused later, by ``prepare``: vLLM would put its own words around an error from here."""
         if self._dense is None or self._said is None:
             return
+        revision, hf_config = about.get("revision"), about.get("hf_config")
         model_name = maybe_download_from_modelscope(model_name, revision) or model_name
-        self._dense.maybe_update_config(model_name, hf_config=hf_config, revision=revision)
-        with _as_config_error():
-            tensors = read_dtypes(model_name, revision)
+        self._dense.maybe_update_config(model_name, **about)
+        tensors = read_dtypes(model_name, revision)
         layers = getattr(hf_config and get_hf_text_config(hf_config), "num_hidden_layers", None) or _ANY_LAYER
         if tensors:
             model, drafts = (representatives(self._said, modules) for modules in modules_of(tensors, layers))
             self._modules, self._reader = (model, drafts), None
-        _ = self.reader  # refused here, before anything loads
 
     def get_cache_scale_mapper(self) -> Any:
         return super().get_cache_scale_mapper() if self._dense is None else self._dense.get_cache_scale_mapper()
@@ -227,10 +225,14 @@ def _shown_to_drafts(pattern: str) -> str:
     return pattern.replace("mtp", "mt[p]") if pattern.startswith("-:") else pattern
 
 
-@cache
+_JOINED: dict[type[QuantizationConfig], type[DymoeConfig]] = {}
+
+
 def _joined(dense: type[QuantizationConfig]) -> type[DymoeConfig]:
     """Our configuration as an instance of the checkpoint's own class, which vLLM's models ask it for."""
-    return type(f"Dymoe{dense.__name__}", (DymoeConfig, dense), {})
+    if dense not in _JOINED:
+        _JOINED[dense] = type(f"Dymoe{dense.__name__}", (DymoeConfig, dense), {})
+    return _JOINED[dense]
 
 
 def _received(dense: type[QuantizationConfig] | None, state: dict[str, Any]) -> DymoeConfig:

@@ -1,5 +1,6 @@
 """The file of a trained predictor: safetensors, with a model card in its metadata."""
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -83,7 +84,8 @@ def save_predictor(path: Path, card: PredictorCard, network: FoldedMLP) -> None:
             os.fsync(file.fileno())
         incomplete.replace(path)
     except (OSError, SafetensorError) as error:
-        incomplete.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            incomplete.unlink(missing_ok=True)
         raise PredictorError(f"predictor {path} cannot be written ({error}).") from error
 
 

@@ -1,4 +1,4 @@
-"""Compute kernels over packed experts: the format of one matrix, and experts computed straight from it."""
+"""Kernels that compute experts straight from their packed bytes."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -20,13 +20,16 @@ def make_kernel(
     formats: Iterable[MatrixFormat] = (),
     activations: int = 16,
 ) -> ExpertKernel:
-    """The kernel for a device; ValueError for a smaller workspace, a device that is neither a CPU nor a CUDA device, or
-    activations of 8 bits beside the latter.
+    """Make the kernel for a device.
 
     Args:
-        workspace_bytes: bound on the scratch the kernel holds, at least 320 KiB; None for the kernel's own choice.
-        formats: those that work may have, for a kernel that is compiled for them; none if they are not known.
-        activations: bits of those that a CPU multiplies codes with, 16 or 8.
+        workspace_bytes: upper bound on the scratch that the kernel keeps, at least 320 KiB; None lets the kernel
+            choose.
+        formats: the formats that will be computed, for kernels that are compiled per format; empty if not known yet.
+        activations: bits of the quantized activations on a CPU, 16 or 8.
+
+    Raises ValueError if the workspace is too small, the device is neither a CPU nor a CUDA device, or 8-bit activations
+    are asked for on a CUDA device.
     """
     options: dict[str, Any] = {} if workspace_bytes is None else {"workspace_bytes": workspace_bytes}
     device = torch.device(device)

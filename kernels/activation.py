@@ -1,4 +1,4 @@
-"""What MoE experts do between their projections."""
+"""The activation functions of MoE experts, applied between the gate-and-up and the down projection."""
 
 import re
 from dataclasses import dataclass, fields
@@ -11,12 +11,12 @@ from torch import Tensor
 
 
 class Curve(Enum):
-    """How a gate g weighs an up projection u; L, a and b are the limit, alpha and beta of an :class:`Activation`.
+    """Formula that combines a gate g and an up projection u. L, a and b are an Activation's limit, alpha and beta.
 
     SWIGLU: c * sigmoid(a c) * (v + b), where c = min(g, L) and v = clamp(u, -L, L).
-    SWIGLU_STEP: min(silu(g), L) * clamp(u, -L, L), Step-3.5's.
-    SITU: b tanh(g / b) * sigmoid(g) * L tanh(u / L), Kimi-K3's; without a limit u counts as it is.
-    GELU, GELU_TANH: gelu(g) * u, exactly and with the approximation by tanh.
+    SWIGLU_STEP: min(silu(g), L) * clamp(u, -L, L), used by Step-3.5.
+    SITU: b tanh(g / b) * sigmoid(g) * L tanh(u / L), used by Kimi-K3; without a limit u is not clamped.
+    GELU, GELU_TANH: gelu(g) * u, exact and with the tanh approximation.
     RELU2: relu(g)^2 * u.
     """
 
@@ -30,7 +30,7 @@ class Curve(Enum):
 
 @dataclass(frozen=True)
 class Activation:
-    """A curve and its numbers."""
+    """An activation function: a curve and its parameters."""
 
     curve: Curve  # see there
     limit: float = float("inf")  # L; infinite for none
@@ -44,9 +44,9 @@ class Activation:
     SWIGLU_OAI: ClassVar["Activation"]  # GPT-OSS's
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        """The curve of two projections, elementwise; `gate` is overwritten.
+        """Apply the curve to a gate and an up projection, elementwise; `gate` is overwritten.
 
-        The activation is rounded to the tensors' dtype before the product, as in vLLM's own native path.
+        The activation is rounded to the tensors' dtype before the product, as in vLLM's native path.
         """
         bounded = self.limit != float("inf")
         match self.curve:
@@ -69,7 +69,7 @@ class Activation:
         return F.gelu(gate, approximate="tanh" if self.curve is Curve.GELU_TANH else "none").mul_(up)
 
     def alone(self, x: Tensor) -> Tensor:
-        """The curve of the one projection of experts without a gate, elementwise; `x` is overwritten."""
+        """Apply the curve to experts that have no gate, elementwise; `x` is overwritten."""
         return self.gated(x, torch.ones_like(x))
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ class Activation:
 
     @classmethod
     def parse(cls, text: str) -> "Activation":
-        """Inverse of ``str``; ValueError for anything else."""
+        """Parse what ``str`` of an Activation returns. Raises ValueError for anything else."""
         if text in NAMES:
             return NAMES[text]
         match = re.fullmatch(r"(\w+)\(limit=(\S+), alpha=(\S+), beta=(\S+), has_gate=(True|False)\)", text)

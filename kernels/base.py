@@ -1,4 +1,4 @@
-"""What a layer's step asks of a kernel, and what every kernel promises."""
+"""The interface that every kernel implements."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -15,38 +15,44 @@ Receive = Callable[[int], None]
 
 
 class ExpertKernel(Protocol):
-    """Computes experts from their packed bytes, one layer's step at a time."""
+    """Computes experts from their packed bytes, one layer at a time."""
 
     name: str  # which implementation, for logs and reports
     workspace_bytes: int  # scratch on the device that this object holds beyond activations
     asynchronous: bool  # whether calls return when the work is enqueued, so that few large ones cost the host least
 
     def begin(self, x: Tensor, plan: LayerPlan, out: Tensor, activation: Activation) -> None:
-        """Begin a layer's step; TypeError and ValueError as ``check_activations``.
+        """Begin a layer's step.
 
         Args:
             x: [rows, hidden] bfloat16 or float16, contiguous.
-            decision: made by the host. Neighbouring items can share a launch.
-            out: [tokens * top_k, hidden] like x, overwritten where pairs of computed items are.
-            activation: of the gate.
+            plan: the layer's plan, made by the host. Neighbouring items can share a launch.
+            out: [tokens * top_k, hidden], dtype of x; rows of computed pairs are overwritten.
+            activation: applied between the projections.
+
+        Raises TypeError and ValueError as ``check_activations``.
         """
         ...
 
     def compute(self, items: Sequence[int], receive: Receive | None = None) -> None:
-        """Write unweighted outputs: out[pairs] = down(activation(gate x, up x)), with the biases that there are.
+        """Write unweighted outputs: out[pairs] = down(activation(gate x, up x)), plus biases if the experts have them.
 
-        Which items share a call changes no bit. TypeError and ValueError as ``check_formats``, or for a misaligned
-        address.
+        How items are divided among calls does not change the result.
 
         Args:
-            items: of the decision, whose views are placed.
-            receive: lets projections that are still on their way arrive in time; it may block, and it changes no bit.
+            items: indices into the plan; the views of these items have been set.
+            receive: called before a projection is read; it may block until the projection has arrived.
+
+        Raises TypeError and ValueError as ``check_formats``, and ValueError for a misaligned address.
         """
         ...
 
 
 def check_activations(x: Tensor, out: Tensor) -> None:
-    """TypeError for a dtype that no kernel computes with, or two; ValueError for shapes or strides that do not fit."""
+    """Check dtypes, shapes and strides of a layer's input and output.
+
+    Raises TypeError unless both are bfloat16 or both float16, and ValueError for shapes or strides that do not fit.
+    """
     if x.dtype not in DTYPES:
         raise TypeError(f"x is {x.dtype}, expected torch.bfloat16 or torch.float16")
     fit = x.dim() == out.dim() == 2 and x.shape[1] == out.shape[1] and out.dtype is x.dtype
@@ -57,8 +63,11 @@ def check_activations(x: Tensor, out: Tensor) -> None:
 
 
 def check_formats(gate: MatrixFormat, up: MatrixFormat, down: MatrixFormat, x: Tensor, activation: Activation) -> None:
-    """Refuse experts that do not fit the activations: TypeError for scales of another dtype than x, ValueError for
-    shapes that do not fit together, or a gate that the activation does not have."""
+    """Check that experts fit the activations.
+
+    Raises TypeError if scales and x have different dtypes, and ValueError if shapes do not fit together or if a gate is
+    missing or superfluous for the activation.
+    """
     hidden = x.shape[1]
     if bool(gate.rows) != activation.has_gate:
         raise ValueError(f"work holds a gate of {gate.rows} rows, but the activation is {activation}")

@@ -1,4 +1,4 @@
-"""The sum of a token's expert outputs, weighted by the router: torch's operations, or one Triton launch on a GPU."""
+"""The weighted sum over each token's experts: torch operations, or one Triton launch on a GPU."""
 
 from collections.abc import Collection
 from typing import NamedTuple
@@ -18,7 +18,7 @@ _CHUNK_OF_A_LOOP = 32768
 
 
 class Pairs(NamedTuple):
-    """What is to be summed, checked."""
+    """The checked arguments of a weighted sum."""
 
     out: Tensor  # [tokens * top_k, hidden] bfloat16 or float16
     weights: Tensor  # float32 [tokens, top_k]
@@ -36,18 +36,19 @@ def combine(
     renormalize: bool = False,
     into: Tensor | None = None,  # [tokens, hidden] like out, overwritten; None for a new tensor
 ) -> Tensor:
-    """Sum over k of topk_weights[t, k] * out[t * top_k + k], in ascending k from zero on: [tokens, hidden] like out.
+    """Return the sum over k of topk_weights[t, k] * out[t * top_k + k]: [tokens, hidden], dtype of out.
 
-    Products are rounded to float32 before they are added, sums are float32 and rounded once, at the end: the same bits
-    on every device. A token's result does not depend on the other tokens. TypeError and ValueError for other dtypes and
-    shapes than these, or experts that are skipped without ids.
+    Terms are added in ascending k, starting from zero. Products are rounded to float32, sums are float32 and are
+    rounded once at the end, so every device gives the same bits. A token's result does not depend on other tokens.
 
     Args:
-        expert_ids: int [tokens, top_k]; pairs with a negative one have no expert here (another rank's, or a row that
-            fills up a batch), and count as zero whatever `out` holds there. None if there are none.
-        renormalize: scale the weights of a token's experts that stay, so that they sum to what they did with the
-            skipped ones. Pairs without an expert here do not count: each rank hands the weights of what it skips to
-            what it computes. A token none of whose experts stays has nothing to scale.
+        expert_ids: int [tokens, top_k]. A negative id means that the pair has no expert here (it belongs to another
+            rank, or the row is padding); it counts as zero whatever `out` contains. None if all pairs have one.
+        renormalize: scale the weights of a token's remaining experts so that their sum is what it was with the skipped
+            ones. Pairs without an expert here are left out: each rank moves the weight of what it skips to what it
+            computes. A token of which every expert is skipped stays zero.
+
+    Raises TypeError and ValueError for other dtypes and shapes, or if experts are skipped and ids are None.
     """
     check_tensor("topk_weights", topk_weights, shape=(None, None), dtype=torch.float32, contiguous=False)
     tokens, top_k = topk_weights.shape
@@ -79,7 +80,7 @@ def combine(
 
 
 def combine_with_torch(pairs: Pairs, into: Tensor | None = None) -> Tensor:
-    """The same with torch's operations: what a CPU runs, and the plain twin of the kernel."""
+    """Compute the same sum with torch operations: used on a CPU, and the plain twin of the kernel."""
     tokens, top_k = pairs.weights.shape
     hidden = pairs.out.shape[1]
     outputs, weights, absent = pairs.out.view(tokens, top_k, hidden), pairs.weights, None
@@ -103,7 +104,7 @@ def combine_with_torch(pairs: Pairs, into: Tensor | None = None) -> Tensor:
 
 
 def _marked(skipped: Collection[int], device: torch.device) -> Tensor:
-    """int32 [highest of them + 1] with ones for some experts, in one copy that the host does not wait for."""
+    """Return int32 [highest expert + 1], ones for the given experts, in one copy that the host does not wait for."""
     marks = [0] * (max(skipped) + 1)
     for expert in skipped:
         marks[expert] = 1
@@ -112,14 +113,14 @@ def _marked(skipped: Collection[int], device: torch.device) -> Tensor:
 
 
 def _renormalized(weights: Tensor, absent: Tensor, elsewhere: Tensor) -> Tensor:
-    """Weights [tokens, top_k] of pairs that stay, scaled; the others have whatever weight."""
+    """Return weights [tokens, top_k], scaled for the pairs that remain; the weights of other pairs are undefined."""
     both = torch.stack((weights.masked_fill(elsewhere, 0.0), weights.masked_fill(absent, 0.0)))
     here, stays = _sum_in_order(both.unbind(2))
     return weights * torch.where(stays > 0, here / stays, 1.0).unsqueeze(1)
 
 
 def _weighted_sum(pairs: Tensor, weights: Tensor, absent: Tensor | None) -> Tensor:
-    """[tokens, top_k, hidden] and [tokens, top_k] to float32 [tokens, hidden]."""
+    """Sum [tokens, top_k, hidden] with weights [tokens, top_k] into float32 [tokens, hidden]."""
     _, top_k, hidden = pairs.shape
     products = pairs * weights.unsqueeze(2)  # float32, as the weights are
     if absent is not None:
@@ -130,7 +131,7 @@ def _weighted_sum(pairs: Tensor, weights: Tensor, absent: Tensor | None) -> Tens
 
 
 def _sum_in_order(parts: tuple[Tensor, ...]) -> Tensor:
-    """The first part plus zero (a sum from zero on is never -0.0), plus the second, and so on; the first is reused."""
+    """Add parts in order, starting from zero so that the sum is never -0.0; the first part is overwritten."""
     total, *rest = parts
     total.add_(0.0)
     for part in rest:

@@ -1,8 +1,8 @@
-"""The kernel for experts in a CPU's memory: one native call for all experts that are there.
+"""The CPU kernel: one native call computes all experts whose bytes are in memory.
 
-A token's result is the same, bit for bit, whatever else is in the batch, on any number of threads and wherever weights
-lie; processors of different instruction sets may differ. Without the native library torch computes from dequantized
-rows (``torch_experts``), where the last bit may depend on how many tokens an expert got.
+A token's result has the same bits whatever else is in the batch, for any number of threads, and wherever the weights
+are. Processors with different instruction sets may differ. Without the native library torch computes from dequantized
+rows (``torch_experts``), and the last bit may depend on the number of tokens of an expert.
 """
 
 import ctypes
@@ -28,14 +28,17 @@ much of its inputs: what the system hands out anew is cleared page by page, whic
 
 
 class CpuKernel:
-    """Experts on a CPU; ValueError for a smaller workspace, or activations of 8 bits without the native library.
+    """Computes experts on a CPU.
 
     Args:
-        workspace_bytes: scratch that is held, at least 320 KiB; larger steps allocate theirs.
-        isa: the largest instruction set of ``native.ISAS`` that may be used, or "torch" for no native library; None for
-            the best of this machine.
-        activations: bits of those that codes are multiplied with, 16 or 8; FP8 and 16 bits have floats.
-        threads: that compute; None for as many as torch uses.
+        workspace_bytes: scratch to keep, at least 320 KiB; larger steps allocate their own.
+        isa: the largest instruction set that may be used, a name of ``native.ISAS``, or "torch" to do without the
+            native library; None for the best that this machine has.
+        activations: bits of the activations that integer codes are multiplied with, 16 or 8; FP8 and 16-bit weights are
+            multiplied with floats.
+        threads: number of threads; None for as many as torch uses.
+
+    Raises ValueError if the workspace is too small, or for 8-bit activations without the native library.
     """
 
     asynchronous = False
@@ -65,22 +68,22 @@ class CpuKernel:
         self._forms = Forms()
 
     def most_positions(self, row_floats: int) -> int:
-        """Positions whose activations, so many floats each, are computed at a time."""
+        """Return how many positions to compute at a time, if the activations of each take so many floats."""
         return max(_MOST_ACTIVATION_BYTES // (4 * row_floats), 1)
 
     def scratch(self, floats: int) -> Tensor:
-        """float32 [at least floats]: the workspace, or memory of its own for a step that needs more."""
+        """Return float32 [at least floats]: the workspace, or new memory for a step that needs more."""
         workspace = self._workspace.view(torch.float32)
         return workspace if floats <= len(workspace) else torch.empty(floats, dtype=torch.float32)
 
     def begin(self, x: Tensor, plan: LayerPlan, out: Tensor, activation: Activation) -> None:
-        """As in :class:`ExpertKernel`."""
+        """See :class:`ExpertKernel`."""
         check_activations(x, out)
         self._step = x, plan, out, activation
         self._inputs = None
 
     def compute(self, items: Sequence[int], receive: Receive | None = None) -> None:
-        """As in :class:`ExpertKernel`; IndexError if the decision names a row that there is not."""
+        """See :class:`ExpertKernel`; raises IndexError if the plan names a row that does not exist."""
         x, plan, out, activation = self._step
         if self.library is None:
             parts = [(item, slice(plan.bounds[item], plan.bounds[item + 1])) for item in items]
@@ -117,7 +120,7 @@ class CpuKernel:
             phase = native.GATE_UP
 
     def _fields(self, items: Sequence[int]) -> "array[int]":
-        """What the library wants of items, native.ITEM_FIELDS numbers each."""
+        """Return native.ITEM_FIELDS numbers for each item, as the library expects them."""
         (x, plan, _, activation), forms, fields = self._step, self._forms, array("q")
         wanted, bounds, views = (x.shape[1], x.dtype, activation.has_gate), plan.bounds, plan.views
         for item in items:
@@ -132,7 +135,9 @@ class CpuKernel:
         return fields
 
     def _room(self, what: str, behind: int, floats: int) -> tuple[int, Tensor]:
-        """Address of so many floats behind the first ones of the workspace, or of their own, and what holds them."""
+        """Return the address of so many floats after the first ``behind`` of the workspace, or in new memory, and its
+        owner.
+        """
         if 4 * (behind + floats) <= self.workspace_bytes:
             return self._address + 4 * behind, self._workspace
         own = self._kept.get(what)
@@ -143,7 +148,7 @@ class CpuKernel:
         return own.data_ptr(), own
 
     def _prepare(self, floats: int) -> int:
-        """Tell the library of the step, whose tokens it reads in the phase that is returned."""
+        """Describe the step to the library; return the phase in which it reads the tokens."""
         layer, (x, plan, out, activation) = self._layer, self._step
         rows, pairs = plan.rows, plan.pairs
         layer.tokens, layer.hidden = x.shape
@@ -159,7 +164,7 @@ class CpuKernel:
 
 
 class Forms:
-    """The formats of experts that were computed, as the library wants them."""
+    """The formats of the experts computed so far, as the library expects them."""
 
     width = 0  # columns of the widest matrix, as a multiple of what a row's padding may be
     intermediate, rotations = 0, (0, 0)  # of the last one; neighbouring inputs that are rotated together
@@ -172,13 +177,16 @@ class Forms:
 
     @property
     def address(self) -> int:
-        """Of the matrices, three for each form."""
+        """Address of the matrices, three for each triple of formats."""
         return ctypes.addressof(self._matrices)
 
     def learn(
         self, gate: MatrixFormat, up: MatrixFormat, down: MatrixFormat, x: Tensor, activation: Activation
     ) -> tuple[int, tuple[int, torch.dtype, bool], MatrixFormat, MatrixFormat, MatrixFormat]:
-        """A form's number, what it was checked against, and its formats; errors as ``check_formats``."""
+        """Register a triple of formats; return its number, what it was checked against, and the formats.
+
+        Raises TypeError and ValueError as ``check_formats``.
+        """
         check_formats(gate, up, down, x, activation)
         described = [native.matrix(format) for format in (gate, up, down)]
         number = len(self._matrices) // 3
@@ -191,8 +199,10 @@ class Forms:
 
 
 def _parts(fields: "array[int]", most: int) -> Iterator[tuple["array[int]", int, int]]:
-    """Items in parts of at most `most` neighbouring positions, each with its first and last + 1; a larger one is
-    cut."""
+    """Split items into parts of at most `most` neighbouring positions, each with its first and last + 1.
+
+    An item with more positions than that is cut.
+    """
     part, begin, end = array("q"), 0, 0
     for at in range(0, len(fields), native.ITEM_FIELDS):
         item = fields[at : at + native.ITEM_FIELDS]

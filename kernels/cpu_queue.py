@@ -1,17 +1,17 @@
-"""The ring of entries through which a device has the host compute experts: what lies where, and the device's part.
+"""A ring of entries through which a device asks the CPU to compute experts: its layout and the device's side.
 
-Both sides map the memory. A device's step fills the entry of the next number, writes the number, and goes on; it waits
-for the answer only before it sums a token's experts. Everything that belongs to a step lies in its own entry, and an
-entry is written again only when as many others have been. ``cpu/cpu_queue.h`` is the host's part;
-``triton/cpu_queue.py`` is what a GPU runs, and the functions here are its plain twins.
+Both sides map the memory. A step on the device fills the next entry, writes the entry's number, and goes on; it waits
+for the answer only before it sums a token's experts. An entry holds everything that belongs to a step, and is reused
+only after all other entries of the ring. ``cpu/cpu_queue.h`` is the CPU's side, ``triton/cpu_queue.py`` is what a GPU
+runs, and the functions here are its plain twins.
 
-An entry has, each from a multiple of 128 bytes on:
+Fields of an entry, each at a multiple of 128 bytes:
 
-    header  int64 [6]                    number, layer, tokens, how many experts, and when it was computed
-    calls   int64 [experts, 8]           expert, tag of its code, addresses of its sections, and of lower halves
-    ids     int32 [tokens, top_k]        of the router
+    header  int64 [6]                    number, layer, tokens, number of experts, start and end of the computation
+    calls   int64 [experts, 8]           expert, tag of its encoding, addresses of its sections and residual sections
+    ids     int32 [tokens, top_k]        expert ids from the router
     x       [tokens, hidden]             bfloat16 or float16
-    out     [tokens * top_k, hidden]     like x: unweighted rows of the pairs whose expert is called
+    out     [tokens * top_k, hidden]     dtype of x: unweighted rows of the pairs whose expert was computed
 """
 
 import ctypes
@@ -33,7 +33,7 @@ HEADER, CALL = 6, 8  # int64 numbers of an entry's header, and of a call
 
 
 class Entry(NamedTuple):
-    """Views of one."""
+    """Views of one entry."""
 
     header: Tensor
     calls: Tensor
@@ -44,7 +44,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class QueueShape:
-    """Sizes of a ring."""
+    """The sizes that determine the layout of a ring."""
 
     depth: int  # entries; more than two steps post, since one may begin while one that has failed still runs
     tokens: int  # of a step at most
@@ -55,7 +55,7 @@ class QueueShape:
 
     @cached_property
     def parts(self) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
-        """Dtype and shape of what an entry has."""
+        """Dtype and shape of each field of an entry."""
         pairs = self.tokens * self.top_k
         ints = (torch.int64, (HEADER,)), (torch.int64, (min(self.experts, pairs), CALL))
         return (
@@ -65,18 +65,18 @@ class QueueShape:
 
     @cached_property
     def places(self) -> tuple[int, ...]:
-        """Bytes from an entry's beginning to its calls, ids, x, out, and to the next entry."""
+        """Byte offsets of calls, ids, x and out from the beginning of an entry, and the size of an entry."""
         sizes = (dtype.itemsize * prod(shape) for dtype, shape in self.parts)
         return tuple(accumulate(-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in sizes))
 
     @property
     def nbytes(self) -> int:
-        """Of the whole ring."""
+        """Size of the whole ring."""
         return ctypes.sizeof(native.QueueControl) + self.depth * self.places[-1]
 
 
 class QueueMemory:
-    """A ring in memory that both sides map: uint8 [shape.nbytes] at a multiple of 128, zeros at first."""
+    """A ring in memory that both sides map: uint8 [shape.nbytes], aligned to 128 bytes, initially zero."""
 
     def __init__(self, shape: QueueShape, memory: Tensor) -> None:
         self.shape, self.memory, self.address = shape, memory, memory.data_ptr()
@@ -100,8 +100,11 @@ class QueueMemory:
 
 
 def post_plain(queue: QueueMemory, turn: Tensor, layer: int, x: Tensor, ids: Tensor, plan: LayerPlan) -> None:
-    """Post what a layer's decision leaves to the host, with x [tokens, hidden] and ids int [tokens, top_k]. turn, which
-    changes, is int64 [3]: the last number that was posted, this layer's, 0 if it leaves nothing, the ring's address."""
+    """Post the experts that a layer's plan leaves to the CPU, with x [tokens, hidden] and ids int [tokens, top_k].
+
+    turn is int64 [3] and is updated: the last number that was posted, this layer's number (0 if nothing is posted), and
+    the address of the ring.
+    """
     on_cpu = (plan.action[0, : int(plan.count)] == Action.CPU).nonzero().flatten()
     turn[1] = 0
     if not len(on_cpu):
@@ -119,8 +122,11 @@ def post_plain(queue: QueueMemory, turn: Tensor, layer: int, x: Tensor, ids: Ten
 
 
 def collect_plain(queue: QueueMemory, turn: Tensor, out: Tensor, computed: Tensor) -> bool:
-    """Wait for the answer to what the layer has posted, with ``turn`` as that left it, and add its rows: those of out
-    [tokens * top_k, hidden] where computed, int32 [tokens, top_k], is 2. False if it was given up."""
+    """Wait for the answer to what the layer has posted, and add its rows to out [tokens * top_k, hidden].
+
+    Only rows where computed, int32 [tokens, top_k], is 2 are written. ``turn`` is as ``post_plain`` left it. Returns
+    False if the CPU gave up.
+    """
     number = int(turn[1])
     if not number:
         return True
@@ -131,7 +137,7 @@ def collect_plain(queue: QueueMemory, turn: Tensor, out: Tensor, computed: Tenso
 
 
 def native_library() -> native.Library:
-    """The library that answers; ValueError if it was not built."""
+    """Return the native library, which answers the queue. Raises ValueError if it was not built."""
     library = native.load()
     if library is None:
         raise ValueError("the host computes beside a device with the native library only, and it was not built here")

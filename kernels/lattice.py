@@ -1,12 +1,13 @@
-"""Codes of a lattice: eight weights of a column are one point of E8, and inputs are rotated before they are multiplied.
+"""E8 lattice codes: eight weights of a column are one point of E8, and inputs are rotated before the product.
 
-The eight codes of 2 bits stand for -1.5, -0.5, 0.5 and 1.5, and the parity of their low bits says whether all eight are
-a quarter higher (even) or lower: the 65536 points of a moved E8 in a cube. They cost decoders hardly more than steps of
-a grid; the ball that "QuIP#" (Tseng et al., 2024) cuts out of E8 loses 5 to 10 % less and needs a table.
+The eight 2-bit codes stand for -1.5, -0.5, 0.5 and 1.5. The parity of their low bits decides whether all eight are a
+quarter higher (even) or lower (odd): these are the 65536 points of a shifted E8 inside a cube. Decoding costs hardly
+more than a uniform grid. The ball that "QuIP#" (Tseng et al., 2024) cuts out of E8 has 5 to 10 % less error, but needs
+a lookup table.
 
-A weight is (point + point of the residual slice / 4) * scale, with a scale for each row. Inputs are rotated so that
-weights look Gaussian: each column has a sign, and blocks of columns, as many as the largest power of two that divides
-their number, are Hadamard transformed.
+A weight is (point + point of the residual slice / 4) * scale, with one scale per row. Inputs are rotated so that the
+weights look Gaussian: each column is multiplied by a sign, and blocks of columns are Hadamard transformed. The block
+size is the largest power of two that divides the number of columns.
 """
 
 import torch
@@ -22,13 +23,13 @@ WIDTH = 8
 
 
 def points(codes: Tensor) -> Tensor:
-    """What the codes (uint8 [..., 8 n], eight for each point) stand for: float32, multiples of a quarter."""
+    """Return what codes (uint8 [..., 8 n], eight per point) stand for: float32, multiples of a quarter."""
     odd = (codes & 1).view(*codes.shape[:-1], -1, WIDTH).sum(-1) % 2
     return codes.float() - 1.25 - 0.5 * odd.repeat_interleave(WIDTH, -1)
 
 
 def nearest(wanted: Tensor) -> Tensor:
-    """Codes of the nearest points: float32 [..., 8 n] -> uint8; the plain twin of ``kernels/cpu/nearest.h``."""
+    """Return codes of the nearest points, float32 [..., 8 n] to uint8: the plain twin of ``kernels/cpu/nearest.h``."""
     wanted = wanted.unflatten(-1, (-1, WIDTH))
     best, found = wanted.new_full(wanted.shape[:-1], torch.inf), torch.zeros_like(wanted, dtype=torch.uint8)
     for odd in (0, 1):
@@ -49,7 +50,7 @@ def nearest(wanted: Tensor) -> Tensor:
 
 
 def signs(columns: int) -> Tensor:
-    """What inputs are multiplied with before the transform: float32 [columns] of 1 and -1, a hash of their number."""
+    """Return the columns' signs before the transform: float32 [columns] of 1 and -1, a hash of the column number."""
     number = torch.arange(columns, dtype=torch.int64)
     number = (number * 0x9E3779B1) & 0xFFFFFFFF
     number = ((number ^ (number >> 15)) * 0x85EBCA77) & 0xFFFFFFFF
@@ -57,7 +58,7 @@ def signs(columns: int) -> Tensor:
 
 
 def rotate(x: Tensor, block: int, *, back: bool = False) -> Tensor:
-    """The last dimension, rotated or rotated back: a new tensor of the same dtype; float32 or float64."""
+    """Rotate the last dimension, or rotate it back: a new tensor of the same dtype, float32 or float64."""
     flips = signs(x.shape[-1]).to(x.dtype)
     out = x if back else x * flips
     shape, half = out.shape, 1
@@ -71,17 +72,17 @@ def rotate(x: Tensor, block: int, *, back: bool = False) -> Tensor:
 
 
 def in_point_order(rows: Tensor) -> Tensor:
-    """Rows [whole blocks, ...] in the order in which points have them."""
+    """Return rows [whole blocks, ...] in the order in which points hold them."""
     return rows.unflatten(0, (-1, BLOCK_ROWS))[:, POINT_ROWS].flatten(0, 1)
 
 
 def in_row_order(rows: Tensor) -> Tensor:
-    """Inverse of ``in_point_order``."""
+    """Undo ``in_point_order``."""
     return rows.unflatten(0, (-1, BLOCK_ROWS))[:, POINT_ROWS.argsort()].flatten(0, 1)
 
 
 def numbers(codes: Tensor, *, nested: bool) -> Tensor:
-    """What codes (uint8 [padded_rows, columns]) stand for before they are scaled: float32, of rotated inputs."""
+    """Return what codes (uint8 [padded_rows, columns]) stand for before scaling: float32, for rotated inputs."""
     columns = in_point_order(codes).t()
     base = points(columns >> 2) + RESIDUAL * points(columns & 3) if nested else points(columns)
     return in_row_order(base.t())

@@ -1,5 +1,7 @@
-"""Dense matrices on a CPU: the native library's product of an expert's last projection, for all tokens of a step. A
-token's bits depend neither on the other tokens nor on threads."""
+"""Dense quantized matrices on a CPU: the native library's down projection, applied to all tokens of a step.
+
+A token's bits depend neither on the other tokens nor on the number of threads.
+"""
 
 import ctypes
 from array import array
@@ -15,8 +17,10 @@ _PRODUCTS_OF_A_THREAD = 1 << 20
 
 
 class Linear:
-    """A packed matrix [rows, columns] at 8, 4 or 2 bits, which stays in memory as long as this does, as a linear layer;
-    RuntimeError without a native library."""
+    """A packed matrix [rows, columns] at 8, 4 or 2 bits as a linear layer.
+
+    The matrix has to stay in memory as long as this object exists. Raises RuntimeError without a native library.
+    """
 
     def __init__(self, packed: PackedMatrix) -> None:
         library = native.load()
@@ -28,7 +32,7 @@ class Linear:
         self._row = library.row_floats(self._width)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [tokens, columns] times the matrix: [tokens, rows] in x's dtype, bfloat16 or float16."""
+        """Multiply x [tokens, columns] with the matrix: [tokens, rows], dtype of x, bfloat16 or float16."""
         out = x.new_empty(len(x), self._packed.format.rows)
         for first in range(0, len(x), _AT_ONCE):
             self._multiply(x[first : first + _AT_ONCE], out[first : first + _AT_ONCE])

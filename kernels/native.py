@@ -1,7 +1,7 @@
-"""The native library of ``kernels/cpu``: the twins of its structures, the processor's instruction sets, its threads.
+"""The native library of ``kernels/cpu``: twins of its structures, instruction sets, and threads.
 
-The library is plain C over addresses and links neither torch nor OpenMP, so that one build serves every torch. Its
-threads are those of the OpenMP that torch has loaded: no second pool competes with torch's for the cores.
+The library is plain C over addresses and links neither torch nor OpenMP, so one build serves every version of torch.
+It uses the threads of the OpenMP runtime that torch has loaded, so no second thread pool competes for the cores.
 """
 
 import ctypes
@@ -27,8 +27,9 @@ ISAS = {
     "NEON_DOTPROD": (-1, "NEON with dotprod"),
     "DEFAULT": (0, "portable vectors"),
 }
-"""Number and name, by torch's name of what it uses: variables that hold torch down hold this library down, too. Beside
-AVX512 torch uses BF16 and AMX where there are; where it names none of these, as on ARM, NEON is asked for."""
+"""Number and name of each instruction set, by torch's name for it: variables that restrict torch restrict this one too.
+With AVX512 torch uses BF16 and AMX where the CPU has them. Where torch names none of these, as on ARM, NEON is looked
+for."""
 _CURVES = {curve: number for number, curve in enumerate(Curve)}
 _SCALES = {torch.float8_e8m0fnu: 1, torch.float8_e4m3fn: 2, torch.float32: 3}
 READ, GATE_UP, DOWN = 0, 1, 2
@@ -44,7 +45,7 @@ def _doubles(names: str) -> list[tuple[str, Any]]:
 
 
 class Matrix(Structure):
-    """One projection of a version: ``Matrix`` of layer.h."""
+    """One projection at one precision: ``Matrix`` of layer.h."""
 
     _fields_ = (
         *_integers("rows columns padded_rows padded_columns code bits nested group fold"),
@@ -54,7 +55,7 @@ class Matrix(Structure):
 
 
 class Layer(Structure):
-    """A layer's step: ``Layer`` of layer.h."""
+    """One step of a layer: ``Layer`` of layer.h."""
 
     _fields_ = (
         *_integers("tokens items positions out_rows hidden inter dtype"),
@@ -87,7 +88,7 @@ class MoeLayer(Structure):
         *_integers("layer tokens top_k wide_ids ids weights x into marks actions versions"),
         *_integers("observed"),
         ("table", CacheTable),
-        *_integers("ages executes renormalizes weights_on_input plans_only"),
+        *_integers("evicts admits executes renormalizes weights_on_input plans_only"),
         ("form", c_int64 * 3),
         ("slice_bytes", c_int64 * 3),
         *_integers("in_memory_until lost_pages uses"),
@@ -109,7 +110,7 @@ class Outcome(IntEnum):
 
 
 class Rounding(Structure):
-    """A block of columns that are rounded to points: ``Rounding`` of layer.h."""
+    """A block of columns to be rounded to lattice points: ``Rounding`` of layer.h."""
 
     _fields_ = (
         *_integers("rows columns streams left errors base fine factors divisors before"),
@@ -118,7 +119,9 @@ class Rounding(Structure):
 
 
 class QueueControl(Structure):
-    """What both sides of a CPU queue write: ``QueueControl`` of cpu_queue.h. Words have a cache line each."""
+    """The words through which both sides of a CPU queue synchronize, one cache line each: ``QueueControl`` of
+    cpu_queue.h.
+    """
 
     _fields_ = (
         *((f"{word}{n or ''}", c_int64) for word in ("posted", "answered", "stop") for n in range(16)),
@@ -132,8 +135,10 @@ ITEM_FIELDS = 9
 
 
 class Library:
-    """The loaded library, with the name of the instruction set that it uses here: the largest up to ``isa``, one of
-    ISAS, that the processor has. OSError if it cannot be loaded, or is of other sources than this file."""
+    """The loaded library, and the name of the instruction set that it uses: the largest up to ``isa`` that the CPU has.
+
+    Raises OSError if the library cannot be loaded, or was built from other sources than this file.
+    """
 
     def __init__(self, path: Path, isa: str) -> None:
         library = ctypes.CDLL(str(path))
@@ -173,20 +178,23 @@ class Library:
         self.row_floats = cache(library.dymoe_row_floats)
 
     def experts(self, layer: Layer, first: int, last: int) -> None:
-        """Run the phases `first` to `last` of a step; IndexError for a row of x or of out that there is not."""
+        """Run phases `first` to `last` of a step. Raises IndexError for a row of x or of out that does not exist."""
         layer.phase, layer.last = first, last
         if self._library.dymoe_experts(ctypes.addressof(layer), self.isa, self.parallel):
             raise IndexError(f"work names a row beyond the {layer.tokens} of x or the {layer.out_rows} of out")
 
     def answer(self, control: int, layer: Layer, forms: Sequence[tuple[int, int]], tokens: int) -> None:
-        """Compute what is posted at a Bell's address until it is stopped; holds no lock of the interpreter. The layer
-        has what all have in common, and scratch for so many tokens; forms are codes' tags and where matrices begin."""
+        """Compute what is posted to the queue at an address until it is stopped; does not hold the interpreter's lock.
+
+        ``layer`` describes what all steps have in common and has scratch for so many tokens. ``forms`` holds the tags
+        of encodings and where their matrices begin.
+        """
         listed = (c_int64 * (2 * len(forms)))(*(number for form in forms for number in form))
         parallel = self.parallel if layer.threads > 1 else None
         self._library.dymoe_answer(control, ctypes.addressof(layer), listed, len(forms), tokens, self.isa, parallel)
 
     def weighted_sum(self, rows: torch.Tensor, weights: torch.Tensor, into: torch.Tensor) -> None:
-        """into [tokens, hidden] = the sum over k of weights [tokens, top_k] times rows [tokens * top_k, hidden]."""
+        """Write the sum over k of weights [tokens, top_k] times rows [tokens * top_k, hidden] into [tokens, hidden]."""
         tokens, top_k = weights.shape
         addresses = rows.data_ptr(), weights.data_ptr(), into.data_ptr(), 0
         threads = torch.get_num_threads() if into.numel() > 1 << 14 else 1
@@ -194,12 +202,15 @@ class Library:
         self._library.dymoe_weighted_sum(ctypes.addressof(job), self.isa, self.parallel)
 
     def resident(self, mapped: torch.Tensor) -> bool:
-        """Whether all of a part of a mapped file is in memory."""
+        """Return whether all pages of a part of a mapped file are in memory."""
         return bool(self._library.dymoe_resident(mapped.data_ptr(), mapped.numel()))
 
     def round_block(self, low_share: float, before: torch.Tensor | None, *parts: torch.Tensor) -> None:
-        """Round a block of columns, see ``quantize.lattice``. Tensors are contiguous, and in the order of `Rounding`:
-        what is left [columns, streams, rows], errors, codes of base and residual slice, factors and divisors."""
+        """Round a block of columns to lattice points, see ``quantize.lattice``.
+
+        Tensors are contiguous and in the order of `Rounding`: remainders [columns, streams, rows], errors, codes of the
+        base and the residual slice, factors, divisors.
+        """
         columns, streams, rows = parts[0].shape
         addresses = [0 if part is None else part.data_ptr() for part in (*parts, before)]
         block = Rounding(rows, columns, streams, *addresses, low_share)  # named: its address keeps nothing alive
@@ -208,8 +219,10 @@ class Library:
 
 @cache
 def load(isa: str | None = None) -> Library | None:
-    """The library that was built with the package, held to an instruction set, or to what torch uses; None if there is
-    none, because no compiler was there."""
+    """Load the library that was built with the package, or return None if there was no compiler.
+
+    It is limited to an instruction set, or to the one that torch uses.
+    """
     built = Path(__file__).parent / "_cpu.so"
     used = torch.backends.cpu.get_cpu_capability()
     largest = isa or {"AVX512": "AMX", "AVX2": "AVX2"}.get(used, "NEON_I8MM")
@@ -217,11 +230,11 @@ def load(isa: str | None = None) -> Library | None:
 
 
 def _openmp() -> int | None:
-    """Address of ``GOMP_parallel`` in the OpenMP that torch computes with; None without one, which leaves one thread.
+    """Return the address of ``GOMP_parallel`` in torch's OpenMP runtime, or None, in which case one thread is used.
 
-    A process may have loaded several (sentencepiece brings its own): two pools of threads spin against each other, and
-    a step of 16 tokens took eight times as long. A symbol of the whole process goes before torch's own dependency, for
-    torch as well.
+    A process may have loaded several runtimes (sentencepiece brings its own). Two pools of spinning threads made a step
+    of 16 tokens eight times slower. A symbol of the whole process takes precedence over torch's dependency, as it does
+    for torch itself.
     """
     for name in (None, str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")):
         try:
@@ -239,7 +252,7 @@ def _kind(encoding: Encoding, quantized: bool) -> int:
 
 
 def matrix(format: MatrixFormat) -> Matrix:
-    """A projection's description for the library; where it is nested, of both sections."""
+    """Describe a projection for the library, with both sections if it is nested."""
     encoding, base = format.encoding, format.base if format.nested else format
     offsets = (
         base.bias_offset - 256 if encoding.has_factor else -1,
@@ -259,7 +272,7 @@ def matrix(format: MatrixFormat) -> Matrix:
 
 
 def _step_and_center(encoding: Encoding) -> tuple[float, float]:
-    """Of the numbers without a sign that the library multiplies: a weight is (step * number - center) * scale."""
+    """Return step and center of an unsigned code for the library: a weight is (step * code - center) * scale."""
     if encoding.lattice:  # 7 + 4 * point; where there are two 4 times that of the base plus that of the residual slice
         return (1 / 16, 35 / 16) if encoding.nested else (1 / 4, 7 / 4)
     if encoding.floats:  # e2m1 as 2 * level + 12
@@ -268,6 +281,6 @@ def _step_and_center(encoding: Encoding) -> tuple[float, float]:
 
 
 def set_activation(layer: Layer, activation: Activation) -> None:
-    """Write what stands between the projections."""
+    """Write an activation's parameters into the library's description of a layer."""
     layer.has_gate, layer.curve = activation.has_gate, _CURVES[activation.curve]
     layer.limit, layer.alpha, layer.beta = activation.limit, activation.alpha, activation.beta

@@ -1,4 +1,4 @@
-"""Codes into sections and back: what :class:`MatrixFormat` describes, written, read and turned into weights."""
+"""Packs codes into sections and unpacks them: writes, reads and dequantizes what :class:`MatrixFormat` describes."""
 
 import torch
 from torch import Tensor
@@ -16,16 +16,16 @@ def pack(
     section: Tensor,  # uint8 [nbytes], overwritten
     order: Tensor | None = None,
 ) -> None:
-    """Write a quantized matrix into a section; bytes that pad are zero, and so is a bias, until it is copied into
+    """Write a quantized matrix into a section. Padding is zero, and so is a bias until it is copied to
     view(section).bias.
 
-    TypeError if codes or section is not uint8; ValueError for a 16-bit or nested format, a wrong shape, a code that
-    does not fit, or an order that is missing, not a permutation, or not the format's to hold.
-
     Args:
-        codes: uint8 [rows, columns], each below 2**bits, in the order of the inputs, which :func:`unpack` restores; of
-            a lattice [padded_rows, columns], because rows share points.
-        order: int64 [columns], the columns as they are to be stored, group by group; only for an act order.
+        codes: uint8 [rows, columns], each below 2**bits, in the order of the inputs, which :func:`unpack` restores.
+            Lattice codes are [padded_rows, columns], because rows share points.
+        order: int64 [columns], the columns in stored order, group by group; only for formats with act order.
+
+    Raises TypeError if codes or section is not uint8, and ValueError for a 16-bit or nested format, a wrong shape, a
+    code out of range, or an order that is missing, not a permutation, or not supported by the format.
     """
     if not format.quantized:
         raise ValueError("format has 16 bits: such a matrix has no codes, copy its weights into view(section).weight")
@@ -55,9 +55,12 @@ def pack(
 def pack_floats(
     format: MatrixFormat, codes: Tensor, scales: Tensor, section: Tensor, factor: tuple[float, float] = (1.0, 1.0)
 ) -> None:
-    """Write a matrix with published floats, codes uint8 [rows, columns] and scales [rows, groups] in the code's dtype,
-    which are multiplied with one factor and divided by another, into a section; padding is zero, and so is a bias.
-    TypeError and ValueError for other dtypes, shapes and codes, a format without floats, or a factor too many."""
+    """Write a matrix with published float codes into a section; padding and bias are zero.
+
+    Codes are uint8 [rows, columns], scales [rows, groups] in the encoding's scale dtype. Scales are multiplied with one
+    factor and divided by another. Raises TypeError and ValueError for other dtypes, shapes and codes, a format without
+    floats, or a factor that the format does not have.
+    """
     if not format.encoding.floats:
         raise ValueError("format has no codebook: use pack")
     _check_codes(format, codes)
@@ -87,8 +90,10 @@ def pack_nested(
     residual: Tensor,
     order: Tensor | None = None,
 ) -> None:
-    """Write a matrix of a nested format into the sections of its upper and its lower halves, uint8 [format.base.nbytes]
-    and [format.nbytes], overwritten; otherwise as `pack`."""
+    """Write a nested matrix into its base section, uint8 [format.base.nbytes], and residual section, [format.nbytes].
+
+    Both are overwritten; otherwise as `pack`.
+    """
     half = format.bits // 2
     check_tensor("residual", residual, dtype=torch.uint8, shape=(format.nbytes,))
     pack(format.base, codes >> half, scales, zeros, base, order)
@@ -105,7 +110,7 @@ def _check_codes(format: MatrixFormat, codes: Tensor) -> None:
 
 
 def _store(codes: Tensor, weight: Tensor, format: MatrixFormat) -> None:
-    """Write codes [rows, columns], or halves of them, in stored order into a section: uint8 [format.weight_shape]."""
+    """Write codes [rows, columns], or their halves, in stored order into a section: uint8 [format.weight_shape]."""
     padding = (0, format.padded_columns - format.columns, 0, format.padded_rows - codes.shape[0])
     if any(padding):
         codes = torch.nn.functional.pad(codes, padding)
@@ -122,14 +127,14 @@ def _store(codes: Tensor, weight: Tensor, format: MatrixFormat) -> None:
 
 
 def unpack(packed: PackedMatrix) -> Tensor:
-    """The codes of a quantized matrix: uint8 [rows, columns], in the order of the inputs; ValueError at 16 bits."""
+    """Return a quantized matrix's codes, uint8 [rows, columns] in the order of the inputs. ValueError at 16 bits."""
     if not packed.format.quantized:
         raise ValueError("the matrix has 16 bits: it holds weights, not codes")
     return _in_input_order(packed, _stored_codes(packed)[:, : packed.format.columns])
 
 
 def _stored_codes(packed: PackedMatrix) -> Tensor:
-    """uint8 [rows, padded_columns] as they are stored."""
+    """Return uint8 [rows, padded_columns] in stored order."""
     format = packed.format
     codes = _loaded(packed.weight, format)
     if packed.residual is not None:
@@ -138,7 +143,7 @@ def _stored_codes(packed: PackedMatrix) -> Tensor:
 
 
 def _loaded(stored: Tensor, format: MatrixFormat) -> Tensor:
-    """Inverse of :func:`_store`: uint8 [padded_rows, padded_columns]."""
+    """Undo :func:`_store`: uint8 [padded_rows, padded_columns]."""
     if format.encoding.stored_bits == 8:
         return _codes(stored[:, 0]) << 4 | _codes(stored[:, 1])
     if format.encoding.stored_bits == 4:
@@ -149,10 +154,10 @@ def _loaded(stored: Tensor, format: MatrixFormat) -> Tensor:
 
 
 def dequantize(packed: PackedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The weights that a packed matrix stands for: `dtype` [rows, columns], columns in the order of the inputs.
+    """Return a packed matrix's weights: `dtype` [rows, columns], columns in the order of the inputs.
 
-    The arithmetic is float32, or float64 if that is asked for; narrower dtypes are rounded to at the end. With a
-    codebook it is that of the tools that publish such codes: scale times factor first, then level times that.
+    Computes in float32, or in float64 if asked to; narrower dtypes are rounded at the end. Codebooks are dequantized as
+    by the tools that publish them: scale times factor first, then level times that.
     """
     format = packed.format
     precise = torch.float64 if dtype == torch.float64 else torch.float32
@@ -177,7 +182,7 @@ def dequantize(packed: PackedMatrix, dtype: torch.dtype = torch.float32) -> Tens
 
 
 def rotated_weights(packed: PackedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What a lattice's codes stand for: `dtype` [rows, columns] that multiply rotated inputs."""
+    """Return the weights of a lattice matrix for rotated inputs: `dtype` [rows, columns]."""
     format, nested = packed.format, packed.residual is not None
     assert packed.scales_zeros is not None
     found = numbers(_stored_codes(packed), nested=nested)[: format.rows, : format.columns].to(dtype)
@@ -185,11 +190,11 @@ def rotated_weights(packed: PackedMatrix, dtype: torch.dtype = torch.float32) ->
 
 
 def _in_input_order(packed: PackedMatrix, stored: Tensor) -> Tensor:
-    """Columns [rows, columns] where their inputs are."""
+    """Return columns [rows, columns] in the order of their inputs."""
     return stored if packed.order is None else stored[:, packed.order.long().argsort()]
 
 
 def _codes(pairs: Tensor) -> Tensor:
-    """The 4-bit codes of pairs [blocks, columns, 32]: uint8 [rows, columns]."""
+    """Return the 4-bit codes of pairs [blocks, columns, 32] as uint8 [rows, columns]."""
     blocks, columns, _ = pairs.shape
     return torch.cat((pairs & 15, pairs >> 4), 2).transpose(1, 2).reshape(blocks * BLOCK_ROWS, columns)

@@ -1,7 +1,7 @@
-"""Experts in plain torch, for installations without the native library: weights are dequantized a few rows at a time.
+"""Experts in plain torch, for installations without the native library; dequantizes a few rows at a time.
 
-Rows of a result may differ in their last bit between numbers of tokens, because the library behind `linear` chooses its
-blocking by them; they never depend on where the weights lie.
+The last bit of a row may depend on the number of tokens, because torch chooses its blocking by it. It never depends on
+where the weights are.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def compute_with_torch(
     activation: Activation,
     receive: Receive,
 ) -> None:
-    """:meth:`ExpertKernel.compute`, expert by expert, each with its rows of x and of out, int64 [n]."""
+    """Implement :meth:`ExpertKernel.compute` expert by expert, each with its rows of x and of out, int64 [n]."""
     for expert, rows, pairs in work:
         check_formats(expert.gate.format, expert.up.format, expert.down.format, x, activation)
         out.index_copy_(0, pairs, compute_expert(x.index_select(0, rows), expert, activation, receive))
@@ -36,7 +36,7 @@ def compute_with_torch(
 def compute_expert(
     x: Tensor, expert: PackedExpert, activation: Activation, receive: Receive = lambda projections: None
 ) -> Tensor:
-    """One expert, down(activation(gate x, up x)), of x [n, hidden]: a new tensor like x."""
+    """Compute one expert, down(activation(gate x, up x)), for x [n, hidden]: a new tensor like x."""
     receive(1)
     gates = linear(x, expert.gate) if activation.has_gate else None
     receive(2)
@@ -54,12 +54,14 @@ def expert_reference(
     activation: Activation,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """What every kernel is tested against: one expert, computed in `dtype`."""
+    """Compute one expert in `dtype`: the reference that every kernel is tested against."""
     return compute_expert(x.to(dtype), PackedExpert(gate, up, down), activation)
 
 
 def linear(x: Tensor, packed: PackedMatrix) -> Tensor:
-    """x [n, columns] times the weight, plus the bias: [n, rows] in x's dtype, summed in float32, or x's float64."""
+    """Multiply x [n, columns] with a packed matrix and add the bias: [n, rows], summed in float32 (float64 for float64
+    x).
+    """
     rows, precise = packed.format.rows, x if x.dtype == torch.float64 else x.float()
     step = max(_WEIGHTS_AT_ONCE // packed.format.padded_columns // BLOCK_ROWS, 1) * BLOCK_ROWS
     parts = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
@@ -70,7 +72,7 @@ def linear(x: Tensor, packed: PackedMatrix) -> Tensor:
 
 
 def _rows_of(packed: PackedMatrix, rows: slice) -> PackedMatrix:
-    """Some rows of a matrix without their bias; the first one begins a block."""
+    """Return some rows of a matrix without their bias; the first one begins a block."""
     blocks = slice(rows.start // BLOCK_ROWS, -(-rows.stop // BLOCK_ROWS))
     weight, scales_zeros, scales, residual = packed.weight, packed.scales_zeros, packed.scales, packed.residual
     return replace(

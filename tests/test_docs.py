@@ -16,6 +16,7 @@ import pytest
 import torch
 import typer
 
+from vllm_dymoe import register
 from vllm_dymoe.cache.store import STORE_VERSION, Manifest
 from vllm_dymoe.cache.store.files import file_name
 from vllm_dymoe.cache.store.header import read_header
@@ -35,7 +36,10 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
 TEXTS = DOCS | {
     path.relative_to(ROOT).as_posix(): path.read_text()
-    for path in [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *ROOT.glob("benchmarks/*/README.md")]
+    for path in [
+        *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/LOG.md")),
+        *ROOT.glob("benchmarks/*/README.md"),
+    ]
 }
 ALL = "\n".join(DOCS.values())
 FORMAT = DOCS["docs/format.md"]
@@ -87,7 +91,8 @@ def anchors(text):
 
 @pytest.mark.parametrize("page", TEXTS)
 def test_links_lead_somewhere(page):
-    for link in re.findall(r"\]\(([^)\s]+)\)", TEXTS[page]):
+    links = re.findall(r"\]\(([^)\s]+)\)", TEXTS[page]) + re.findall(r'(?:src|srcset)="([^"]+)"', TEXTS[page])
+    for link in links:
         if re.match(r"https?://", link):
             continue
         path, _, anchor = link.partition("#")
@@ -172,16 +177,97 @@ def test_worker_methods_of_the_examples_exist():
     assert {f"DymoeWorkerExtension.{name}" for name in named} <= worker
 
 
-def command_lines():
-    blocks = [block for page in DOCS.values() for block in page.split("```")[1::2]]
-    return sorted({line for block in blocks for line in block.splitlines() if line.startswith("vllm-dymoe ")})
+def command_lines(program):
+    """Commands of the code blocks that start with ``program``, behind variables, with continued lines joined."""
+    blocks = [
+        block for page in TEXTS.values() for block in re.findall(r"```(?:console|bash)?\n(.*?)```", page, re.DOTALL)
+    ]
+    joined = [line.strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    plain = [re.sub(r"^(?:[A-Z_]+=(?:'[^']*'|\S+) +)+", "", line) for line in joined]
+    return sorted({line for line in plain if line.startswith(f"{program} ")})
 
 
-@pytest.mark.parametrize("line", command_lines())
+@pytest.mark.parametrize("line", command_lines("vllm-dymoe"))
 def test_commands_of_the_examples_are_accepted(line):
     _, name, *arguments = shlex.split(line, comments=True)
     command = typer.main.get_command(app).commands[name]
     assert command.make_context(name, arguments).params
+
+
+@pytest.fixture(scope="module")
+def serve_parser():
+    cli_args = pytest.importorskip("vllm.entrypoints.openai.cli_args")
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    register()
+    return cli_args.make_arg_parser(FlexibleArgumentParser())
+
+
+@pytest.mark.parametrize("line", command_lines("vllm serve"))
+def test_vllm_serve_of_the_examples_is_accepted_by_vllm(line, serve_parser):
+    found = serve_parser.parse_args(shlex.split(line, comments=True)[2:])
+    assert found.model_tag
+    if found.additional_config:
+        resolve_options(found.additional_config["dymoe"], environment={})
+
+
+@pytest.mark.parametrize("line", command_lines("python"))
+def test_scripts_of_the_examples_exist_with_their_options(line):
+    _, script, *arguments = shlex.split(line, comments=True)
+    text = (ROOT / script).read_text()
+    for argument in arguments:
+        assert not argument.startswith("--") or f'"{argument}"' in text, f"{script} has no {argument}"
+
+
+@pytest.mark.parametrize("page", [page for page in TEXTS if "```json" in TEXTS[page]])
+def test_json_of_the_examples_are_options(page):
+    for block in re.findall(r"```json\n(.*?)```", TEXTS[page], re.DOTALL):
+        assert [resolve_options(found, environment={}) for found in given_options(json.loads(block))]
+
+
+def given_options(value):
+    """What stands under a key ``dymoe``, wherever it is."""
+    if isinstance(value, list):
+        return [found for item in value for found in given_options(item)]
+    if not isinstance(value, dict):
+        return []
+    own = [value["dymoe"]] if "dymoe" in value else []
+    return own + [found for key, item in value.items() if key != "dymoe" for found in given_options(item)]
+
+
+def test_every_page_is_on_the_site():
+    named = set(re.findall(r"([\w/.-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert set(TEXTS) <= named
+    assert all((ROOT / name).is_file() for name in named)
+
+
+@pytest.fixture(scope="module")
+def figures():
+    pytest.importorskip("matplotlib")
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        yield importlib.import_module("figures")
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+
+
+@pytest.mark.parametrize("palette", ["light", "dark"])
+def test_pictures_are_of_the_committed_results(palette, figures):
+    picture = (figures.IMAGES / f"speed-{palette}.svg").read_text()
+    assert figures.digest(figures.BUDGET, figures.TIERS) in picture, "run make figures"
+
+
+def test_tables_are_of_the_committed_results():
+    budget = json.loads((ROOT / "benchmarks" / "budget" / "results.json").read_text())
+    page = TEXTS["benchmarks/budget/README.md"]
+    for row in budget["rows"]:
+        assert re.search(
+            rf"^\| {re.escape(row['policy'])} \| {row['budget']} \|.* {row['tokens/s']:.2f} \|", page, re.M
+        ), row
+    tiers = json.loads((ROOT / "benchmarks" / "memory_tiers" / "results.json").read_text())
+    page = TEXTS["benchmarks/memory_tiers/README.md"]
+    for name, run in tiers["runs"].items():
+        assert f"| {name} | {run['one']['tokens_per_second']:.1f} |" in page
 
 
 def test_make_commands_of_the_texts_exist():

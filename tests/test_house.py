@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
@@ -61,35 +62,102 @@ def test_every_folder_with_code_is_a_declared_package():
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """The wheel, built from a copy, because setuptools leaves a build folder beside the sources."""
-    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+def sdist(tmp_path_factory):
+    """The unpacked source distribution, made from a copy, because setuptools leaves folders beside the sources."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("sdist")
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in ("vllm_dymoe", "kernels"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    made = run(sys.executable, "setup.py", "-q", "sdist", "--dist-dir", target, cwd=source)
+    assert made.returncode == 0, made.stdout + made.stderr
+    (path,) = target.iterdir()
+    shutil.unpack_archive(path, target, filter="data")
+    path.unlink()
+    (folder,) = target.iterdir()
+    return folder
+
+
+def test_the_source_distribution_holds_what_a_compiler_reads(sdist):
+    """A header that is missing there would leave every wheel that is built from it without the native library."""
+    assert {path.name for path in (sdist / "kernels/cpu").iterdir()} == {
+        path.name for path in (ROOT / "kernels/cpu").iterdir()
+    }
+    assert (sdist / "LICENSE").exists()
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist, tmp_path_factory):
+    """Path of the wheel, built from the source distribution."""
+    target = tmp_path_factory.mktemp("wheel")
     options = ("--no-deps", "--no-build-isolation", "--disable-pip-version-check", "--wheel-dir", target)
-    built = run(sys.executable, "-m", "pip", "wheel", *options, source)
+    built = run(sys.executable, "-m", "pip", "wheel", *options, sdist)
     assert built.returncode == 0, built.stdout + built.stderr
     (path,) = target.iterdir()
     assert "-py3-none-" in path.name, "one wheel serves every Python"
-    with zipfile.ZipFile(path) as archive:
-        yield archive
+    return path
 
 
 def test_the_wheel_holds_every_module_and_little_else(wheel):
     """The small model that the demo serves is in the repository only."""
-    names = {info.filename for info in wheel.infolist()}
+    with zipfile.ZipFile(wheel) as archive:
+        names = {info.filename: info.compress_size for info in archive.infolist()}
+        (metadata,) = (archive.read(name).decode() for name in names if name.endswith(".dist-info/METADATA"))
     for package in PACKAGES:
         for path in folder_of(package).glob("*.py"):
             assert f"{package.replace('.', '/')}/{path.name}" in names
     assert ("vllm_dymoe/kernels/_cpu.so" in names) == (shutil.which("g++") is not None)
-    stray = [name for name in names if not name.endswith((".py", ".json")) and not name.endswith("/_cpu.so")]
-    assert all(".dist-info/" in name for name in stray)
+    for package, patterns in PROJECT["tool"]["setuptools"]["package-data"].items():
+        data = [path for pattern in patterns for path in folder_of(package).glob(pattern)]
+        assert data
+        assert all(f"{package.replace('.', '/')}/{path.relative_to(folder_of(package))}" in names for path in data)
+    kinds = (".py", ".json", ".html", ".css", ".js", "/_cpu.so")
+    assert all(".dist-info/" in name for name in names if not name.endswith(kinds))
     assert all(name.startswith("vllm_dymoe") for name in names)
-    assert sum(info.compress_size for info in wheel.infolist()) < 2**20
-    (metadata,) = (wheel.read(name).decode() for name in names if name.endswith(".dist-info/METADATA"))
+    assert sum(names.values()) < 2**20
     assert f"Version: {vllm_dymoe.__version__}" in metadata
+
+
+COMPUTES = """
+import shutil
+import torch
+import vllm_dymoe
+from vllm_dymoe.experts.encoding import encoding_of
+from vllm_dymoe.experts.matrix import MatrixFormat
+from vllm_dymoe.kernels import native, dequantize
+from vllm_dymoe.kernels.linear import Linear
+
+assert shutil.which("g++") is None and shutil.which("cc") is None
+for isa in dict.fromkeys(("AMX", "AVX512", "AVX2", "NEON_I8MM", "DEFAULT")):
+    assert native.load(isa) is not None, "there is no native library"
+fmt = MatrixFormat(100, 96, encoding_of(4), 32, torch.bfloat16)
+packed = fmt.view(torch.randint(0, 100, (fmt.nbytes,), dtype=torch.uint8))
+packed.scales_zeros.uniform_(0.5, 1)
+x = torch.randn(3, 96).bfloat16()
+error = Linear(packed)(x).double() - x.double() @ dequantize(packed, torch.float64).T
+assert error.norm() < 0.01 * x.double().norm() * dequantize(packed, torch.float64).norm()
+print(vllm_dymoe.__file__, native.load().name)
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the wheel has no native library without a compiler")
+def test_the_wheel_works_where_there_is_no_compiler(wheel, tmp_path):
+    """In a new environment, which finds what the package needs, and nothing of the package itself, in this one."""
+    environment = tmp_path / "env"
+    python = environment / "bin" / "python"
+    made = run(sys.executable, "-m", "venv", "--without-pip", environment)
+    assert made.returncode == 0, made.stderr
+    installed = run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel)
+    assert installed.returncode == 0, installed.stdout + installed.stderr
+    (site,) = environment.glob("lib/python*/site-packages")
+    # A .pth inside of a folder that a .pth names is not read, so the editable package stays out.
+    (site / "needed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    computed = run(python, "-c", COMPUTES, cwd=tmp_path, PATH=str(python.parent))
+    assert computed.returncode == 0, computed.stderr
+    assert computed.stdout.startswith(str(site))
+    helped = run(environment / "bin" / "vllm-dymoe", "--help", cwd=tmp_path, PATH=str(python.parent))
+    assert helped.returncode == 0, helped.stderr
+    assert "plan" in helped.stdout
 
 
 PLANTED = {

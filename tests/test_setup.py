@@ -4,6 +4,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -96,3 +97,10 @@ def test_a_clone_that_is_the_working_directory_finds_its_kernels():
         [sys.executable, "-c", code], cwd=SOURCE.parents[1], capture_output=True, text=True, check=True
     )
     assert Path(result.stdout.strip()) == SOURCE.parents[1] / "kernels" / "native.py"
+
+
+def test_a_source_distribution_has_every_header_of_the_native_library():
+    """Without one of them a compiler fails, and the installation goes on without the library."""
+    root = Path(__file__).parents[1]
+    (module,) = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
+    assert sorted(module["depends"]) == sorted(str(path.relative_to(root)) for path in root.glob("kernels/cpu/*.h"))

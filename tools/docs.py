@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from vllm_dymoe.bench.table import markdown
 from vllm_dymoe.options import ExpertBudget, Options
 from vllm_dymoe.policies import POLICIES
+from vllm_dymoe.policies.papers import PAPERS
 from vllm_dymoe.prefetch.expert_mlp import ARCHITECTURES
 from vllm_dymoe.quantize.readers import METHODS
 from vllm_dymoe.vllm_plugin import NEWEST_VLLM, OLDEST_CPU_BUILD, OLDEST_VLLM
@@ -82,6 +83,8 @@ def parameters() -> str:
     """Every parameter of every policy; one that a policy inherits stands once."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for name, policy in POLICIES.items():
+        if policy in PAPERS:  # other defaults of another's
+            continue
         for parameter, field in policy.model_fields.items():
             row = (f"`{parameter}`", values(field), code(field.default), field.description or "")
             rows.setdefault(row, []).append(code(name))

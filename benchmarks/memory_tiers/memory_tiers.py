@@ -2,7 +2,7 @@
 
 The shipped model with wide experts, so that routers are real. Each serves the same prompts in a process of its own,
 one request at a time with pauses, and eight at once. Memory for experts is the same for all; see ``limits`` for how the
-page cache is held to it. Puts its table into this folder's README.
+page cache is held to it. Writes results.json and the table of this folder's README.
 """
 
 import argparse
@@ -16,12 +16,12 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
-import model  # noqa: E402
 from limits import Limit, anonymous_bytes  # noqa: E402
 from readme import markdown, put  # noqa: E402
 
@@ -29,11 +29,14 @@ TIMES = 2.5
 TOKENS, PROMPT, REQUESTS, TOGETHER = 32, 160, 8, 16  # of an answer; characters of a prompt
 PAUSE_SECONDS = 0.2
 POLICIES = {"llama.cpp, mmap": "llama", "dymoe, page cache": "cache", "dymoe, host_memory": "level"}
+RESULTS = HERE / "results.json"
 Ask = Callable[[Sequence[str]], Sequence[list[int] | str]]
 
 
 def prompts() -> list[str]:
     """Pieces of the held-out texts, which the small model was not trained on."""
+    import model
+
     texts = [(model.SHIPPED / "heldout" / f"{name}.txt").read_text() for name in ("docs", "code", "arithmetic")]
     return [texts[n % 3][(first := 4000 * (n // 3)) : first + PROMPT] for n in range(1 + REQUESTS + TOGETHER)]
 
@@ -150,7 +153,13 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "dymoe-levels", help="for models")
     parser.add_argument("--only", nargs="*", choices=POLICIES.values(), default=list(POLICIES.values()))
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--report", action="store_true", help="measure nothing; write the table from results.json")
     arguments = parser.parse_args()
+    if arguments.report:
+        put(HERE / "README.md", "results", report(json.loads(RESULTS.read_text())))
+        return
+    import model  # needs gguf
+
     packed, gguf = model.write(arguments.work, arguments.width)
     if arguments.child:
         policy, memory, out = arguments.child
@@ -178,40 +187,50 @@ def main() -> None:
                 raise SystemExit(f"{label} failed; see {log}")
         if out.is_file():  # of this call, or of an earlier one
             found[label] = json.loads(out.read_text())
-    report(found, experts, memory, past)
-
-
-def report(found: dict[str, Any], experts: int, memory: int, past: float) -> None:
-    """Tables, and one line of JSON; nothing where answers of the same bits differ."""
     answers = {json.dumps(run["one"].pop("answers")) for label, run in found.items() if label.startswith("dymoe")}
     if len(answers) > 1:
-        raise SystemExit("two ways of ours have given other answers.")
-    columns = ["one request, tokens/s", "read MB/token", "eight, tokens/s", "read MB/token"]
-    columns += ["experts in memory, MB", "process, MB"]
-    lines, more = [], []
-    for label, run in found.items():
-        cells = [label]
-        for name, part in (("one", run["one"]), ("eight", run["eight"])):
+        raise SystemExit("two policies of this plugin gave different answers; nothing is reported")
+    for run in found.values():
+        for part in (run["one"], run["eight"]):
             part.pop("answers", None)
-            cells += [f"{part['tokens_per_second']:.1f}", f"{part['read_bytes_per_token'] / 1e6:.1f}"]
-            if "hits" in part:
-                rate = part["disk_bytes_per_second"]
-                under_way = f"{rate / 1e9:.2f} GB/s while reads are under way ({rate / past:.0%})"
-                more.append(f"{name}: {part['hits']:.1%} hits, {under_way}")
-        lines.append([*cells, f"{run['experts_bytes'] / 1e6:.0f}", f"{run['anonymous_bytes'] / 1e6:.0f}"])
-    table = markdown(["", *columns], lines)
-    said = (
-        f"{experts / 1e6:.0f} MB of experts, {memory / 1e6:.0f} MB for them; {platform.machine()} CPU, "
-        f"{os.cpu_count()} cores; the disk reads {past / 1e9:.2f} GB/s."
-    )
-    text = f"{table}\n\n{said} Ours, in the order of the table: {'; '.join(more)}."
+    results = {
+        "machine": f"{platform.machine()} CPU, {os.cpu_count()} cores",
+        "source": f"benchmarks/memory_tiers/memory_tiers.py, {date.today()}",
+        "experts_bytes": experts,
+        "memory_bytes": memory,
+        "disk_bytes_per_second": past,
+        "runs": found,
+    }
+    text = report(results)
     print(text)
     if len(found) == len(POLICIES):
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
         put(HERE / "README.md", "results", text)
-        few = [[line[0], line[1], line[3], line[5]] for line in lines]
-        front = markdown(["", columns[0], columns[2], columns[4]], few)
-        put(HERE.parents[1] / "README.md", "levels", f"{front}\n\n{said}")
-    print(json.dumps({"experts_bytes": experts, "memory_bytes": memory, "disk_bytes_per_second": past, "runs": found}))
+    print(json.dumps(results))
+
+
+def report(found: dict[str, Any]) -> str:
+    """The table, in Markdown."""
+    columns = ["one request, tokens/s", "read MB/token", "eight, tokens/s", "read MB/token"]
+    columns += ["experts in memory, MB", "process, MB"]
+    lines, disk = [], []
+    for label, run in found["runs"].items():
+        row = [label]
+        for name in ("one", "eight"):
+            part = run[name]
+            row += [f"{part['tokens_per_second']:.1f}", f"{part['read_bytes_per_token'] / 1e6:.1f}"]
+            if "hits" in part:
+                rate = part["disk_bytes_per_second"]
+                share = rate / found["disk_bytes_per_second"]
+                requests = f"{name} request{'s' if name == 'eight' else ''}"
+                disk.append([label, requests, f"{part['hits']:.1%}", f"{rate / 1e9:.2f}", f"{share:.0%}"])
+        lines.append([*row, f"{run['experts_bytes'] / 1e6:.0f}", f"{run['anonymous_bytes'] / 1e6:.0f}"])
+    said = (
+        f"{found['experts_bytes'] / 1e6:.0f} MB of experts, {found['memory_bytes'] / 1e6:.0f} MB of memory for them; "
+        f"{found['machine']}; the disk reads {found['disk_bytes_per_second'] / 1e9:.2f} GB/s ({found['source']})."
+    )
+    reads = ["", "load", "hits", "GB/s while reads are under way", "of the disk's rate"]
+    return f"{markdown(['', *columns], lines)}\n\n{said}\n\n{markdown(reads, disk)}"
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from vllm_dymoe.planner.routing import Routing
-from vllm_dymoe.policies import POLICIES, firm
-from vllm_dymoe.policies.base import PrefetchPolicy, ResidencyPolicy
+from vllm_dymoe.policies import POLICIES
+from vllm_dymoe.policies.base import EVICTIONS, PrefetchPolicy, ResidencyPolicy
 from vllm_dymoe.policies.exact import Exact
 from vllm_dymoe.prefetch import Candidate, Predictor, RoutedModel
 from vllm_dymoe.prefetch.meeting_of_layers import MeetingOfLayers
@@ -49,17 +49,16 @@ class Compared(Exact):
     summary: ClassVar[str] = "parts of policies, for measurements"
 
     # What names experts of the next layer.
-    ahead: Literal["nothing", "next gate", "meeting of layers", "tuned meeting", "oracle"] = "next gate"
+    ahead: Literal["nothing", "next gate", "meeting of layers", "oracle"] = "next gate"
     projections: int = Field(default=3, ge=1, le=3)  # FIRM-MoE's n
     k: int | None = Field(default=None, ge=1)  # experts that each layer names; as many as a token uses if None
     p: int = Field(default=3, ge=1)  # layers that meet
-    first_in: bool = False  # experts leave in the order in which they came; else the coldest goes
     whole: bool = False  # an expert is computed when all of it has arrived
     keeps: bool = True  # layers keep experts for later steps
 
     @cached_property
     def residency(self) -> ResidencyPolicy:
-        return ResidencyPolicy(keeps=self.keeps, ages=not self.first_in, whole=self.whole)
+        return ResidencyPolicy(keeps=self.keeps, evicts=EVICTIONS[self.evicts], whole=self.whole)
 
     @cached_property
     def prefetch(self) -> PrefetchPolicy | None:
@@ -73,8 +72,6 @@ class Compared(Exact):
             return self._predictor(model)
         if self.ahead == "oracle":
             return Oracle()
-        if self.ahead == "tuned meeting":
-            return firm.predictor(model)
         return MeetingOfLayers(
             model.gates, self.k or model.top_k, self.p, held=model.held, side_stream=make_side_stream(model.device)
         )

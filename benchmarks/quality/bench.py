@@ -180,6 +180,11 @@ class Bench:
         """One after the other, each in a step."""
         return Scores([self._read(text) for text in texts])
 
+    def read_each(self, texts: list[list[int]], *, decode: bool) -> list[torch.Tensor]:
+        """What follows each token of texts, for ``decode`` a token in each step."""
+        self._scheduler.max_num_scheduled_tokens = 1 if decode else WINDOW + 8
+        return [self._read(text) for text in texts]
+
     @contextlib.contextmanager
     def counted(self) -> Iterator[NDArray[np.int64]]:
         """Squared gates of what is read inside, int64 [layers, experts]."""

@@ -19,7 +19,10 @@ import report
 import torch
 from bench import DOMAINS, Bench, Variant, planned_bytes
 from losses import Scores, losses
+from rescues import Rescues
 from shifts import HIGH_SHARES, Shifts
+
+from vllm_dymoe.cli.figures import draw, require
 
 HERE = Path(__file__).resolve().parent
 RETENTIONS = (0.9, 0.75, 0.5)
@@ -137,8 +140,40 @@ class Measurement:
                 place = {"high": share, "quantizer": quantizer, "bits_per_weight": low + share * (high - low)}
                 yield {**place, "kl_nats": sum(found) / len(found), "by_domain": dict(zip(DOMAINS, found, strict=True))}
 
+    def papers(self) -> Iterator[dict[str, Any]]:
+        """The papers' own policies, and ours beside them, with the options of benchmarks/papers."""
+        own = {"policy": "dymoe-paper", "high": 4}
+        rows = [
+            Variant("dymoe-paper, 4/2", {**own, "low": 2, "policy_options": {"reuse_high": False}}),
+            Variant("dymoe-paper, 4/0", {**own, "low": 0, "policy_options": {"reuse_high": False}}),
+            dymoe(0.75, 2),
+            uniform(4),
+        ]
+        for row in rows:
+            for decode in (False, True):
+                place = {"experts": row.name, "quantizer": row.quantizer, "phase": "decode" if decode else "prompt"}
+                yield self.row("papers", place, row, decode=decode)
 
-SECTIONS = ("uniform", "readings", "precisions", "budgets", "sets", "shifts")
+    def rescues(self) -> Iterator[dict[str, Any]]:
+        """The policy adaptive beside dynaexq and uniform 4 bits, of the same bytes."""
+        for decode, texts in self.texts.items():
+            if decode not in self._reference:
+                self._reference[decode] = self.bench.score(EXACT, texts, decode=decode)
+        yield from Rescues(self.bench, self._reference).rows()
+
+
+SECTIONS = ("uniform", "readings", "precisions", "budgets", "sets", "shifts", "papers", "rescues")
+
+
+def show(results: dict[str, Any], out: Path, figure: Path | None) -> None:
+    """Print the tables, write them into README.md if all sections are there, and draw the picture if one is asked
+    for."""
+    for section, table in report.tables(results).items():
+        print(f"\n{section}\n\n{table}")
+    if results["sections"].keys() == set(SECTIONS) and out == HERE:
+        report.write_readme(results, HERE / "README.md")
+    if figure and "budgets" in results["sections"]:
+        print(f"Written: {draw(figure, report.panels(results['sections']['budgets']))}")
 
 
 def main() -> None:
@@ -149,7 +184,14 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--missing", action="store_true", help="only rows that results.json lacks")
     parser.add_argument("--out", type=Path, default=HERE, help="where results.json goes")
+    parser.add_argument("--report", action="store_true", help="measure nothing; write the tables from results.json")
+    parser.add_argument("--figure", type=Path, help="picture to write, a .png or .svg file: quality against bytes")
     arguments = parser.parse_args()
+    if arguments.figure:
+        require(arguments.figure)
+    if arguments.report:
+        show(json.loads((arguments.out / "results.json").read_text()), arguments.out, arguments.figure)
+        return
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -180,10 +222,7 @@ def main() -> None:
         results["seconds"][section] = round(time.perf_counter() - begin)
         arguments.out.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(results, indent=1) + "\n")
-    for section, table in report.tables(results).items():
-        print(f"\n{section}\n\n{table}")
-    if results["sections"].keys() == set(SECTIONS) and arguments.out == HERE:
-        report.write_readme(results, HERE / "README.md")
+    show(results, arguments.out, arguments.figure)
     print(json.dumps({"seconds": round(sum(results["seconds"].values())), "tokens": results["tokens"]}))
 
 

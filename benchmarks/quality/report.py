@@ -7,6 +7,8 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from readme import markdown, put
 
+from vllm_dymoe.cli.figures import Panel
+
 Row = dict[str, Any]
 Table = tuple[list[str], list[list[str]]]
 LOST = ["perplexity", "loss", "agreement", "KL, millinats"]
@@ -90,9 +92,60 @@ def sets(rows: list[Row]) -> Table:
     return ["experts that are high", "quantizer", "bits for each weight", *rows[0]["by_domain"], "mean"], lines
 
 
+def panels(rows: list[Row]) -> list[Panel]:
+    """KL against bytes moved, a chart for each budget and a line for each quantizer of nested 4/2."""
+    found: dict[float, Panel] = {}
+    for row in rows:
+        share = row["budget"]
+        title = f"{share:.0%} of the experts at 4 bits"
+        panel = found.setdefault(share, Panel(title, "KiB moved for each token", "KL to 16 bits, millinats"))
+        if row["experts"] == "4":
+            label = f"4 bits, {row['quantizer']}"
+        elif "nested" in row["experts"] and "Eq. 4" not in row["experts"]:
+            label = f"4/2, {row['quantizer']}"
+        else:
+            continue
+        point = row["moved_bytes_per_token"] / 1024, 1000 * row["kl_nats"]
+        panel.lines.setdefault(label, []).append(point)
+    return list(found.values())
+
+
+def papers(rows: list[Row]) -> Table:
+    """The papers' own policies."""
+    lines = [[row["experts"], row["quantizer"], row["phase"], *lost(row)] for row in rows]
+    return ["experts", "quantizer", "phase", *LOST], lines
+
+
+def rescues(rows: list[Row]) -> Table:
+    """KL and fetches, beside those of uniform 4 bits."""
+    lines = []
+    for row in rows:
+        place = {key: row[key] for key in ("residuals", "quantizer", "phase")}
+        four = find(rows, experts="uniform 4", **place)
+        share = f"{row['fetched_per_token'] / four['fetched_per_token']:.0%}" if four and row is not four else ""
+        cells = [
+            row["experts"],
+            row["quantizer"],
+            row["phase"],
+            lost(row)[-1],
+            f"{row['fetched_per_token']:.2f}",
+            share,
+        ]
+        lines.append([f"{row['residuals']:.0%}", *cells])
+    return [
+        "residual slices",
+        "experts",
+        "quantizer",
+        "phase",
+        "KL, millinats",
+        "fetched a token",
+        "of uniform 4",
+    ], lines
+
+
 def tables(results: Row) -> dict[str, str]:
     """Each section's, in Markdown."""
-    made = {make.__name__: make for make in (uniform, readings, precisions, budgets, sets, shifts)}
+    made = {make.__name__: make for make in (uniform, readings, precisions, budgets, sets, shifts, papers, rescues)}
     return {name: markdown(*made[name](rows)) for name, rows in results["sections"].items()}
 
 

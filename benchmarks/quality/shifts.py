@@ -75,10 +75,10 @@ class Shifts:
         migration.stop()
         self._bench.server.host_planned.fetcher.settle_all()
         held = self._bench.server.cache.table.precision == HIGH
-        migration._planned.extend(swaps(score * migration._worth, held, migration._places, 0.0))
+        migration._planned.extend(swaps(score * migration._worth, held, int(migration._places.sum()), 0.0))
         while migration._planned or migration._flying:
             migration._began = 0.0
             migration.turn()
             for fetch in list(migration.flying):
                 self._bench.server.engine.wait(fetch.ticket)
-        assert np.count_nonzero(self._bench.server.cache.table.precision == HIGH) == migration._places
+        assert np.count_nonzero(self._bench.server.cache.table.precision == HIGH) == migration._places.sum()

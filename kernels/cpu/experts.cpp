@@ -1,7 +1,8 @@
 // The experts of a layer on a CPU, from their packed bytes (docs/format.md): a plain C interface over addresses.
 //
 // One source for every instruction set: body.h is written with vectors of W floats and compiled for each below; which
-// one runs is the caller's choice among what `dymoe_supports` allows. No library is linked: threads are the caller's
+// one runs is the caller's choice among what `dymoe_supports` allows. AVX2_AT_MOST leaves out AVX-512, which takes most of
+// the compiler's time. No library is linked: threads are the caller's
 // (GOMP_parallel of the OpenMP that torch has loaded), so that they are the same ones that torch computes with.
 #include "layer.h"
 
@@ -83,6 +84,7 @@ static const uint8_t TWICE_E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 1
     template <int count, class Body> INLINE void unroll(Body body) { unroll_over(body, std::make_integer_sequence<int, count>()); }
 
 #if defined(__x86_64__)
+#ifndef AVX2_AT_MOST
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,bmi2")
 #ifdef AMX_KNOWN
@@ -99,6 +101,7 @@ namespace avx512 {
 #include "nearest.h"
 }
 #pragma GCC pop_options
+#endif
 
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,bmi2")
@@ -168,6 +171,9 @@ static bool tiles_allowed() { return false; }
 
 API int dymoe_supports(int isa) {
 #if defined(__x86_64__)
+#ifdef AVX2_AT_MOST
+    if (isa > AVX2) return 0;
+#endif
     if (isa == AMX) return dymoe_supports(AVX512_BF16) && tiles_allowed();
     if (isa == AVX512_BF16) return __builtin_cpu_supports("avx512bf16") && dymoe_supports(AVX512);
     if (isa == AVX512)
@@ -183,7 +189,9 @@ API int dymoe_supports(int isa) {
 
 static Body body_of(int isa, bool sum) {
 #if defined(__x86_64__)
+#ifndef AVX2_AT_MOST
     if (isa >= AVX512) return sum ? avx512::weighted_sum : avx512::work;
+#endif
     if (isa == AVX2) return sum ? avx2::weighted_sum : avx2::work;
 #elif defined(NEON)
     if (isa == NEON_I8MM) return sum ? neon_i8mm::weighted_sum : neon_i8mm::work;
@@ -226,7 +234,9 @@ API void dymoe_weighted_sum(Sum* sum, int isa, Parallel parallel) {
 
 API void dymoe_round_block(Rounding* block, int isa) {
 #if defined(__x86_64__)
+#ifndef AVX2_AT_MOST
     if (isa >= AVX512) return avx512::round_block(block);
+#endif
     if (isa == AVX2) return avx2::round_block(block);
 #elif defined(NEON)
     if (isa == NEON_I8MM) return neon_i8mm::round_block(block);

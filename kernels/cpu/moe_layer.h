@@ -31,7 +31,7 @@ struct MoeLayer {
     i64 observed;                          // the tokens are requests'; else nothing is counted or learnt
     // How the rank serves.
     planner::CacheTable table;
-    i64 ages, executes, renormalizes, weights_on_input, plans_only;
+    i64 evicts, admits, executes, renormalizes, weights_on_input, plans_only;
     i64 form[3];                           // matrices of a version begin at layer.matrices[3 * form]
     i64 slice_bytes[3];
     i64* in_memory_until;                  // [layers, experts, 3] ns of CLOCK_MONOTONIC; 0 for bytes that were never
@@ -83,7 +83,7 @@ bool read_choices(MoeLayer& m, Work& w) {
     w.uses.assign(experts, 0);
     for (i64 p = 0; p < n; p++) {
         const i64 id = m.wide_ids ? ((const i64*)m.ids)[p] : ((const int32_t*)m.ids)[p];
-        if (id >= experts) {
+        if (id >= experts || id < -1) {
             m.bad_expert = id;
             return false;
         }
@@ -344,8 +344,8 @@ API int dymoe_moe_layer(MoeLayer* call, int isa, Parallel parallel) {
     // From here on the step is counted.
     t.prompt_threshold[0] = thresholds[0], t.threshold[0] = thresholds[1];
     if (m.uses && m.observed) add_uses(m, w);
-    const planner::Plan plan{m.count, m.experts, m.wanted, m.executes ? w.rows.data() : nullptr, w.uses.data(), m.places};
-    planner::record_uses(t, m.layer, plan, m.ages);
+    const planner::Plan plan{m.count, m.experts, m.wanted, m.executes ? w.rows.data() : nullptr, w.uses.data(), m.places, m.admits != 0};
+    planner::record_uses(t, m.layer, plan, m.evicts);
     planner::decide(t, m.layer, plan, w.planning);
     if (m.actions) write_actions(m, w);
     bool fetches = false;

@@ -19,6 +19,7 @@ enum Counter {
     STEPS, NEEDED_HIGH, NEEDED_LOW, SKIPPED, HITS, REUSES, FETCHED_HIGH, FETCHED_LOW, STREAMED, PROMOTIONS, EVICTIONS,
     AHEAD, AHEAD_BYTES, AHEAD_USED, AHEAD_USED_BYTES, CPU_EXECUTED, COUNTERS
 };
+constexpr i64 FIRST_IN = 0, COLDEST = 1;  // which expert leaves first; with 2 the one whose last use is longest ago
 constexpr int AGING = 4, GAIN = 10, LOW_VERSION = 8;
 constexpr i64 USE = 1 << 16, NEVER_FETCHED = i64(1) << 40, STEP_RANGE = i64(1) << 40, MOST_THRESHOLD = i64(16) << 32;
 constexpr float WEIGHT_UNIT = 0x1p40f, MOST_WEIGHT = 0x1p15f;
@@ -48,6 +49,7 @@ struct Plan {
     const i64* rows;                       // [count], or null where nothing is executed on the CPU
     const i64* uses;                       // [experts], by how many tokens with weights that count in statistics
     i64* places;                           // [slices, count], written
+    bool admits;                           // misses may be kept; otherwise others write the rows
 };
 
 // Memory of one thread that is used again in each step.
@@ -58,17 +60,19 @@ struct Scratch {
 
 inline i64 count_of(const std::vector<char>& flags) { return std::count(flags.begin(), flags.end(), char(1)); }
 
-// Age the layer's scores by one step and count what the step uses; without ageing a score is the step an expert came in.
-inline void record_uses(const CacheTable& table, i64 layer, const Plan& plan, bool ages) {
+// Age the layer's scores by one step and count what the step uses; where the first to come leaves first, a score is the
+// step in which an expert came, and where the least recent does, scores forget all but the running step.
+inline void record_uses(const CacheTable& table, i64 layer, const Plan& plan, i64 evicts) {
+    const int aging = evicts == COLDEST ? AGING : 0;
     const i64 step = ++table.step[layer], experts = table.experts;
     for (i64 slice = 0; slice < table.slices; slice++) {
         const i64 at = (slice * table.layers + layer) * experts;
         i64 *score = table.score + at, *used_at = table.used_at + at;
-        if (ages)
-            for (i64 e = 0; e < experts; e++) score[e] -= score[e] >> AGING;
+        if (evicts != FIRST_IN)
+            for (i64 e = 0; e < experts; e++) score[e] -= score[e] >> aging;
         for (i64 n = 0; n < plan.count; n++) {
             const int32_t e = plan.experts[n];
-            if (!ages) {
+            if (evicts == FIRST_IN) {
                 if (table.held[layer * experts + e] == ABSENT) score[e] = step;
             } else if (plan.uses[e] > 0 && (slice == 0 || plan.wanted[n] == HIGH)) {
                 score[e] += USE;
@@ -119,7 +123,7 @@ inline void choose_executed(const CacheTable& table, i64 layer, const Plan& plan
     for (int version = LOW; version <= HIGH; version++) {
         i64 has = 0;
         for (i64 e = 0; e < table.experts; e++) has += version == LOW && nested ? held[e] != ABSENT : held[e] == version;
-        i64 free = std::max(i64(0), quotas[version] - has);
+        i64 free = plan.admits ? std::max(i64(0), quotas[version] - has) : 0;
         for (i64 i = 0; i < n; i++) {
             const bool wants = (version == LOW && nested) || plan.wanted[i] == version;
             if (!wants || s.hit[(version == HIGH ? table.slices - 1 : 0) * n + i]) continue;
@@ -181,7 +185,7 @@ inline void decide(const CacheTable& table, i64 layer, const Plan& plan, Scratch
     for (i64 i = 0; i < i64(executed.size()); i++)
         if (executed[i])
             for (i64 slice = 0; slice < table.slices; slice++) plan.places[slice * n + i] = EXECUTE, fetched[slice * n + i] = 0;
-    if (std::find(fetched.begin(), fetched.end(), char(1)) == fetched.end()) return;
+    if (!plan.admits || std::find(fetched.begin(), fetched.end(), char(1)) == fetched.end()) return;
     s.kept.resize(experts);
     s.wanting.resize(n);
     s.missing.resize(n);
@@ -241,7 +245,7 @@ inline i64 mark_high(const CacheTable& table, i64 layer, const Phase& phase, con
             if (phase.sums[e] > phase.sums[largest]) largest = e;
         }
         for (i64 e : used) {
-            const bool above = e == largest || ((phase.sums[e] >> 20) * active) << 16 > (threshold[0] >> 16) * total;
+            const bool above = (threshold[1] && e == largest) || ((phase.sums[e] >> 20) * active) << 16 > (threshold[0] >> 16) * total;
             marked += above && phase.every[e] != 0;
             high[e] |= above;
         }

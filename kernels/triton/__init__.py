@@ -1,6 +1,6 @@
-"""Experts on CUDA, computed straight from packed bytes at any address, at any mix of bits in one launch.
+"""Triton kernels that compute experts on a CUDA device straight from packed bytes, at any mix of precisions.
 
-Importing this package imports triton; ``make_kernel`` does so for a CUDA device only.
+Importing this package imports triton; ``make_kernel`` imports it for a CUDA device only.
 """
 
 from vllm_dymoe.kernels.triton.kernel import TritonKernel

@@ -1,5 +1,4 @@
-"""What experts do between their projections, for the epilogues of kernels; the plain twins are Activation.gated and
-lattice.rotate."""
+"""Activations and down's input rotation, for kernel epilogues; plain twins: Activation.gated and lattice.rotate."""
 
 import triton
 import triton.language as tl
@@ -20,14 +19,17 @@ _NO_LIMIT = 3e38
 
 
 def constants(activation: Activation) -> tuple[int, float, float, float, bool]:
-    """What a kernel's ACTIVATION holds: the curve's number, limit, alpha, beta, and whether there is a gate."""
+    """Return a kernel's ACTIVATION: number of the curve, limit, alpha, beta, and whether there is a gate."""
     limit = min(activation.limit, _NO_LIMIT)
     return _CURVES[activation.curve], limit, activation.alpha, activation.beta, activation.has_gate
 
 
 @triton.jit
 def down_inputs(gate, up, first, ROWS: tl.constexpr, PRECISIONS: tl.constexpr, ACTIVATION: tl.constexpr):
-    """What down multiplies, float32, of gate and up [positions, rows] from row `first` on, in whole rotated blocks."""
+    """Return the float32 inputs of down from gate and up [positions, rows], rotated for rows from `first` on.
+
+    Rows from `first` on are whole rotated blocks.
+    """
     result = gated(gate, up, ACTIVATION)
     if down_rotation(ROWS, PRECISIONS) > 0:
         result = rotate(result, first, down_rotation(ROWS, PRECISIONS))
@@ -36,7 +38,7 @@ def down_inputs(gate, up, first, ROWS: tl.constexpr, PRECISIONS: tl.constexpr, A
 
 @triton.jit
 def gated(gate, up, ACTIVATION: tl.constexpr):
-    """The curve of gate and up in float32, elementwise, whatever the shape; without a gate, of up alone."""
+    """Apply the curve to gate and up elementwise, in float32; to up alone if there is no gate."""
     CURVE: tl.constexpr = ACTIVATION[0]
     LIMIT: tl.constexpr = ACTIVATION[1]
     ALPHA: tl.constexpr = ACTIVATION[2]

@@ -1,7 +1,7 @@
-"""The weighted sum of a token's experts in one launch; its plain twin is ``combine_with_torch``, bit for bit.
+"""The weighted sum over a token's experts in one launch; plain twin, bit for bit: ``combine_with_torch``.
 
 A program owns one token and a block of its columns, and adds its experts in the router's order. Products are rounded
-before they are added, as on a CPU: the launch forbids fused multiply-adds.
+before they are added, as on a CPU: the launch disables fused multiply-add.
 """
 
 from functools import cache
@@ -19,11 +19,11 @@ _MOST_COLUMNS = 1024  # of a block: eight for each thread of four warps, one loa
 
 
 def combine_on_gpu(pairs: Pairs, into: Tensor, *, start: Start = run_kernel) -> None:
-    """Launch it; at the first launch of a kind compile all that later ones can need.
+    """Launch the sum. The first launch of a kind compiles all variants that later launches may need.
 
     Args:
-        pairs: to be summed.
-        into: [tokens, hidden] contiguous, overwritten.
+        pairs: the checked arguments.
+        into: [tokens, hidden], contiguous, overwritten.
         start: launch, or only compile.
     """
     if not into.numel():
@@ -36,7 +36,7 @@ def combine_on_gpu(pairs: Pairs, into: Tensor, *, start: Start = run_kernel) -> 
 
 @cache
 def _compile(hidden: int, top_k: int, dtype: torch.dtype, ids: torch.dtype, device: torch.device) -> None:
-    """Whichever pairs are absent in a later step, no request waits for a compiler."""
+    """Compile all variants, so that no later request waits for the compiler, whichever pairs are absent in it."""
     row = torch.empty(1, hidden, dtype=dtype, device=device)
     out = row.expand(top_k, hidden)
     weights = torch.empty(1, top_k, device=device)
@@ -90,21 +90,20 @@ def combine_kernel(
     RENORMALIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """combined[token] = sum over k, ascending from zero on, of weights[token, k] * out[token * TOP_K + k]; grid
-    [tokens, blocks of BLOCK columns].
+    """combined[token] = sum over ascending k, from zero, of weights[token, k] * out[token * TOP_K + k].
+
+    Grid: [tokens, blocks of BLOCK columns].
 
     Args:
         out: [tokens * TOP_K, HIDDEN] bfloat16 or float16; rows of absent pairs are not read.
         weights: float32 [tokens, TOP_K].
-        expert_ids: int32 or int64 [tokens, TOP_K], negative where this rank lacks the expert, if ABSENT.
-        skipped: int32 [known], 1 for experts that were skipped, if SKIPPED.
-        combined: [tokens, HIDDEN] like out, overwritten.
-        known: experts that `skipped` knows; the others were not skipped.
-        HIDDEN: columns.
-        TOP_K: pairs of a token.
-        ABSENT: see above.
-        SKIPPED: see above; only with ABSENT.
-        RENORMALIZE: whether the weights of pairs that stay are scaled to sum to what they did with the skipped ones.
+        expert_ids: int32 or int64 [tokens, TOP_K], negative if this rank does not have the expert; read if ABSENT.
+        skipped: int32 [known], 1 for experts that were skipped; read if SKIPPED.
+        combined: [tokens, HIDDEN], dtype of out, overwritten.
+        known: number of experts that `skipped` covers; the others were not skipped.
+        ABSENT: some pairs have no expert here.
+        SKIPPED: some experts are skipped; requires ABSENT.
+        RENORMALIZE: scale the weights of the remaining pairs so that their sum is what it was with the skipped ones.
         BLOCK: columns of a program.
     """
     token = tl.program_id(0).to(tl.int64)
@@ -137,7 +136,7 @@ def combine_kernel(
 
 @triton.jit
 def _stays(expert_id, skipped, known, SKIPPED: tl.constexpr):
-    """Whether the pair of an expert counts."""
+    """Return whether the pair of an expert counts."""
     expert = tl.load(expert_id)
     stays = expert >= 0
     if SKIPPED:
@@ -151,7 +150,7 @@ def _stays(expert_id, skipped, known, SKIPPED: tl.constexpr):
 
 @triton.jit
 def widened(values):
-    """float32 of float16 or bfloat16."""
+    """Convert float16 or bfloat16 to float32."""
     if values.dtype == tl.bfloat16:
         return (values.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -160,7 +159,7 @@ def widened(values):
 
 @triton.jit
 def rounded(values, dtype: tl.constexpr):
-    """float32 rounded to the nearest of `dtype`, ties to even."""
+    """Round float32 to the nearest value of `dtype`, ties to even."""
     if dtype == tl.bfloat16:
         bits = values.to(tl.int32, bitcast=True)
         nearest = bits + 0x7FFF + ((bits >> 16) & 1)

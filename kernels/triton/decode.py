@@ -1,29 +1,30 @@
-"""Decode: few tokens for each expert, bound by memory. Two launches for all experts of a step.
+"""Decode: few tokens per expert, bound by memory bandwidth. Two launches for all experts of a step.
 
 A program owns 64 rows of one expert's projection, or one of SPLIT parts of their
-columns. Partial sums go to memory in float32, and the program that a semaphore counts
-as the last one adds them in ascending order, so that the result does not depend on which
-one that was: integers are counted atomically, floats never. A program that fetches
-copies what it computes from and nothing else, so that it shares sums as all others do:
-whether bytes are fetched changes no bit.
+columns. Partial sums go to memory in float32. A semaphore counts the programs that have
+finished, and the last one adds the partial sums in ascending order, so the result does not
+depend on which program was last: integers are counted atomically, floats never. A program
+that fetches copies exactly the bytes it computes from and shares sums like any other:
+fetching does not change any bit.
 
 Launches are described by device tensors; `int` is int32 or int64, as the launch has it.
 
     addresses     int64 [experts, 3]     sections of gate, up and down
-    destinations  int64 [experts, 3]     where to store them too, 0 for nowhere (FETCH)
-    fine          int64 [experts, 3]     sections of lower halves, where bits are NESTED
+    destinations  int64 [experts, 3]     where to store a copy of them, 0 for nowhere (FETCH)
+    residual      int64 [experts, 3]     residual sections, for NESTED bits
     residual_destinations  like destinations
     bits          int32 [experts, 3]     16, 8, 4 or 2, or a codebook's tag
     items         int32 [items, 3]       expert, first and last + 1 of its positions; expert -1 asks for zeros in the
-                                         tokens first to last that have nothing computed (WEIGHTED)
+                                         tokens first to last that have no computed pair (WEIGHTED)
     rows          int [positions]        row of x of each (token, expert) pair, sorted by expert
     pairs         int [positions]        row of the output, token * top_k + k
     semaphores    int32, zeros before and after, [positions, blocks] where programs share sums, [tokens, blocks] if
                   WEIGHTED
 
-ROWS and COLUMNS are those of the projection, TIERS the sum of the bits that may occur; NESTED are the bits whose codes
-are two sections, or 0; STEPS and ORDERED sum the bits whose zeros count steps of their scale, and whose columns are
-stored in an order of their own. SPLIT is the number of parts of the columns, WARPS the launch's num_warps.
+ROWS and COLUMNS are those of the projection. PRECISIONS is the sum of the bits that may occur. NESTED are the bits
+whose codes are stored in two sections, or 0. STEPS and ORDERED are sums of the bits whose zeros count steps of their
+scale, and whose columns are stored in an order of their own. SPLIT is the number of parts of the columns, WARPS the
+launch's num_warps.
 """
 
 import triton
@@ -66,7 +67,7 @@ def gate_up_kernel(
 
     Args:
         x: [tokens, COLUMNS] bfloat16 or float16.
-        hidden: [positions, ROWS] like x, overwritten.
+        hidden: [positions, ROWS], dtype of x, overwritten.
         partials: float32 [positions, SPLIT, 2, 64 * blocks], scratch if programs share a sum.
         ACTIVATION: see activation.constants.
     """
@@ -112,7 +113,7 @@ def _fetch_two(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, PRECISIONS: tl.constexpr, NESTED: tl.constexpr,
     ORDERED: tl.constexpr, BIAS: tl.constexpr, FIRST: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Fetch this program's shares of gate and up that have a destination; where to read their addresses then.
+    """Fetch this program's shares of gate and up if they have destinations; return where to read their addresses then.
 
     FIRST is 1 for experts without a gate.
     """
@@ -144,7 +145,7 @@ def _gate_up(
     STEPS: tl.constexpr, ORDERED: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, TOKENS: tl.constexpr,
     SPLIT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """One or two positions from `first` on."""
+    """Compute one or two positions from `first` on."""
     FLOAT16: tl.constexpr = x.dtype.element_ty == tl.float16
     block = tl.program_id(0)
     split = tl.program_id(2)
@@ -183,7 +184,7 @@ def _gate_up(
 
 @triton.jit
 def _lower(at, NESTED: tl.constexpr):
-    """The address of a section of lower halves, if there are any."""
+    """Return the address of a residual section, if there is one."""
     if NESTED > 0:
         return tl.load(at)
     else:
@@ -192,7 +193,7 @@ def _lower(at, NESTED: tl.constexpr):
 
 @triton.jit
 def _two_rows(x, rows, first, last, COLUMNS: tl.constexpr, TOKENS: tl.constexpr):
-    """Pointer to a position's row, and how far the next one's is from there: nowhere behind the last position."""
+    """Return the pointer to a position's row, and the distance to the next one's (0 after the last position)."""
     row = tl.load(rows + first).to(tl.int64)
     apart = row - row
     if TOKENS == 2:
@@ -202,7 +203,7 @@ def _two_rows(x, rows, first, last, COLUMNS: tl.constexpr, TOKENS: tl.constexpr)
 
 @triton.jit
 def arrives_last(semaphore, count):
-    """Whether this program is the last of `count` that come here; it then sees what the others stored before.
+    """Return whether this program is the last of `count` to arrive; it then sees what the others stored before.
 
     The semaphore is zero again afterwards.
     """
@@ -245,16 +246,17 @@ def down_kernel(
 ):
     """Down projections; grid [blocks of 64 rows, items, SPLIT].
 
-    WEIGHTED: out[token] = sum over its computed k, ascending, of weights[token, k] * down(hidden of the pair); every
-    other row of `out` keeps what it held, or becomes zero if an item asks for it. Otherwise out[pair] = down(hidden of
+    If WEIGHTED, out[token] = sum over its computed k, ascending, of weights[token, k] * down(hidden of the pair). Every
+    other row of `out` keeps its contents, or becomes zero if an item asks for it. Otherwise out[pair] = down(hidden of
     the pair).
 
     Args:
         hidden: [positions, COLUMNS] as gate_up_kernel left it.
         out: [tokens, ROWS] if WEIGHTED, else [tokens * TOP_K, ROWS].
-        weights: float32 [tokens, TOP_K], of the router, if WEIGHTED.
-        computed: int32 [tokens, TOP_K], 1 for the pairs that this launch computes and 0 for the others, if WEIGHTED.
-        partials: float32 [pairs, SPLIT, 64 * blocks], scratch if WEIGHTED; [positions, ...] if only programs share.
+        weights: float32 [tokens, TOP_K], the router's, if WEIGHTED.
+        computed: int32 [tokens, TOP_K], 1 for pairs that this launch computes, else 0, if WEIGHTED.
+        partials: float32 [pairs, SPLIT, 64 * blocks], scratch if WEIGHTED; [positions, ...] if only programs share
+            sums.
     """
     item = tl.program_id(1)
     expert = tl.load(items + 3 * item)
@@ -312,7 +314,7 @@ def down_kernel(
 
 @triton.jit
 def _write_zeros(out, computed, first, last, ROWS: tl.constexpr, TOP_K: tl.constexpr):
-    """64 rows of the output of every token that no other program sums."""
+    """Write 64 zero rows for each token that no other program sums."""
     row = tl.program_id(0) * 64 + tl.arange(0, 64)
     if tl.program_id(2) == 0:
         for token in range(first, last):
@@ -330,7 +332,7 @@ def _down(
     STEPS: tl.constexpr, ORDERED: tl.constexpr, BIAS: tl.constexpr, TOP_K: tl.constexpr, WEIGHTED: tl.constexpr,
     TOKENS: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """One or two positions from `first` on."""
+    """Compute one or two positions from `first` on."""
     FLOAT16: tl.constexpr = hidden.dtype.element_ty == tl.float16
     BLOCKS: tl.constexpr = (ROWS + 63) // 64
     PADDED: tl.constexpr = BLOCKS * 64

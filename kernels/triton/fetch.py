@@ -1,15 +1,13 @@
-"""Fetch-through: a program copies its share of a section to a second address, and computes from the copy.
+"""Fetch-through: a program copies its share of a section to a second address and computes from the copy.
 
-The first address may be mapped host memory. Its bytes cross the link once, in
-loads of 16 bytes for each thread; the products then read them from the slot, out
-of the cache where they just went. So the result is that of a launch from the slot,
-bit for bit, and no second copy is needed.
+The first address may be mapped host memory. Its bytes cross the link once, in 16-byte loads per thread; the products
+then read them from the slot, out of the cache where they were just written. The result has the bits of a launch from
+the slot, and no second copy is needed.
 
-A share is what one program computes from: of a block of 64 rows one of SPLIT parts of the
-columns (``rows`` cuts them), their weights, scales and zeros. The first part has the
-bias, and what pads a section. All shares together are the section. An order of columns, a
-factor, or a lattice's scales belong to several: each fetches them, before it computes, and
-stores the same bytes as the others.
+A share is what one program computes from: one of SPLIT parts of the columns of a block of 64 rows (``rows`` divides
+them), with weights, scales and zeros. The first part includes the bias and the section's padding. All shares together
+are the section. A column order, a factor, or a lattice's scales belong to several shares: each program fetches them
+before it computes, and all store the same bytes.
 """
 
 import triton
@@ -54,10 +52,10 @@ def fetch_share(
     Args:
         source: int64 address of the section.
         destination: int64 address of its copy, a multiple of 16.
-        bits: int32, one of the widths whose sum is TIERS, or a codebook's tag among them.
-        block: which 64 rows.
-        split: which part of the columns.
-        NESTED: bits of the codes whose upper halves alone are the section; half as many are such halves.
+        bits: int32, one of the widths whose sum is PRECISIONS, or the tag of a codebook among them.
+        block: index of the 64 rows.
+        split: index of the part of the columns.
+        NESTED: bits of the codes of which the section holds the base slice, half as many bits each.
     """
     for width in tl.static_range(1, TAG_BITS):
         if PRECISIONS & (1 << width):
@@ -82,7 +80,7 @@ def fetch_residual(
     source, destination, block, split,
     COLUMNS: tl.constexpr, GROUP: tl.constexpr, NESTED: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Copy one program's share of a section of lower halves, as fetch_share does of others."""
+    """Copy one program's share of a residual section, as fetch_share does for other sections."""
     PADDED_COLUMNS: tl.constexpr = (COLUMNS + GROUP - 1) // GROUP * GROUP
     STRIP: tl.constexpr = strip_columns(NESTED, NESTED, GROUP)
     STRIPS: tl.constexpr = PADDED_COLUMNS // STRIP
@@ -99,7 +97,7 @@ def _fetch_plain(
     source, destination, block, split,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of 16-bit weights are columns behind one another; a part is a piece of each."""
+    """Copy 16-bit weights: columns are stored one after the other; a share is a piece of each."""
     WIDTH: tl.constexpr = 32 * WARPS
     SHARE: tl.constexpr = (COLUMNS + WIDTH * SPLIT - 1) // (WIDTH * SPLIT) * WIDTH
     source_halves = source.to(tl.pointer_type(tl.int16))
@@ -127,7 +125,7 @@ def _fetch_quantized(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, NESTED: tl.constexpr,
     ORDERED: tl.constexpr, BIAS: tl.constexpr, LATTICE: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Codes of whole strips of whole groups, four bytes a bit for each column; at 8 bits half of them in each plane."""
+    """Copy codes of whole strips of whole groups: four bytes per bit and column, at 8 bits half of them per plane."""
     PADDED_ROWS: tl.constexpr = (ROWS + 63) // 64 * 64
     PADDED_COLUMNS: tl.constexpr = (COLUMNS + GROUP - 1) // GROUP * GROUP
     STORED: tl.constexpr = stored_bits(BITS, NESTED)
@@ -168,7 +166,7 @@ def _fetch_floats(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TAG: tl.constexpr,
     SPLIT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Published floats: the strips of ``float_rows``, every scale that one of them needs, and the factor."""
+    """Copy published floats: the strips of ``float_rows``, every scale that one of them needs, and the factor."""
     SIZE: tl.constexpr = group_size(TAG, GROUP)
     STRIP: tl.constexpr = 32 if SIZE > 32 else SIZE
     PADDED_COLUMNS: tl.constexpr = padded_columns(COLUMNS, GROUP, TAG)
@@ -197,7 +195,7 @@ def _fetch_floats(
 
 @triton.jit
 def _copy_codes(source, destination, block, begin, end, PADDED_COLUMNS: tl.constexpr, BITS: tl.constexpr):
-    """Codes of some columns, whose number is a multiple of eight; in both planes at 8 bits."""
+    """Copy the codes of some columns, a multiple of eight; in both planes at 8 bits."""
     PLANES: tl.constexpr = 2 if BITS == 8 else 1
     for plane in tl.static_range(PLANES):
         first = block.to(tl.int64) * (8 * PADDED_COLUMNS * BITS) + plane * 32 * PADDED_COLUMNS

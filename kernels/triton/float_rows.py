@@ -1,11 +1,11 @@
-"""Inner products of 64 rows of published floats with one or two tokens, as rows.py has them for steps of a grid.
+"""Inner products of 64 rows of published floats with one or two tokens; like rows.py for other encodings.
 
-A thread keeps one word of a column, eight rows, and walks down the columns, as there. A code becomes a float by being
-put where a float32 has its sign, its lowest exponent bits and its upper mantissa: that is its level times 2^-126
-(e2m1) or 2^-120 (e4m3), also for subnormal codes, because the float32 is then subnormal, too. One product brings it to
-its size, exactly. Scales are applied once in a strip, to the strip's sums, and a matrix's factor at the end.
+A thread keeps one word of a column, eight rows, and walks along the columns. A code becomes a float32 by placing its
+bits at the sign, the lowest exponent bits and the upper mantissa: this is its level times 2^-126 (e2m1) or 2^-120
+(e4m3), also for subnormal codes, because the float32 is then subnormal as well. One product scales it back exactly.
+Scales are applied once per strip, to the strip's sums, and a matrix's factor at the end.
 
-Every sum is taken in one order that depends on the shape alone, never on where the bytes lie.
+The order of every sum depends on the shape alone, never on where the bytes are.
 """
 
 import triton
@@ -81,13 +81,15 @@ def float_rows(
 
 @triton.jit
 def load_x(x, apart, mask, TOKENS: tl.constexpr, ALL: tl.constexpr):
-    """float32 [TOKENS, 1, 1, THREADS] of pointers [1, 1, 1, THREADS] into the first token's row; masked ones are zero.
+    """Load float32 [TOKENS, 1, 1, THREADS] through pointers [1, 1, 1, THREADS] into the first token's row; masked ones
+    are 0.
 
-    One load for each token: Triton 3.6 lays the result of a single one out as no word is, and exchanges it each time.
+    There is one load per token: Triton 3.6 gives the result of a single load another layout than the words, and would
+    exchange it each time.
 
     Args:
         apart: elements from there to the second token's row.
-        ALL: nothing is masked, which saves the instruction that sets the zero.
+        ALL: nothing is masked; this saves the instruction that sets the zero.
     """
     first = (tl.load(x) if ALL else tl.load(x, mask=mask, other=0)).to(tl.float32)
     if TOKENS == 1:
@@ -98,24 +100,24 @@ def load_x(x, apart, mask, TOKENS: tl.constexpr, ALL: tl.constexpr):
 
 @triton.jit
 def _e2m1(codes):
-    """Levels of e2m1 codes, float32; each code is the upper four bits of an int32."""
+    """Return levels of e2m1 codes, float32; each code is the upper four bits of an int32."""
     bits = (codes & -0x80000000) | ((codes >> 6) & 0x01C00000)
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
 
 
 @triton.jit
 def _e4m3(above, below):
-    """Levels of e4m3 codes, float32; the halves of each code are the upper four bits of two int32."""
+    """Return levels of e4m3 codes, float32; the halves of each code are the upper four bits of two int32."""
     bits = (above & -0x80000000) | ((above >> 4) & 0x07000000) | ((below >> 8) & 0x00F00000)
     return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
 
 
 @triton.jit
 def _scales(scales_at, group, word, byte, half, valid, TAG: tl.constexpr):
-    """Scales of eight rows for each thread: float32 [1, 2, 4, THREADS], zero where nothing is valid.
+    """Return the scales of eight rows per thread: float32 [1, 2, 4, THREADS], zero where nothing is valid.
 
     Args:
-        group: which 64 scales.
+        group: index of the group of 64 scales.
     """
     if TAG == 128:
         # One byte of the words at a time: neighbours in one load would be spread over threads, and have to come back.
@@ -132,7 +134,7 @@ def _scales(scales_at, group, word, byte, half, valid, TAG: tl.constexpr):
 
 @triton.jit
 def scale_of_byte(scale, TAG: tl.constexpr):
-    """float32 of a scale's byte in an int32. An exponent of -127 counts as 0: what it scales is below every sum."""
+    """Return a scale's float32 from its byte in an int32; an exponent of -127 gives 0, as it is below every sum."""
     if TAG == 32:
         return (scale << 23).to(tl.float32, bitcast=True)
     else:
@@ -142,7 +144,7 @@ def scale_of_byte(scale, TAG: tl.constexpr):
 
 @triton.jit
 def load_factor(section, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TAG: tl.constexpr):
-    """What all products with a matrix are multiplied with."""
+    """Load the factor that all products with a matrix are multiplied with."""
     address = section + (bias_offset(ROWS, COLUMNS, GROUP, TAG) - factor_bytes(TAG))
     pointer = address.to(tl.pointer_type(tl.float32))
     return tl.load(pointer) / tl.load(pointer + 1)

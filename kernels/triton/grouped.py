@@ -1,16 +1,16 @@
-"""Many tokens for each expert: tensor cores on tiles that are dequantized in registers.
+"""Many tokens per expert: tensor cores on tiles that are dequantized in registers.
 
-A program owns BLOCK_M positions of one expert and BLOCK_N rows of a projection. Codes
-become float32 by being written into the mantissa of 2^23, are scaled there, and
-rounded once to the dtype that the tensor core multiplies; the sum is float32.
+A program owns BLOCK_M positions of one expert and BLOCK_N rows of a projection. Codes become float32 by writing them
+into the mantissa of 2^23; they are scaled there and rounded once to the dtype that the tensor core multiplies. Sums are
+float32.
 
-Published floats become their levels, times scales where that is exact (4 bits, in both dtypes); scales of FP8
-are applied to the sums of a step, and a matrix's factor at the end.
+Published floats become their levels, times scales where that is exact (4 bits, in both dtypes). Scales of FP8 are
+applied to the sums of a step, and a matrix's factor at the end.
 
-At 2 bits each word is loaded for both halves of its group, a column after the
-other: the second time it comes out of the cache, and x keeps its order.
+At 2 bits each word is loaded for both halves of its group, one column after the other: the second load hits the cache,
+and x keeps its order.
 
-Arguments that decode.py has, too, are as there; its items have at most two positions.
+Arguments that decode.py has as well are described there; its items have at most two positions.
 """
 
 import triton
@@ -60,8 +60,9 @@ def grouped_gate_up_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """hidden[position] = activation(gate x[row]) * up x[row]; grid [items, tiles of BLOCK_N rows]. An
-    item has at most BLOCK_M positions; BLOCK_N is a multiple of 64, and GROUP of BLOCK_K.
+    """hidden[position] = activation(gate x[row]) * up x[row]; grid [items, tiles of BLOCK_N rows].
+
+    An item has at most BLOCK_M positions; BLOCK_N is a multiple of 64, and GROUP a multiple of BLOCK_K.
     """
     item = tl.program_id(0)
     tile = tl.program_id(1)
@@ -111,7 +112,7 @@ def grouped_down_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """out[pair] = down hidden[position]; grid and items as of gate and up."""
+    """out[pair] = down hidden[position]; grid and items as for gate and up."""
     item = tl.program_id(0)
     tile = tl.program_id(1)
     expert = tl.load(items + 3 * item)
@@ -136,16 +137,16 @@ def tile_products(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, PRECISIONS: tl.constexpr, NESTED: tl.constexpr,
     STEPS: tl.constexpr, ORDERED: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """sums + x rows times BLOCK_N rows of a section, and its bias.
+    """Return sums + x rows times BLOCK_N rows of a section, plus its bias.
 
     Args:
         sums: float32 [BLOCK_M, BLOCK_N].
         section: int64 address.
-        fine: pointer to the int64 address of lower halves, if the bits are NESTED.
-        bits: int32, one of the widths whose sum is TIERS; for any other nothing is added.
-        tile: which BLOCK_N rows.
+        residual: pointer to the int64 address of the residual section, for NESTED bits.
+        bits: int32, one of the widths whose sum is PRECISIONS; for any other nothing is added.
+        tile: index of the BLOCK_N rows.
         x_rows: pointers [BLOCK_M, 1].
-        inside: [BLOCK_M], which of them count.
+        inside: [BLOCK_M], the valid rows.
     """
     FLOAT16: tl.constexpr = x_rows.dtype.element_ty == tl.float16
     row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -194,9 +195,10 @@ def tile_products(
 
 @triton.jit
 def _numbers(words, offset, shift: tl.constexpr):
-    """One half of a word's codes, less `offset`: float32 [..., 2, 2] of words [...].
+    """Return one half of the codes of words [...], minus `offset`: float32 [..., 2, 2].
 
-    Joined, all codes of a word are one thread's, which finds their parity once; a dimension of 4 goes to four threads.
+    After joining, all codes of a word are in one thread, which computes their parity once; a dimension of 4 would be
+    spread over four threads.
     """
     even = tl.join(_less(words >> shift, offset), _less(words >> (shift + 16), offset))
     return tl.join(even, tl.join(_less(words >> (shift + 8), offset), _less(words >> (shift + 24), offset)))
@@ -209,7 +211,7 @@ def _less(words, offset):
 
 @triton.jit
 def _sign(words):
-    """1, or where the lowest bits of a word's eight codes have odd parity -1, float32; see rows.py."""
+    """Return -1 where the lowest bits of a word's eight codes have odd parity, else 1, float32; see rows.py."""
     return (((words & 0x11111111) * -0x77777778 & -0x80000000) | 0x3F800000).to(tl.float32, bitcast=True)
 
 
@@ -218,7 +220,7 @@ def _row_scales(
     section, row, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TAG: tl.constexpr,
     FLOAT16: tl.constexpr,
 ):  # fmt: skip
-    """float32 of what load_weights returns of a lattice, for some rows."""
+    """Return, in float32, the scales of some rows for what load_weights returns for a lattice."""
     scales_at = (section + weight_bytes(ROWS, COLUMNS, GROUP, stored_bits(TAG, 0))).to(tl.pointer_type(tl.int32))
     words = tl.load(scales_at + row, mask=row < (ROWS + 63) // 64 * 64, other=0)
     low, high = unpack_scales(words, 0, FLOAT16)
@@ -232,9 +234,9 @@ def load_weights(
     STEPS: tl.constexpr, LATTICE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FLOAT16: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_K, BLOCK_N] of a transposed weight, dequantized; anything but NaN behind the last row or column.
+    """Return a dequantized tile [BLOCK_K, BLOCK_N] of a transposed weight; not NaN after the last row or column.
 
-    Of a lattice n, or 4 n + n_fine, which both dtypes hold exactly; scales are a row's.
+    For a lattice the tile holds n, or 4 n + n_residual, which both dtypes hold exactly; each row has one scale.
     """
     dtype: tl.constexpr = tl.float16 if FLOAT16 else tl.bfloat16
     column = start + tl.arange(0, BLOCK_K)

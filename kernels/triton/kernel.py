@@ -1,4 +1,4 @@
-"""The kernel for experts in a GPU's memory."""
+"""The kernel for experts in a GPU's memory, for steps that the host plans."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -38,19 +38,19 @@ _SEMAPHORES = 1 << 14
 
 
 class TritonKernel:
-    """Experts on a GPU, straight from their packed bytes.
+    """Computes experts on a GPU.
 
-    How an expert is computed follows from its shape and from the number of its tokens in the call, never from the other
-    experts: which of them happen to be on the device changes no bit.
+    How an expert is computed depends on its shape and on the number of its tokens in the call, never on the other
+    experts: which of them are on the device changes no bit.
 
     Args:
         device: where the experts are; a CPU only in Triton's interpreter.
-        workspace_bytes: scratch that is held, at least 320 KiB. It bounds the tokens that are computed together.
-        formats: those that calls may hold, whatever their sizes, to compile once for all of them; none for those of
-            each call, which compiles again when another mix comes.
+        workspace_bytes: scratch to keep, at least 320 KiB. It bounds the tokens that are computed together.
+        formats: the formats that calls may use, of any sizes, to compile once for all of them; empty for those of each
+            call, which compiles again for another mix.
 
     Raises:
-        ValueError: a smaller workspace.
+        ValueError: the workspace is too small.
     """
 
     name = "triton"
@@ -86,17 +86,17 @@ class TritonKernel:
     def compute(self, items: Sequence[int], receive: Receive | None = None) -> None:
         """Compute some items, see :class:`vllm_dymoe.kernels.base.ExpertKernel`.
 
-        Once every item has a place, only launches are left of this, so that a graph can capture it.
+        Once every item has an address, only launches remain, so a graph can capture them.
         """
         step = self.step
         for grouped, work in step.launches(items):
             self.launch(grouped, step.x, step.out, step.table, work, step.activation, step.tiles, receive)
 
     def compile(self, table: ExpertTable, activation: Activation) -> None:
-        """At the first call for a kind of experts, compile all that later calls for it can need.
+        """Compile, at the first call for a kind of experts, all variants that later calls for it may need.
 
-        How many tokens experts have decides which kernels run: without this, requests would wait for a compiler
-        whenever a number comes that was not there before.
+        The number of an expert's tokens decides which kernels run. Without this, requests would wait for the compiler
+        whenever a new number occurs.
         """
         kind = (table.shape, table.precisions, activation)
         if kind in self._compiled:
@@ -126,7 +126,7 @@ class TritonKernel:
         receive: Receive | None = None,
         start: Start = run_kernel,
     ) -> None:
-        """Gate and up, and then down, of what one work list names."""
+        """Launch gate and up, then down, for one work list."""
         inner = table.shape.intermediate
         used = 2 * inner * work.positions
         hidden = self._memory[:used].view(x.dtype).view(work.positions, inner)
@@ -145,21 +145,23 @@ class TritonKernel:
             grouped_down(hidden, out, table, work, tiles.grouped_down[grouped], start=start)
 
     def small_batch_step(self, formats: Sequence[Formats], activation: Activation) -> SmallBatchStep:
-        """A whole decode step of experts of some formats, in this kernel's scratch; errors as :meth:`shape_of`."""
+        """Return a whole decode step for experts of some formats, using this kernel's scratch; errors as
+        :meth:`shape_of`.
+        """
         shape, precisions = self.shape_of(formats)
         return SmallBatchStep(shape, precisions, self._tiles_of(shape), activation, self._memory, self._semaphores)
 
     def large_batch_step(
         self, table: Mapping[str, Tensor], shape: LargeBatchShape, formats: Sequence[Formats], activation: Activation
     ) -> TritonLargeBatch:
-        """A large-batch step of experts of some formats; errors as :meth:`shape_of`."""
+        """Return a large-batch step for experts of some formats; errors as :meth:`shape_of`."""
         experts, precisions = self.shape_of(formats)
         return TritonLargeBatch(
             table, shape, experts, precisions, self._tiles_of(experts), activation, self._scratch_of
         )
 
     def _scratch_of(self, partials: int, semaphores: int) -> Scratch:
-        """This kernel's own, or, where that is too little, larger ones that are kept as long as steps use them."""
+        """Return this kernel's scratch, or larger scratch that is kept as long as steps use it."""
         own = self._floats
         if partials > len(own):
             if self._larger is None or len(self._larger) < partials:
@@ -170,18 +172,20 @@ class TritonKernel:
         return Scratch(own, self._semaphores)
 
     def shape_of(self, formats: Sequence[Formats]) -> tuple[ExpertShape, frozenset[int]]:
-        """What experts of some formats have in common, and the bit-widths that launches are compiled for; ValueError
-        if they cannot share a launch."""
+        """Return what experts of some formats have in common, and the bit-widths to compile launches for.
+
+        Raises ValueError if they cannot share a launch.
+        """
         precisions = frozenset(fmt.encoding.tag for three in formats for fmt in three)
         return ExpertShape.of(formats, self._kinds), precisions.union(kind.bits for kind in self._kinds)
 
     def plan(self, shape: ExpertShape, counts: Sequence[int]) -> tuple[Tiles, Plan]:
-        """Sizes of programs, and what they are launched for if experts have so many tokens."""
+        """Return sizes of programs, and the launches for experts with so many tokens."""
         tiles = self._tiles_of(shape)
         return tiles, plan(counts, tiles, self._limits(shape, tiles))
 
     def _limits(self, shape: ExpertShape, tiles: Tiles) -> tuple[int, int]:
-        """Positions that the workspace holds at a time: in decode, and grouped."""
+        """Return how many positions the workspace holds at a time, in decode and grouped."""
         hidden, (partials, semaphores) = 2 * shape.intermediate, tiles.shared(shape.hidden, shape.intermediate)
         room, each = len(self._memory) - 512, hidden + 4 * partials
         decode = min(room // each, _SEMAPHORES // semaphores if semaphores else room)
@@ -197,12 +201,12 @@ class TritonKernel:
 
 
 class TritonStep:
-    """A layer's step: described on the device in one copy at its first launch, and launched as its experts come.
+    """A layer's step: copied to the device once at its first launch, and launched as its experts arrive.
 
-    Where an expert lies is all that is not known at the beginning, and all that is added when it comes.
+    At the beginning only the addresses of experts are unknown; they are added when the experts arrive.
 
     Attributes:
-        table: of the experts that have a place.
+        table: of the experts that have an address.
         tiles: sizes of programs.
     """
 
@@ -218,8 +222,10 @@ class TritonStep:
         self._known: set[int] = set()  # items whose places the device knows
 
     def launches(self, items: Sequence[int]) -> list[tuple[int, WorkList]]:
-        """Index of grouped tiles, or DECODE, and work list of each launch that some items need; errors as
-        :meth:`ExpertKernel.compute`."""
+        """Return the index of grouped tiles, or DECODE, and the work list of each launch that some items need.
+
+        Errors as :meth:`ExpertKernel.compute`.
+        """
         some = [item for item in items if self._sizes[item]]
         if not some:
             return []
@@ -249,7 +255,7 @@ class TritonStep:
         return list(self._cut(sorted(self._row[item] for item in some)))
 
     def _describe(self, fresh: Mapping[int, PackedExpert]) -> None:
-        """Put all that is known on the device."""
+        """Copy everything that is known to the device."""
         shape, _ = self._kernel.shape_of(self._formats)
         self._nested = shape.nested > 0
         items = [item for item, size in enumerate(self._sizes) if size]
@@ -278,7 +284,7 @@ class TritonStep:
         self._index = moved[len(moved) - 2 * len(index[0]) :].view(2, -1)
 
     def _places(self, fresh: Mapping[int, PackedExpert]) -> list[Place]:
-        """Of some items, and behind all rows those of their second sections; ValueError at a misaligned address."""
+        """Return rows of some items, then rows of their second sections. Raises ValueError at a misaligned address."""
         places = []
         for item, expert in fresh.items():
             gate, up, down = expert
@@ -289,7 +295,7 @@ class TritonStep:
         return places
 
     def _cut(self, rows: Sequence[int]) -> Iterator[tuple[int, WorkList]]:
-        """The launches of some rows of the table, ascending."""
+        """Return the launches of some rows of the table, ascending."""
         pieces = [piece for row in rows for piece in self._plan.pieces[row]]
         # Where a launch begins: at another run, or behind an expert that is not among them.
         cuts = [
@@ -304,7 +310,7 @@ class TritonStep:
 
 
 def _aligned(gate: PackedMatrix, up: PackedMatrix, down: PackedMatrix, section: int) -> tuple[int, int, int]:
-    """Addresses that kernels can load 16 bytes from."""
+    """Return addresses from which kernels can load 16 bytes at a time."""
     addresses = gate.addresses[section], up.addresses[section], down.addresses[section]
     for address in addresses:
         if address % 16:

@@ -20,7 +20,9 @@ from vllm_dymoe.kernels.triton.planner import (
     count_pairs,
     ids_of,
     number_of,
+    outside_of,
     plan_small_batch_on_gpu,
+    tell_outside,
 )
 from vllm_dymoe.kernels.triton.start import Start, run_kernel
 from vllm_dymoe.planner.constants import experts_width
@@ -69,16 +71,16 @@ def plan_large_batch_on_gpu(
     )
     classes, long = large["work"].shape[1:3]
     numbers = (
-        layer, shape.half, shape.passes, half, ahead, shape.items, classes, long, plan["slots"].stride(0),
+        layer, shape.half, shape.streamed_groups, half, ahead, shape.items, classes, long, plan["slots"].stride(0),
         plan["addresses"].stride(0),
     )  # fmt: skip
     columns = *(table[name] for name in _OF_TABLE), *(plan[name] for name in _OF_PLAN)
     constants = {"COUNTERS": table["counters"].shape[1], "SLICES": shape.slices, "STEPS": tuple(steps)}
     start(
         list_kernel, (shape.groups, classes), (*columns, large["spans"], large["work"], *numbers),
-        {"EXPERTS": shape.experts, "WIDTH": width, **constants, "GROUPS": shape.passes > 0}, options,
+        {"EXPERTS": shape.experts, "WIDTH": width, **constants, "GROUPS": shape.streamed_groups > 0}, options,
     )  # fmt: skip
-    placed = ids, rows, scratch, plan["rows"], plan["pairs"], large["ids"], table["staged_for"]
+    placed = ids, rows, scratch, plan["rows"], plan["pairs"], large["ids"], table["staged_for"], table["outside"]
     start(place_pairs_kernel, (shape.chunks,), (*placed, shape.chunk, shape.chunks, shape.positions, layer), sizes,
           options)  # fmt: skip
 
@@ -269,11 +271,20 @@ def _fill(rows, value, first, stop, lane, WIDTH: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize_on_alignment=["ids", "rows", "scratch", "item_rows", "item_pairs", "computed", "staged_for"],
+    do_not_specialize_on_alignment=[
+        "ids",
+        "rows",
+        "scratch",
+        "item_rows",
+        "item_pairs",
+        "computed",
+        "staged_for",
+        "outside",
+    ],
     do_not_specialize=["chunk", "chunks", "positions", "layer"],
 )
 def place_pairs_kernel(
-    ids, rows, scratch, item_rows, item_pairs, computed, staged_for,
+    ids, rows, scratch, item_rows, item_pairs, computed, staged_for, outside,
     chunk: tl.int32, chunks: tl.int32, positions: tl.int32, layer: tl.int32,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -287,6 +298,7 @@ def place_pairs_kernel(
     before = scratch + 3 * WIDTH + number * WIDTH
     ranks = scratch + (3 + 3 * chunks) * WIDTH
     real = tl.load(rows) * TOP_K
+    wrong = tl.full([WIDTH], -1, tl.int64)
     for first in range(number * chunk, tl.minimum((number + 1) * chunk, positions), WIDTH):
         pair = first + lane
         own = pair < tl.minimum((number + 1) * chunk, positions)
@@ -297,5 +309,7 @@ def place_pairs_kernel(
         tl.store(item_pairs + position, pair, mask=inside)
         tl.store(item_rows + position, pair // TOP_K, mask=inside)
         tl.store(computed + pair, tl.where(inside, one_id, -1), mask=own)
+        wrong = tl.maximum(wrong, outside_of(ids, pair, tl.where(own, real, 0), EXPERTS))
+    tell_outside(outside + layer, wrong)
     if number == 0:
         tl.store(staged_for + layer % 2, -1)

@@ -1,8 +1,8 @@
-"""A large-batch step of one MoE layer as launches, with no host in it: lists, copies, and products class by class.
+"""A large-batch step of one MoE layer as launches without the host: lists, copies, and products for each row class.
 
-How an expert is computed follows from the number of its tokens, as where the host plans (``plan.py``): the same bits.
-A class that has nothing to do in a group is a launch of programs that end at once; one of more tokens than the step
-has is none.
+How an expert is computed depends on the number of its tokens, as in the host-planned path (``plan.py``): the same bits.
+A class without work in a group is a launch of programs that end at once; a class of more tokens than the step has is
+not launched.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,11 +40,11 @@ class TritonLargeBatch:
     Args:
         table: the tensors of a Table, by name.
         shape: of the step.
-        experts: what all of them have in common.
+        experts: what all experts have in common.
         precisions: bit-widths, or codebooks' tags, that may occur.
         tiles: sizes of programs.
-        activation: of the gate.
-        scratch: of decode, for elements of partial sums and semaphores; one layer at a time uses it.
+        activation: applied between the projections.
+        scratch: decode's partial sums and semaphores; one layer at a time uses it.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class TritonLargeBatch:
         classes = max(2, 1 + sum(step < shape.tokens for step in self._steps[:-1]))
         self._large, self._plan = LargeBatchWork.allocate(shape, self._steps[:classes], device), plan.tensors
         self.ids = self._large.ids
-        groups = range(ADMITTED, STREAMED + shape.passes + (shape.passes > 0))
+        groups = range(ADMITTED, STREAMED + shape.streamed_groups + (shape.streamed_groups > 0))
         self._spans = {group: self._large.spans[shape.spans(group)] for group in groups}
         residual = plan.addresses[-1] if experts.nested else None
         self._rotation = experts.rotation(precisions)
@@ -81,7 +81,7 @@ class TritonLargeBatch:
         self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, rows: Tensor, half: int, ahead: int,
         marks: Tensor | None,
     ) -> None:  # fmt: skip
-        """Four launches; and memory for what is between gate, down and the sums."""
+        """Plan the step in four launches, and allocate hidden states and unweighted outputs."""
         plan_large_batch_on_gpu(
             self._table, layer, ids, weights, rows, self._plan, self.shape, half, ahead, self._steps,
             vars(self._large), marks,
@@ -93,18 +93,18 @@ class TritonLargeBatch:
             self._launches = [self._products(group) for group in range(self.shape.groups)]
 
     def copy(self, group: int) -> None:
-        """One launch."""
+        """Copy a group's experts in one launch."""
         copy_spans(self._spans[group])
 
     def compute(self, group: int) -> None:
-        """Two launches for each class."""
+        """Compute a group in two launches per class."""
         x, hidden, out = self._x, self._hidden, self._out
         for (up, of_up), (down, of_down) in self._launches[group]:
             up(x, hidden, *of_up)
             down(hidden, out, *of_down)
 
     def _products(self, group: int) -> list[tuple[_Launch, _Launch]]:
-        """The launches of a group, checked once: between layers the first two tensors differ, and nothing else."""
+        """Prepare the launches of a group. They are checked once: between layers only the first two tensors differ."""
         found: list[_Launch] = []
 
         def start(kernel: Any, grid: tuple[int, ...], tensors: Sequence[Tensor | int], *rest: Any) -> None:
@@ -125,5 +125,5 @@ class TritonLargeBatch:
         return list(zip(found[::2], found[1::2], strict=True))
 
     def finish(self) -> Tensor:
-        """One launch."""
+        """Sum each token's experts in one launch."""
         return combine(self._out, self._weights, self.ids)

@@ -1,7 +1,7 @@
-"""What a launch is told, and the four entry points: checks that cost microseconds, then one launch each.
+"""Arguments of a launch, and its four entry points: checks that cost microseconds, then one launch each.
 
-Every argument that changes from step to step is a device tensor; nothing here waits for the device, so that a step can
-be captured in a CUDA graph.
+Every argument that changes from step to step is a device tensor, and nothing here waits for the device, so a CUDA graph
+can capture a step.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,7 +27,7 @@ Formats = tuple[MatrixFormat, MatrixFormat, MatrixFormat]
 
 
 class Kind(NamedTuple):
-    """What is compiled in of a matrix's format, beside what all experts have in common; see MatrixFormat."""
+    """What kernels compile in from a matrix's format, beyond what all experts have in common; see MatrixFormat."""
 
     bits: int
     integer_zeros: bool
@@ -36,7 +36,7 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, format: MatrixFormat) -> "Kind":
-        """That of a format."""
+        """Return the kind of a format."""
         nested = format.bits if format.nested else format.encoding.upper_of
         return cls(format.encoding.tag, format.integer_zeros, format.act_order, nested)
 
@@ -59,8 +59,10 @@ class ExpertShape:
 
     @classmethod
     def of(cls, formats: Sequence[Formats], kinds: Iterable[Kind] = ()) -> "ExpertShape":
-        """Of experts of some formats, and of what else launches hold; a group size counts below 16 bits only.
-        ValueError if they cannot share a launch."""
+        """Return what experts of some formats and other kinds have in common; a group size counts below 16 bits only.
+
+        Raises ValueError if they cannot share a launch.
+        """
         every = [fmt for three in formats for fmt in three]
         groups = {fmt.group_size for fmt in every if fmt.quantized and not fmt.encoding.group_size}
         inner = {up.rows for _, up, _ in formats}
@@ -87,7 +89,9 @@ class ExpertShape:
         return cls(*shape, has_gate=every[0].rows > 0, nested=max(nested, default=0))
 
     def formats(self, bits: int) -> Formats:
-        """Gate [I, H] or [0, H], up [I, H] and down [H, I] at some bits, or with the codebook of a tag."""
+        """Return the formats of gate [I, H] or [0, H], up [I, H] and down [H, I] at some bits, or with a codebook's
+        tag.
+        """
         encoding = WHOLE[bits]
         if self.nested:
             halves = NESTED[self.nested], UPPER_HALVES[self.nested], E8_NESTED, E8_BASE
@@ -96,14 +100,17 @@ class ExpertShape:
         return ExpertFormat(self.hidden, self.intermediate, encoding, self.group_size, self.dtype, *flags).matrices
 
     def rotation(self, precisions: frozenset[int]) -> int:
-        """Neighbouring inputs of gate and up that are rotated together before launches read them; 0 for none."""
+        """Return the block size in which inputs of gate and up are rotated before launches read them; 0 for none."""
         return self.formats(max(precisions))[1].rotation
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertTable:
-    """Where experts are. The tensors may be rewritten between launches; only `precisions` and the shape are compiled
-    in. TypeError or ValueError if a tensor has another dtype or shape, or is missing."""
+    """Addresses and bit-widths of experts. The tensors may be rewritten between launches.
+
+    Only `precisions` and the shape are compiled in. Raises TypeError or ValueError if a tensor has another dtype or
+    shape, or is missing.
+    """
 
     shape: ExpertShape
     precisions: frozenset[int]  # bit-widths, or codes' tags, that `bits` may hold
@@ -129,7 +136,7 @@ class ExpertTable:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What every kernel is told of the sections that it reads."""
+        """Return what every kernel needs to know of the sections that it reads."""
         shape = self.shape
         return {
             "GROUP": shape.group_size,
@@ -142,14 +149,16 @@ class ExpertTable:
 
     @property
     def places(self) -> tuple[Tensor, ...]:
-        """Where decode reads and stores; what the table has not stands for itself, and is not read."""
+        """Return where decode reads and stores. A tensor that the table does not have is replaced by another one and
+        not read.
+        """
         parts = self.addresses, self.destinations, self.residual, self.residual_destinations
         return tuple(self.addresses if part is None else part for part in parts)
 
 
 @dataclass(frozen=True, eq=False)
 class WorkList:
-    """Tokens by expert. TypeError or ValueError if a tensor has another dtype or shape."""
+    """Tokens sorted by expert. Raises TypeError or ValueError if a tensor has another dtype or shape."""
 
     items: Tensor  # int32 [items, 3]: expert of the table, first and last + 1 of its positions; empty ones are allowed
     rows: Tensor  # int32 or int64 [positions], rows of x
@@ -166,13 +175,13 @@ class WorkList:
 
     @property
     def positions(self) -> int:
-        """How many (token, expert) pairs there are."""
+        """Number of (token, expert) pairs."""
         return self.rows.shape[0]
 
 
 @dataclass(frozen=True, eq=False)
 class Scratch:
-    """What decode needs beside its tensors when programs share a sum; one launch at a time may use it."""
+    """What decode needs in addition if programs share a sum; one launch at a time may use it."""
 
     partials: Tensor  # float32, contents do not matter
     semaphores: Tensor  # int32, zeros before and after every launch
@@ -200,16 +209,16 @@ def decode_gate_up(
     """hidden[position] = activation(gate x[row]) * up x[row], for few positions of each expert.
 
     Args:
-        x: [tokens, hidden] in the experts' dtype, rotated where the shape says so.
-        hidden: [positions, intermediate] like x, overwritten with what down multiplies.
-        table: the experts. With destinations, gate and up are stored there too, all bytes of their sections.
-        work: an item has one or two positions; with destinations any number, because an expert is in one item only, so
-            that its bytes are read once.
-        tile: size of a program; its split decides the order of sums, with and without destinations.
-        scratch: if the tile's split is above 1.
+        x: [tokens, hidden] in the experts' dtype, rotated if the shape says so.
+        hidden: [positions, intermediate], dtype of x, overwritten with the inputs of down.
+        table: the experts. With destinations, all bytes of the sections of gate and up are stored there as well.
+        work: an item has one or two positions. With destinations it has any number, because an expert is then in one
+            item only, so that its bytes are read once.
+        tile: size of a program; its split determines the order of sums, with and without destinations.
+        scratch: needed if the tile's split is above 1.
         start: launch, or only compile.
 
-    TypeError at a wrong dtype, ValueError at sizes that disagree, or too little scratch.
+    Raises TypeError for a wrong dtype, and ValueError for sizes that disagree or too little scratch.
     """
     _check_states(x, None, hidden, work, table.shape)
     blocks = -(-table.shape.intermediate // 64)
@@ -233,19 +242,19 @@ def decode_down(
     *,
     start: Start = run_kernel,
 ) -> None:
-    """Down projections of what decode_gate_up left, for all experts in one launch.
+    """Apply down projections to what decode_gate_up left, for all experts in one launch.
 
     Without a weighting out[pair] = down(hidden[position]). With one, out[token] is the weighted sum over the token's
-    computed pairs, in ascending k, bit for bit what combine makes of unweighted outputs; tokens with no computed pair
-    keep what they held, or become zero if the work's last item is (-1, 0, tokens).
+    computed pairs, in ascending k, bit for bit what combine makes of unweighted outputs. Tokens without a computed pair
+    keep their contents, or become zero if the work's last item is (-1, 0, tokens).
 
     Args:
         hidden: [positions, intermediate] in the experts' dtype.
         out: [tokens * top_k, hidden] or, with a weighting, [tokens, hidden]; overwritten where named.
-        table: the experts. With destinations, down is stored there too.
+        table: the experts. With destinations, down is stored there as well.
         scratch: as for decode_gate_up, or with a weighting.
 
-    The others, and what is refused, are as for decode_gate_up.
+    Other arguments and errors as for decode_gate_up.
     """
     shape, top_k = table.shape, 1
     if weighting is not None:
@@ -287,8 +296,10 @@ def grouped_gate_up(
     *,
     start: Start = run_kernel,
 ) -> None:
-    """The same as decode_gate_up on tensor cores, for items of up to tile.block_m positions; destinations are a
-    ValueError."""
+    """Compute what decode_gate_up does on tensor cores, for items of up to tile.block_m positions.
+
+    Destinations raise ValueError.
+    """
     _check_states(x, None, hidden, work, table.shape)
     sizes = {"ROWS": table.shape.intermediate, "COLUMNS": table.shape.hidden, "ACTIVATION": constants(activation)}
     _grouped(start, grouped_gate_up_kernel, table, work, tile, (x, hidden), work.rows, sizes)
@@ -336,7 +347,7 @@ def _check_states(
 
 
 def _check_scratch(scratch: Scratch, partials: int, semaphores: int) -> None:
-    """Refuse scratch that is too small; both tensors are one-dimensional."""
+    """Raise ValueError if scratch is too small; both tensors are one-dimensional."""
     for name, dtype, needed in (("partials", torch.float32, partials), ("semaphores", torch.int32, semaphores)):
         tensor = getattr(scratch, name)
         check_tensor(name, tensor, shape=(None,), dtype=dtype)

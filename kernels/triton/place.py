@@ -1,6 +1,6 @@
-"""Writes experts' addresses and widths into a table on the device, from a launch's own arguments.
+"""Writes experts' addresses and bit-widths into a table on the device, from a launch's own arguments.
 
-A copy would do the same, but copies from the host queue up behind the experts that the link is busy with.
+A copy would do the same, but copies from the host queue behind the experts that occupy the link.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class Place(NamedTuple):
     """A row of the table.
 
     Attributes:
-        row: which.
+        row: its index.
         sections: addresses of gate, up and down.
         widths: bits of each.
     """
@@ -60,7 +60,7 @@ def place_kernel(
     row2: tl.int64, gate2: tl.int64, up2: tl.int64, down2: tl.int64, widths2: tl.int64,
     row3: tl.int64, gate3: tl.int64, up3: tl.int64, down3: tl.int64, widths3: tl.int64,
 ):  # fmt: skip
-    """Rows of two tables; widths are two bytes each, gate's the lowest.
+    """Write rows of two tables; widths are two bytes each, gate's the lowest.
 
     Args:
         addresses: int64 [experts, 3].
@@ -74,7 +74,7 @@ def place_kernel(
 
 @triton.jit
 def _place(addresses, bits, row, gate, up, down, widths):
-    """One row."""
+    """Write one row."""
     tl.store(addresses + 3 * row, gate)
     tl.store(addresses + 3 * row + 1, up)
     tl.store(addresses + 3 * row + 2, down)

@@ -1,8 +1,7 @@
-"""What is launched for a layer's step, from the number of each expert's tokens.
+"""Chooses the launches of a layer's step from the number of each expert's tokens.
 
-Positions of a work list are counted from the beginning of a *run*, which is as many experts of one class as the
-workspace holds; any neighbours of a run can share a launch, and what one expert is computed by does not depend on which
-do.
+Positions of a work list are counted from the beginning of a *run*: as many experts of one class as the workspace holds.
+Any neighbours of a run can share a launch, and the result of an expert does not depend on which do.
 """
 
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ DECODE = -1
 
 @dataclass(frozen=True)
 class Run:
-    """Positions that share the workspace: first to stop in the layer."""
+    """Positions that share the workspace: from first to stop in the layer."""
 
     grouped: int  # index of the grouped tiles, DECODE for decode
     first: int
@@ -24,7 +23,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is launched for experts of given numbers of tokens, in the order of their classes."""
+    """The launches for experts with given numbers of tokens, in the order of their classes."""
 
     order: list[int]  # indices of the experts; rows of the table are in this order
     runs: list[Run]
@@ -34,7 +33,7 @@ class Plan:
 
 
 def plan(counts: Sequence[int], tiles: Tiles, limits: tuple[int, int]) -> Plan:
-    """Cut experts into items and runs.
+    """Divide experts into items and runs.
 
     Args:
         counts: tokens of each expert, at least 1.
@@ -66,7 +65,7 @@ def plan(counts: Sequence[int], tiles: Tiles, limits: tuple[int, int]) -> Plan:
 
 
 def token_class(tiles: Tiles, tokens: int) -> int:
-    """DECODE, or the index of the grouped tiles that an expert with so many tokens takes."""
+    """Return DECODE, or the index of the grouped tiles for an expert with so many tokens."""
     if tokens <= tiles.decode_tokens:
         return DECODE
     holding = (number for number, tile in enumerate(tiles.grouped_down) if tokens <= tile.block_m)

@@ -64,6 +64,7 @@ _OF_TABLE = (
     "source",
     "reuse_high",
     "counters",
+    "outside",
     "recording",
     "ring_ids",
     "ring_weights",
@@ -180,6 +181,7 @@ def decide_kernel(
     source,
     reuse_high,
     counters,
+    outside,
     recording,
     ring_ids,
     ring_weights,
@@ -244,7 +246,7 @@ def decide_kernel(
     else:
         if (tl.load(recording) != 0) & (real > 0):
             at = (number % depth) * layers + layer
-            _record(ids, weights, ring_ids, ring_weights, at * ring_tokens * TOP_K, real * TOP_K, WIDTH)
+            _record(ids, weights, ring_ids, ring_weights, at * ring_tokens * TOP_K, real * TOP_K, EXPERTS, WIDTH)
             tl.store(ring_rows + at, real)
         sizes, sums = count_pairs(ids, weights, ranks, real * TOP_K, expert, EXPERTS, WIDTH, CHUNK)
     active = sizes > 0
@@ -437,6 +439,7 @@ def decide_kernel(
             tl.store(item_scratch + WIDTH + expert, tl.where(far, 2, 1))
         tl.debug_barrier()
         total = tl.sum(positions, 0)
+        wrong = tl.full([WIDTH], -1, tl.int64)
         for first_pair in range(0, tokens * TOP_K, WIDTH):
             pair = first_pair + expert
             one_id, inside = ids_of(ids, pair, real * TOP_K, EXPERTS)
@@ -452,6 +455,8 @@ def decide_kernel(
             if CPU:
                 computed = tl.load(item_scratch + WIDTH + one_id, mask=inside, other=0)
             tl.store(item_computed + pair, computed, mask=pair < tokens * TOP_K)
+            wrong = tl.maximum(wrong, outside_of(ids, pair, real * TOP_K, EXPERTS))
+        tell_outside(outside + layer, wrong)
 
 
 @triton.jit
@@ -605,17 +610,34 @@ def add_to(counts, which, value):
 
 @triton.jit
 def ids_of(ids, pair, count, EXPERTS: tl.constexpr):
-    """Experts of some pairs, and which of them this rank has; other numbers stand for no expert."""
-    one_id = tl.load(ids + pair, mask=pair < count, other=-1).to(tl.int32)
-    return one_id, (one_id >= 0) & (one_id < EXPERTS)
+    """Experts of some pairs, int32, and which of them this rank has; -1 for the others."""
+    one_id = tl.load(ids + pair, mask=pair < count, other=-1)
+    inside = (one_id >= 0) & (one_id < EXPERTS)
+    return tl.where(inside, one_id, -1).to(tl.int32), inside
 
 
 @triton.jit
-def _record(ids, weights, ring_ids, ring_weights, at, count, WIDTH: tl.constexpr):
+def outside_of(ids, pair, count, EXPERTS: tl.constexpr):
+    """int64, the numbers that are neither an expert's nor -1, as ``Table.outside`` has them; -1 for the others."""
+    one_id = tl.load(ids + pair, mask=pair < count, other=-1).to(tl.int64)
+    return tl.where((one_id < -1) | (one_id >= EXPERTS), one_id & _NONE, -1)
+
+
+@triton.jit
+def tell_outside(outside, wrong):
+    """Keep the highest of such numbers, if there are any."""
+    highest = tl.max(wrong, 0)
+    if highest >= 0:
+        tl.atomic_max(outside, highest)
+
+
+@triton.jit
+def _record(ids, weights, ring_ids, ring_weights, at, count, EXPERTS: tl.constexpr, WIDTH: tl.constexpr):
     for first in range(0, count, WIDTH):
         pair = first + tl.arange(0, WIDTH)
         inside = pair < count
-        tl.store(ring_ids + at + pair, tl.load(ids + pair, mask=inside).to(tl.int32), mask=inside)
+        one_id, _ = ids_of(ids, pair, count, EXPERTS)
+        tl.store(ring_ids + at + pair, one_id, mask=inside)
         tl.store(ring_weights + at + pair, tl.load(weights + pair, mask=inside), mask=inside)
 
 
@@ -630,13 +652,12 @@ def count_pairs(ids, weights, ranks, count, expert, EXPERTS: tl.constexpr, WIDTH
     lane = tl.arange(0, CHUNK)
     for first in range(0, count, CHUNK):
         one_id, inside = ids_of(ids, first + lane, count, EXPERTS)
-        one_id = tl.where(inside, one_id, -1)
         weight = tl.load(weights + first + lane, mask=inside, other=0.0)
         usable = tl.abs(weight) < _MOST_WEIGHT
         units = (tl.where(usable, weight, 0.0) * _UNIT).to(tl.int64) + usable.to(tl.int64)
         chosen = one_id[:, None] == expert[None, :]
-        other_id, others = ids_of(ids, first + lane, count, EXPERTS)
-        before = (one_id[:, None] == tl.where(others, other_id, -1)[None, :]) & (lane[:, None] > lane[None, :])
+        other_id, _ = ids_of(ids, first + lane, count, EXPERTS)
+        before = (one_id[:, None] == other_id[None, :]) & (lane[:, None] > lane[None, :])
         rank = tl.sum(before.to(tl.int32), 1) + tl.sum(tl.where(chosen, sizes[None, :], 0), 1)
         tl.store(ranks + first + lane, rank, mask=inside)
         sizes += tl.sum(chosen.to(tl.int32), 0)

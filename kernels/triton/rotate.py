@@ -1,8 +1,8 @@
-"""The rotation of what points of a lattice multiply: signs, and a Hadamard transform in blocks of neighbours.
+"""The input rotation of lattice codes: signs, and a Hadamard transform in blocks of neighbouring columns.
 
-Inputs of gate and up are rotated in one launch, because every program of theirs needs all columns; those of down by the
-programs that compute them, which hold whole blocks. The plain twin of both is ``kernels/lattice.py``, bit for bit until
-they are rounded.
+Inputs of gate and up are rotated in one launch, because each of their programs needs all columns. Inputs of down are
+rotated by the programs that compute them, which hold whole blocks. The plain twin of both is ``kernels/lattice.py``,
+bit for bit before rounding.
 """
 
 import torch
@@ -21,13 +21,13 @@ def rotate_inputs(x: Tensor, into: Tensor, block: int, *, start: Start = run_ker
 
     Args:
         x: [tokens, columns].
-        into: like x, overwritten.
-        block: neighbours that are rotated together, a power of two that divides the columns.
+        into: shape and dtype of x, overwritten.
+        block: columns that are rotated together, a power of two that divides the number of columns.
         start: launch, or only compile.
 
     Raises:
         TypeError: into has another dtype.
-        ValueError: another shape, or a block that does not divide the columns or is no power of two.
+        ValueError: into has another shape, or the block does not divide the columns or is not a power of two.
     """
     check_tensor("into", into, shape=tuple(x.shape), dtype=x.dtype)
     tokens, columns = x.shape
@@ -41,7 +41,7 @@ def rotate_inputs(x: Tensor, into: Tensor, block: int, *, start: Start = run_ker
 
 
 def rotated_inputs(x: Tensor, block: int, *, start: Start = run_kernel) -> Tensor:
-    """x, or a new tensor of x rotated where there are blocks."""
+    """Return x, rotated into a new tensor if there is a block size."""
     if not block:
         return x
     rotate_inputs(x, into := torch.empty_like(x), block, start=start)
@@ -60,7 +60,7 @@ def rotate_kernel(x, into, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl
 
 @triton.jit
 def rotate(values, first, BLOCK: tl.constexpr):
-    """float32 values [rows, columns], of columns from `first` on, with each BLOCK of neighbours rotated."""
+    """Rotate float32 values [rows, columns], whose first column is `first`, in blocks of BLOCK columns."""
     number = (first + tl.arange(0, values.shape[1])).to(tl.uint32) * 0x9E3779B1
     number = (number ^ (number >> 15)) * 0x85EBCA77
     values = tl.where((((number ^ (number >> 13)) & 1) == 0)[None, :], values, -values)
@@ -72,7 +72,7 @@ def rotate(values, first, BLOCK: tl.constexpr):
 
 @triton.jit
 def _pairs(values, HALF: tl.constexpr):
-    """The sum and the difference of each two values that lie HALF columns apart, made where they are."""
+    """Replace each two values that are HALF columns apart by their sum and difference."""
     pairs = values.reshape(values.shape[0], values.shape[1] // (2 * HALF), 2, HALF)
     second = tl.arange(0, 2)[None, None, :, None] == 1
     sums = tl.sum(pairs, 2, keep_dims=True)

@@ -1,24 +1,21 @@
-"""Inner products of 64 rows with one or two tokens, straight from packed bytes: what decode is made of.
+"""Inner products of 64 rows with one or two tokens, straight from packed bytes: the core of decode.
 
-Decode is bound by memory: a weight is read once and multiplied once or twice, so
-tensor cores would idle, and the way to them (shuffling dequantized tiles through
-shared memory) costs more than the products. What has to be small is the number of
-instructions for each weight: an H200 issues about 3.5 of them in the time in which its
-memory delivers one weight of 4 bits.
+Decode is bound by memory: a weight is read once and multiplied once or twice. Tensor cores would idle, and bringing
+dequantized tiles to them through shared memory would cost more than the products. What has to be small is the number of
+instructions per weight: an H200 issues about 3.5 of them in the time in which its memory delivers one 4-bit weight.
 
-- A thread keeps one word of a column: eight rows at 4 bits. It walks down the columns, every fourth one of a
-  strip, so that a warp's load is 128 contiguous bytes and nothing crosses lanes before the end.
-- A code becomes a float by being written into the mantissa of 1.0: (word & mask) | 0x3F800000 is 1 + code / 2^n
-  exactly, one instruction and no conversion. The sum of x that this adds is known and taken off once in a strip.
-- Scale and zero are applied once in a strip, to the strip's sums: that of x ((code - mid) scale + zero) is
-  scale sum(x code) + (zero - mid scale) sum(x).
-- A warp owns a strip of up to 64 columns of one group, for the line above to be rare.
-- Eight codes of a thread's word are a lattice's point, whose parity moves all of them: it flips the sign of x in a sum
-  of its own, four instructions for eight weights. A scale is a row's, and applied at the end.
-- Where columns are stored in an order of their own, x is read in it: one more load for each of x, which all rows of a
-  word share, an eighth to a sixth more instructions. A kernel of its own that sorts x would cost a launch.
+- A thread keeps one word of a column: eight rows at 4 bits. It walks along the columns, taking every fourth one of a
+strip, so that a warp's load is 128 contiguous bytes and nothing crosses lanes before the end. - A code becomes a float
+by writing it into the mantissa of 1.0: (word & mask) | 0x3F800000 is exactly 1 + code / 2^n, one instruction and no
+conversion. The sum of x that this adds is known, and subtracted once per strip. - Scale and zero are applied once per
+strip, to the strip's sums: the sum of x ((code - mid) scale + zero) is scale sum(x code) + (zero - mid scale) sum(x). -
+A warp owns a strip of up to 64 columns of one group, so that the line above is rare. - Eight codes of a thread's word
+are a lattice point, whose parity shifts all of them: it flips the sign of x in a separate sum, four instructions for
+eight weights. Each row has one scale, applied at the end. - Where columns are stored in an order of their own, x is
+read in that order: one more load per x, which all rows of a word share, an eighth to a sixth more instructions. A
+separate kernel that sorts x would cost a launch.
 
-Every sum is taken in one order that depends on the shape alone, never on where the bytes lie.
+The order of every sum depends on the shape alone, never on where the bytes are.
 """
 
 import triton
@@ -65,16 +62,16 @@ def quantized_rows(
 
     Args:
         section: int64 address.
-        fine: int64 address of the lower halves, if NESTED is BITS.
-        block: which 64 rows.
+        residual: int64 address of the residual section, if NESTED is BITS.
+        block: index of the 64 rows.
         x: pointer to a row.
         apart: int64, elements from there to the second token's row, if TOKENS is 2.
-        split: which of the SPLIT parts of the columns.
-        NESTED: bits of the codes that are two sections, or of which BITS is the upper half.
-        STEPS: whether zeros count steps of their scale.
-        ORDERED: whether stored columns have an order of their own.
-        BIAS: whether there is one in front of that order.
-        LATTICE: whether codes are points of a lattice, NESTED then 4, and x rotated.
+        split: index of the part of the columns, below SPLIT.
+        NESTED: bits of codes that are stored in two sections; BITS is this, or half of it for the base slice alone.
+        STEPS: zeros count steps of their scale.
+        ORDERED: stored columns have an order of their own.
+        BIAS: there is a bias before that order.
+        LATTICE: codes are lattice points, NESTED is then 4, and x is rotated.
 
     Returns:
         float32 [TOKENS, 64].
@@ -204,7 +201,9 @@ def quantized_rows(
 
 @triton.jit
 def _load_words(words_at, residual_at, strip, last, STRIP: tl.constexpr, BITS: tl.constexpr, STORED: tl.constexpr):
-    """A strip for each warp: a tuple of int32 like `strip`, one for each step; in pairs where codes are two halves."""
+    """Load a strip for each warp: a tuple of int32 tensors shaped like `strip`, one per step; pairs if codes are in two
+    sections.
+    """
     LOADS: tl.constexpr = STRIP // 8 if BITS == 4 and STORED == 2 else STRIP // 4
     at = strip * (LOADS * 32)
     words = ()
@@ -217,13 +216,13 @@ def _load_words(words_at, residual_at, strip, last, STRIP: tl.constexpr, BITS: t
 
 @triton.jit
 def _by_parity(x, words, mask, factor):
-    """x, or where the eight bits under a mask are of odd parity -x; `factor` adds all of them up in the last bit."""
+    """Return -x where the eight bits under a mask have odd parity, else x; `factor` adds them up in the last bit."""
     return (((words & mask) * factor & -0x80000000) ^ x.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _load(pointers, mask, ALL: tl.constexpr):
-    """What is masked out is zero; ALL says that nothing is, and saves the instruction that sets the zero."""
+    """Load, with zeros where masked. ALL: nothing is masked, which saves the instruction that sets the zero."""
     if ALL:
         return tl.load(pointers)
     else:
@@ -232,13 +231,13 @@ def _load(pointers, mask, ALL: tl.constexpr):
 
 @triton.jit
 def _load_by(order_at, x, apart, mask, TOKENS: tl.constexpr, ALL: tl.constexpr):
-    """The float32 inputs [TOKENS, 1, 1, THREADS] that some stored columns multiply."""
+    """Load the float32 inputs [TOKENS, 1, 1, THREADS] that some stored columns multiply."""
     return load_x(x + _load(order_at, mask, ALL).to(tl.int32), apart, mask, TOKENS, ALL)
 
 
 @triton.jit
 def _factors(codes, mask, one):
-    """1 + code / 2^n for the codes under a mask; `one` has the bits of 1.0."""
+    """Return 1 + code / 2^n for the codes under a mask; `one` has the bits of 1.0."""
     return ((codes & mask) | one).to(tl.float32, bitcast=True)
 
 
@@ -256,7 +255,7 @@ def plain_rows(
     WARPS: tl.constexpr,
     FLOAT16: tl.constexpr,
 ):
-    """The same for 16 bits: arguments and result as in quantized_rows."""
+    """Products with one block of 64 rows of 16 bits; arguments and result as in quantized_rows."""
     # 64 sums for each thread: with 8 warps a lane has eight columns, which are one load. With two tokens half of the
     # rows come at a time: so a token's sums are taken in one order, alone and beside another one.
     WIDTH: tl.constexpr = 32 * WARPS
@@ -321,18 +320,18 @@ def row_products(
     WARPS: tl.constexpr,
     FLOAT16: tl.constexpr,
 ):
-    """Products with 64 rows of whatever bits the section has; the first part adds the bias.
+    """Products with 64 rows at whatever bits the section has; the first part adds the bias.
 
     Args:
         section: int64 address.
-        fine: int64 address of the lower halves, if the bits are NESTED.
-        bits: int32, one of the widths whose sum is TIERS, or a codebook's tag among them; for any other the
+        residual: int64 address of the residual section, if the bits are NESTED.
+        bits: int32, one of the widths whose sum is PRECISIONS, or the tag of a codebook among them; for any other the
             products are zero.
         block: as in quantized_rows, like the others.
         x: pointer to a row.
         apart: int64, elements from there to the second token's row.
-        split: which part of the columns.
-        NESTED: bits of the codes that are two sections; half as many are the upper halves of such codes.
+        split: index of the part of the columns.
+        NESTED: bits of codes in two sections; half as many bits are the base slices of such codes.
         STEPS: sum of the widths whose zeros count steps.
         ORDERED: sum of the widths whose columns have an order.
 

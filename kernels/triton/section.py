@@ -1,6 +1,6 @@
-"""Where a section's bytes are, for kernels: device functions over docs/format.md's formulas.
+"""Offsets inside a section, for kernels: device functions for the formulas of docs/format.md.
 
-Sizes are compile-time constants, so every offset but the block's and the group's folds away.
+Sizes are compile-time constants, so every offset except the block's and the group's folds away.
 """
 
 import triton
@@ -20,57 +20,57 @@ TAG_BITS = tl.constexpr(max(WHOLE).bit_length())
 
 @triton.constexpr_function
 def code_bits(tag):
-    """Bits of a code."""
+    """Return the bits of a code."""
     return WHOLE[tag].bits
 
 
 @triton.constexpr_function
 def group_size(tag, group):
-    """Columns that share a scale, or are padded together: the code's own, or the table's."""
+    """Return the number of columns that share a scale, or are padded together: the encoding's own, or the table's."""
     return WHOLE[tag].group_size or group
 
 
 @triton.constexpr_function
 def scale_bytes(tag):
-    """Bytes of what a group of a row has: scale and zero, or a published float's scale."""
+    """Return the bytes per row and group: scale and zero, or a published float's scale."""
     dtype = WHOLE[tag].scale_dtype
     return 4 if dtype is None else dtype.itemsize
 
 
 @triton.constexpr_function
 def factor_bytes(tag):
-    """Bytes in front of the bias that hold a matrix's factor."""
+    """Return the bytes before the bias that hold a matrix's factor."""
     return 256 if WHOLE[tag].has_factor else 0
 
 
 @triton.constexpr_function
 def padded_columns(columns, group, tag):
-    """Columns that are stored."""
+    """Return the number of stored columns."""
     size = WHOLE[tag].group_size or group
     return -(-columns // size) * size
 
 
 @triton.constexpr_function
 def is_lattice(tag):
-    """Whether codes are points of a lattice."""
+    """Return whether codes are lattice points."""
     return WHOLE[tag].lattice
 
 
 @triton.constexpr_function
 def is_float(tag):
-    """Whether codes are published floats."""
+    """Return whether codes are published floats."""
     return WHOLE[tag].floats
 
 
 @triton.constexpr_function
 def down_rotation(rows, precisions):
-    """Neighbouring inputs of down that are rotated together, 0 if precisions are no points of a lattice."""
+    """Return the block size of down's input rotation, 0 if no precision is a lattice."""
     return min(rows & -rows, 64) if precisions & (E8.tag | E8_NESTED.tag) else 0
 
 
 @triton.constexpr_function
 def stored_bits(bits, nested):
-    """Bits, or the tag, of what the first section of a matrix holds, whose codes are two at `nested` bits."""
+    """Return the bits or tag of a matrix's first section, if codes of `nested` bits are stored in two sections."""
     if WHOLE[bits].lattice:
         return E8.tag
     return bits // 2 if bits == nested else bits
@@ -78,13 +78,13 @@ def stored_bits(bits, nested):
 
 @triton.constexpr_function
 def strip_columns(bits, nested, group):
-    """Columns of one group that a warp owns at a time; the same for upper halves as for whole codes."""
+    """Return the columns of one group that a warp owns at a time; the same for base slices as for whole codes."""
     return min(group, 128 if bits == 2 and nested != 4 else 64)
 
 
 @triton.constexpr_function
 def weight_bytes(rows, columns, group, tag):
-    """Bytes of a section in front of its scales: a multiple of 256."""
+    """Return the bytes of a section before its scales, a multiple of 256."""
     if tag == 16:
         return -(-2 * rows * columns // 256) * 256
     return -(-rows // 64) * 64 * padded_columns(columns, group, tag) * code_bits(tag) // 8
@@ -92,7 +92,7 @@ def weight_bytes(rows, columns, group, tag):
 
 @triton.constexpr_function
 def bias_offset(rows, columns, group, tag):
-    """Byte of a section where its bias begins, or where it ends without one."""
+    """Return the byte of a section where its bias begins, or where the section ends without one."""
     if tag == 16:
         return weight_bytes(rows, columns, group, tag)
     padded = -(-rows // 64) * 64 * padded_columns(columns, group, tag)
@@ -103,14 +103,14 @@ def bias_offset(rows, columns, group, tag):
 
 @triton.constexpr_function
 def order_offset(rows, columns, group, tag, bias):
-    """Byte of a quantized section where the order of its columns begins, or where it ends without one."""
+    """Return the byte of a section where its column order begins, or where the section ends without one."""
     bias_bytes = -(-(-(-rows // 64) * 128) // 256) * 256 if bias else 0
     return bias_offset(rows, columns, group, tag) + bias_bytes
 
 
 @triton.jit
 def unpack_scales(words, STEPS: tl.constexpr, FLOAT16: tl.constexpr):
-    """Scale and zero, each float32, of int32 words that hold the pair in 16 bits each; STEPS: the zero counts steps."""
+    """Return scale and zero, float32, from int32 words with 16 bits of each; STEPS: zeros count steps of the scale."""
     if FLOAT16:
         scale = (words & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         zero = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -133,7 +133,7 @@ def load_bias(
     BITS: tl.constexpr,
     FLOAT16: tl.constexpr,
 ):
-    """float32 biases of some rows; zero behind the last one.
+    """Load float32 biases of some rows, zero after the last one.
 
     Args:
         section: int64 address of the section.

@@ -1,7 +1,7 @@
-"""A decode step of one MoE layer in three launches, with no host in it: decide, gate and up, down. Points of a lattice
-take a fourth, which rotates their inputs.
+"""A decode step of one MoE layer in three launches without the host: plan, gate and up, down.
 
-Everything that changes from step to step is in tensors that stay where they are, so that a CUDA graph can hold it.
+Lattice codes need a fourth launch that rotates their inputs. Everything that changes from step to step is in tensors
+at fixed addresses, so a CUDA graph can capture the step.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ from vllm_dymoe.kernels.triton.tiles import Tiles
 
 @dataclass(frozen=True, eq=False)
 class SmallBatchStep:
-    """What all layers have in common."""
+    """What the decode steps of all layers share."""
 
     shape: ExpertShape
     precisions: frozenset[int]  # bit-widths, or codes' tags, that may occur
@@ -39,13 +39,13 @@ class SmallBatchStep:
     semaphores: Tensor  # int32, zeros before and after every step, at least :meth:`counted`
 
     def nbytes(self, tokens: int, top_k: int) -> int:
-        """Bytes of memory for hidden states and partial sums."""
+        """Return the bytes of memory for hidden states and partial sums."""
         positions, shape = tokens * top_k, self.shape
         partials, _ = self.tiles.shared(shape.hidden, shape.intermediate, weighted=True)
         return self._hidden_bytes(positions) + 4 * positions * partials
 
     def counted(self, tokens: int, top_k: int) -> int:
-        """Semaphores that a step needs."""
+        """Return the number of semaphores that a step needs."""
         return tokens * max(top_k * -(-self.shape.intermediate // 64), -(-self.shape.hidden // 64))
 
     def run(
@@ -62,22 +62,23 @@ class SmallBatchStep:
         *,
         start: Start = run_kernel,
     ) -> None:
-        """out[token] = weighted sum of the token's experts, zero where it has none; misses are fetched on the way.
+        """out[token] = weighted sum over the token's experts, zero without any; misses are fetched on the way.
 
         Args:
             table: the tensors of a Table, by name.
-            layer: which of its layers.
+            layer: index of the layer in the table.
             x: [tokens, hidden] in the experts' dtype.
             ids: int32 or int64 [tokens, top_k], negative where another rank has the expert.
             weights: float32 [tokens, top_k].
-            rows: int32 [1], how many tokens are real, the first ones.
-            decision: the tensors of a Decision for so many tokens, by name.
-            out: [tokens, hidden] like x, overwritten.
-            door: to the host, which is waited for before tokens are summed; None if all misses are fetched.
+            rows: int32 [1], the number of real tokens; they come first.
+            plan: the tensors of a LayerPlan for so many tokens, by name.
+            out: [tokens, hidden], dtype of x, overwritten.
+            device_queue: the queue of the CPU worker, waited for before tokens are summed; None if all misses are
+                fetched.
             start: launch, or only compile.
 
         Raises:
-            TypeError: a wrong dtype.
+            TypeError: wrong dtype.
             ValueError: sizes that disagree, or too little memory.
         """
         tokens, top_k = ids.shape

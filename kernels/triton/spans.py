@@ -1,4 +1,4 @@
-"""Copies that a device lists and makes by itself, between host memory that it can read and its own."""
+"""Copies that a device lists and makes by itself, between host memory that it can read and its own memory."""
 
 import triton
 import triton.language as tl
@@ -16,7 +16,7 @@ def copy_spans(spans: Tensor, *, start: Start = run_kernel) -> None:
     """Copy every span, in one launch.
 
     Args:
-        spans: int64 [any, 3], from where, to where, and how many bytes, multiples of 16.
+        spans: int64 [any, 3]: source address, destination address, bytes (a multiple of 16).
         start: launch, or only compile.
     """
     start(copy_spans_kernel, (_PROGRAMS, len(spans)), (spans,), {"PROGRAMS": _PROGRAMS}, {"num_warps": WARPS})

@@ -1,6 +1,5 @@
-"""What is done with a kernel that is ready to go: launch it, or only compile it."""
+"""Launching a kernel, or only compiling it."""
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -9,6 +8,8 @@ from typing import Any
 
 import triton
 from torch import Tensor
+
+from vllm_dymoe.cgroups import usable_cores
 
 Start = Callable[[Any, tuple[int, ...], Sequence[Tensor | int], dict[str, Any], dict[str, int]], None]
 """(kernel, grid, its tensors and numbers, its constants, and what the compiler is told: num_warps, and num_stages,
@@ -25,7 +26,7 @@ def run_kernel(
     constants: dict[str, Any],
     options: dict[str, int],
 ) -> None:
-    """Compile what is not compiled yet, and launch."""
+    """Launch a kernel; compile it first if needed."""
     kernel[grid](*tensors, **constants, **_FUSED | options)
 
 
@@ -36,20 +37,22 @@ def compile_kernel(
     constants: dict[str, Any],
     options: dict[str, int],
 ) -> None:
-    """Only compile: a launch with the same constants, dtypes and alignments then starts at once."""
+    """Compile only: a launch with the same constants, dtypes and alignments then starts at once."""
     kernel.warmup(*tensors, grid=grid, **constants, **_FUSED | options)
 
 
 def prepared(
     kernel: Any, grid: tuple[int, ...], constants: dict[str, Any], options: dict[str, int]
 ) -> Callable[..., None]:
-    """A launch that takes its tensors only, in half of the time: for what is launched again and again."""
+    """Return a launch that takes only its tensors, in half the time: for launches that are repeated often."""
     return partial(kernel.run, grid=grid, warmup=False, **constants, **_FUSED | options)
 
 
 @contextmanager
 def compiling_together() -> Iterator[None]:
-    """Inside, compile_kernel returns at once; at the end everything is compiled, side by side on the host's cores."""
-    threads = min(_THREADS, os.cpu_count() or 1)
+    """Context in which compile_kernel returns at once; at its end everything is compiled in parallel on the host's
+    cores.
+    """
+    threads = min(_THREADS, usable_cores())
     with ThreadPoolExecutor(threads) as executor, triton.AsyncCompileMode(executor):
         yield

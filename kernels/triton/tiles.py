@@ -1,8 +1,8 @@
-"""How big a program is: one function returns one record, from a small committed table.
+"""The sizes of programs: one function returns one record, from a small committed table.
 
-``tiles.json`` has defaults for each architecture, reasoned from the hardware, and may have records by shape. A record
-never depends on how many experts a launch has: what one expert's result is, to the last bit, would then depend on which
-others happen to be on the device.
+``tiles.json`` has defaults for each architecture, derived from its hardware, and may have records for shapes. A record
+never depends on the number of experts of a launch: otherwise the last bits of one expert's result would depend on which
+others are on the device.
 """
 
 import json
@@ -15,7 +15,7 @@ TABLE = Path(__file__).with_name("tiles.json")
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """A program of 64 rows. ValueError at a number that kernels do not have."""
+    """Sizes of a decode program, which owns 64 rows. Raises ValueError for sizes that the kernels do not support."""
 
     warps: int  # each owns a strip of up to 64 columns at a time; 4 or 8
     split: int  # programs that share the columns of one block of rows
@@ -39,8 +39,10 @@ class DecodeTile:
 
 @dataclass(frozen=True)
 class GroupedTile:
-    """A program of block_m positions and block_n rows that walks down the columns in steps of block_k. ValueError at a
-    number that kernels do not have."""
+    """Sizes of a grouped program: block_m positions and block_n rows, walking along the columns in steps of block_k.
+
+    Raises ValueError for sizes that the kernels do not support.
+    """
 
     block_m: int  # a power of two from 16 on
     block_n: int  # a power of two from 64 on
@@ -60,7 +62,7 @@ class GroupedTile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Everything that launches need to know for one shape on one architecture."""
+    """All sizes that launches need for one shape on one architecture."""
 
     decode_tokens: int  # an expert with at most so many tokens is decoded, one with more is grouped
     gate_up: DecodeTile
@@ -69,8 +71,10 @@ class Tiles:
     grouped_down: tuple[GroupedTile, ...]
 
     def shared(self, hidden: int, intermediate: int, *, weighted: bool = False) -> tuple[int, int]:
-        """Elements of partial sums, and semaphores, for a position that is decoded, where programs share its sums;
-        those of `down` always are if they are weighted."""
+        """Return, per decoded position, the elements of partial sums and the semaphores, where programs share sums.
+
+        Programs always share the sums of `down` if these are weighted.
+        """
         inner, outer = -(-intermediate // 64), -(-hidden // 64)
         up = 2 * self.gate_up.split * inner if self.gate_up.split > 1 else 0
         down = self.down.split * outer if self.down.split > 1 or weighted else 0
@@ -79,10 +83,10 @@ class Tiles:
 
 @cache
 def choose_tiles(architecture: int, hidden: int, intermediate: int) -> Tiles:
-    """The record for a shape.
+    """Return the record for a shape.
 
     Args:
-        architecture: compute capability times ten, such as 90; the newest known one that is not newer serves others.
+        architecture: compute capability times ten, such as 90; others use the newest known one that is not newer.
         hidden: H.
         intermediate: I.
     """
@@ -105,7 +109,9 @@ def _check_warps(warps: int) -> None:
 
 
 def _split(rows: int, columns: int) -> int:
-    """Parts of the columns so that one expert makes about 64 programs, each of two chunks of 256 columns or more."""
+    """Return the number of parts of the columns: one expert makes about 64 programs, each of at least two chunks of 256
+    columns.
+    """
     split = 1
     while 2 * split * -(-rows // 64) <= 64 and 4 * split * 256 <= columns:
         split *= 2

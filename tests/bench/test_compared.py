@@ -6,6 +6,7 @@ import pytest
 from tests.executor.steps import random_step
 from tests.small_model import make_experts, make_store
 from tests.support.benchmarks import modules_of
+from vllm_dymoe.planner.constants import Eviction
 from vllm_dymoe.planner.routing import Routing
 from vllm_dymoe.planner.rule import HIGH
 from vllm_dymoe.planner.table import Table, set_pools
@@ -47,7 +48,7 @@ def test_without_ageing_what_came_first_goes_first():
     gone = []
     for expert in (0, 1, 0, 0, 2, 0, 3):  # 0 is used most, and came first
         active = np.array([expert])
-        places = table.begin_step(0, active, wanted, ages=False)
+        places = table.begin_step(0, active, wanted, evicts=Eviction.FIRST_IN)
         gone.append(int(places[0, 0]))
         if gone[-1] >= -1:
             table.keep(0, active, wanted, places)

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field
 
+from tests.errors import refused
 from tests.executor.schedules import (
     COMPUTATION,
     DEVICES,
@@ -39,7 +40,7 @@ from vllm_dymoe.cache.budget import expert_worth, minimum_budget, plan_slots, wo
 from vllm_dymoe.cache.device_table import DeviceCounts
 from vllm_dymoe.cache.expert_cache import Fetcher
 from vllm_dymoe.cache.migration import ARRIVED, FAILED, UNDER_WAY, Migration
-from vllm_dymoe.cache.transfer import Reason
+from vllm_dymoe.cache.transfer import Reason, TransferError
 from vllm_dymoe.cache.transfer import make_engine as plain_engine
 from vllm_dymoe.cache.transfer.delivery import CpuDelivery
 from vllm_dymoe.cache.transfer.engine import TransferEngine
@@ -383,7 +384,7 @@ def test_every_plan_holds_everybody_and_as_many_high_as_it_can(kind, nbytes):
     options, policy = Options(high=bits[0], low=bits[1], group_size=32), DynaExq()
     least = minimum_budget(experts, options, policy, 1000)
     if nbytes < least:
-        with pytest.raises(ConfigError, match=f"at least {least} bytes, or serve"):
+        with refused("or serve", option="expert_budget", least=least):
             plan_slots(experts, options, policy, nbytes, 1000)
         return
     plan = plan_slots(experts, options, policy, nbytes, 1000)
@@ -419,7 +420,7 @@ def test_the_least_budget_serves(nested):
     server = dynaexq(STORES[nested], places=1)
     assert server.slot_plan.limit == server.minimum_budget
     list(serve(server, random_steps(0)))
-    with pytest.raises(ConfigError, match='policy "dymoe", which fetches'):
+    with refused('policy "dymoe"', option="expert_budget", least=server.minimum_budget):
         server.resize(server.minimum_budget - 1)
     server.resize(server.minimum_budget + 100_000)
     assert (server.cache.table.precision == HIGH).all()
@@ -507,3 +508,22 @@ def test_counts_of_steps_without_the_host_leave_out_what_is_not_finite():
     table.ring_ids[0, :, :3], table.ring_weights[0, :, :3] = ids.int(), weights.index_fill(0, torch.tensor([1]), poison)
     found.add(3), found.ask()
     assert np.array_equal(found.take(), clean.take())
+
+
+def test_a_nested_move_that_fails_gives_the_displaced_expert_its_high_version_back():
+    store = FaultyStore(STORES[True])
+    server = dynaexq(store, 4, plain_engine(store, CPU, 0, io_threads=0), window_s=1e9)
+    migration, precision = server.host_planned.migration, server.cache.table.precision
+    before = precision.copy()
+    up, down = (tuple(np.argwhere(of)[0].tolist()) for of in (before != HIGH, before == HIGH))
+    migration._planned.append(Swap(1.0, up, down))
+    store.action = lambda number, key: "fail" if (key.layer, key.expert) == up else None
+    for _ in range(4):
+        server.host_planned.begin_step(Phase.DECODE)
+        for fetch in list(migration.flying):
+            with contextlib.suppress(TransferError):
+                server.engine.wait(fetch.ticket)
+    assert np.array_equal(precision, before)
+    assert migration.stats.moves["failed"] == 1
+    server.check_integrity()
+    server.engine.close()

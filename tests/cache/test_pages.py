@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from vllm_dymoe import cgroups
 from vllm_dymoe.cache import pages
 from vllm_dymoe.cache.pages import drop_pages, map_bytes, prefer_node, several_nodes, whole_pages
 
@@ -115,7 +116,7 @@ def test_one_node_is_not_several(tmp_path, monkeypatch, text, several):
     ],
 )
 def test_a_containers_limit_counts_where_there_is_one(tmp_path, monkeypatch, files, available):
-    monkeypatch.setattr(pages, "_CGROUP", tmp_path)
+    monkeypatch.setattr(cgroups, "_CGROUP", tmp_path)
     monkeypatch.setattr(pages.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -123,26 +124,6 @@ def test_a_containers_limit_counts_where_there_is_one(tmp_path, monkeypatch, fil
     assert pages.available_host_memory() == available
 
 
-@pytest.mark.parametrize(
-    ("files", "cores"),
-    [
-        ({}, 8),
-        ({"cpu.max": "max 100000"}, 8),
-        ({"cpu.max": "250000 100000"}, 3),
-        ({"cpu.max": "1000 100000"}, 1),
-        ({"cpu.max": "1600000 100000"}, 8),
-        ({"cpu.max": "?"}, 8),
-        ({"own/cpu.max": "200000 100000"}, 2),
-        ({"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4),
-        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
-    ],
-)
-def test_threads_follow_what_a_container_may_use(tmp_path, monkeypatch, files, cores):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
-    monkeypatch.setattr(pages, "_CGROUP", tmp_path)
-    monkeypatch.setattr(pages, "_OWN_CGROUPS", tmp_path / "cgroup")
-    (tmp_path / "cgroup").write_text("0::/own\n")
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(f"{text}\n")
-    assert pages.usable_cores() == cores
+@pytest.mark.skipif(not Path("/sys/devices/system/node").is_dir(), reason="the kernel knows no nodes")
+def test_nodes_are_asked_for_where_the_kernel_lists_them():
+    assert pages._NODES.read_text().strip()

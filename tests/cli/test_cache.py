@@ -8,7 +8,8 @@ import pytest
 from tests.cache.store.stores import write
 from tests.cli.checkpoints import command, refused
 from tests.small_model import make_experts
-from vllm_dymoe.cache.store import MANIFEST, Manifest, durable
+from vllm_dymoe import durable
+from vllm_dymoe.cache.store import MANIFEST, Manifest
 from vllm_dymoe.cache.store.writer import StoreWriter
 
 STATES = {

@@ -1,5 +1,6 @@
 """`vllm serve` on a checkpoint that `vllm-dymoe quantize` wrote, driven by the real openai client."""
 
+import base64
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 
 import httpx
+import numpy as np
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -18,6 +20,7 @@ from tests.e2e.engines import MODEL, prompts
 from tests.e2e.test_faults import cut, damaged
 from vllm_dymoe.cache.store import Manifest
 from vllm_dymoe.cache.store.files import file_name
+from vllm_dymoe.server.live import HEAT_BITS
 
 pytestmark = pytest.mark.engine
 
@@ -170,8 +173,8 @@ def planned(client, server):
 
 
 def test_a_client_changes_precision_over_http(client, server):
-    def change(**changes):
-        (rank,) = client.post("/dymoe/precision", body=changes, cast_to=object)["ranks"]
+    def change(changes=None, **named):
+        (rank,) = client.post("/dymoe/precision", body=named if changes is None else changes, cast_to=object)["ranks"]
         return rank
 
     before = complete(client, prompts()[1]).choices[0].text
@@ -194,12 +197,49 @@ def test_a_client_changes_precision_over_http(client, server):
             change(retention=2)
         with pytest.raises(openai.BadRequestError, match="vllm-dymoe: high cannot become 16 bits"):
             change(high=16)
+        for changes in ({"hi": [4]}, {"high": [4]}, {"self": 1}, {"": 1}):
+            with pytest.raises(openai.BadRequestError, match="vllm-dymoe: "):
+                change(changes)
         (rank,) = client.get("/dymoe/precision", cast_to=object)["ranks"]
         assert (rank["low"], rank["policy_options"]) == (0, {"retention": 0.5, "look_ahead": 0})
     finally:
         change(retention=1, low=2)
     assert complete(client, prompts()[1]).choices[0].text == before
     rpc(server, "dymoe_check_integrity")
+
+
+def live(server):
+    answer = httpx.get(f"{server.url}/v1/dymoe/live", timeout=60)
+    answer.raise_for_status()
+    (rank,) = answer.json()["ranks"]
+    cells = np.frombuffer(base64.b64decode(rank["cells"]), np.uint8).reshape(len(rank["layers"]), rank["experts"])
+    assert len(answer.content) < 8192, "it is asked for once a second"
+    return rank, cells >> HEAT_BITS, cells & ((1 << HEAT_BITS) - 1)
+
+
+def test_the_live_page_is_served_with_what_is_resident_and_what_flows(client, server):
+    page = httpx.get(f"{server.url}/dymoe/live", follow_redirects=True)
+    assert page.headers["content-type"].startswith("text/html")
+    assert httpx.get(f"{server.url}/dymoe/live/live.js").status_code == 200
+    before, _, _ = live(server)
+    used = complete(client, prompts()[2], max_tokens=24).usage
+    time.sleep(1)  # one answer serves all who ask within a second
+    rank, held, heat = live(server)
+    assert held.shape == (8, 32)
+    stats = rpc(server, "dymoe_stats")[0]
+    assert np.count_nonzero(held == 2) == rank["resident"]["high"] == stats["resident_experts"]["high"]
+    assert (heat.max(1) == 63).all(), "every layer has a hottest expert"
+    grown = {name: rank["counts"][name] - before["counts"][name] for name in rank["counts"]}
+    assert grown["decoded_tokens"] == used.completion_tokens - 1, "the prompt's step gives the first one"
+    assert grown["prompt_tokens"] > 0
+    assert grown["hits"] + grown["misses"] > 0
+    assert grown["cpu_seconds"] > 0
+    answer = httpx.post(f"{server.url}/v1/dymoe/budget", json={"expert_budget": "30%"}, timeout=60)
+    assert answer.json()["ranks"][0]["slots"]["high"] == 76
+    refused = httpx.post(f"{server.url}/v1/dymoe/budget", json={"expert_budget": 1000}, timeout=60)
+    assert refused.status_code == 400
+    assert "vllm-dymoe: expert_budget is 1000 bytes" in refused.text
+    rpc(server, "dymoe_resize", "25%")
 
 
 def metrics(server):

@@ -15,11 +15,12 @@ pytestmark = pytest.mark.engine
 
 def alive(stores):
     """What of ours this process has: objects, threads and descriptors, also those of mappings."""
+    from vllm_dymoe.cache.store import HostStore
     from vllm_dymoe.server import ExpertServer
     from vllm_dymoe.trace.recorder import Recorder
 
     gc.collect()
-    kinds = ExpertServer, Recorder
+    kinds = ExpertServer, Recorder, HostStore
     found = [type(one).__name__ for one in gc.get_objects() if issubclass(type(one), kinds)]
     found += [one.name for one in threading.enumerate() if "dymoe" in one.name]
     for number in os.listdir("/proc/self/fd"):

@@ -173,6 +173,22 @@ def test_experts_of_other_ranks_and_weights_on_inputs(policy):
     same_tables(ours, theirs)
 
 
+def test_ranks_that_share_out_experts_agree_with_the_host():
+    """The native call gets versions that were decided on the experts of all ranks."""
+    ours, theirs = both(STORE, "50%", lambda: Dymoe(retention=0.3), misses="compute")
+    for seed, layer, tokens in STEPS:
+        x, weights, ids = random_step(seed, tokens, ours.experts)
+        here = torch.where(ids % 2 == 0, ids // 2, -1)
+        planned = [server.stats().planned for server in (ours, theirs)]
+        got, want = (
+            server.host_planned.forward(Routing(layer, LAYERS, x, here, weights, global_ids=ids))
+            for server in (ours, theirs)
+        )
+        assert torch.equal(got, want)
+        assert planned[0] == planned[1]
+    same_tables(ours, theirs)
+
+
 def test_tensors_that_are_views_and_a_prompt_larger_than_the_scratch():
     ours, theirs = both(STORE, "50%", Exact, 0, misses="compute")
     x, weights, ids = random_step(3, 3000, ours.experts)

@@ -1,4 +1,4 @@
-"""No schedule of narrow and large-batch steps without the host corrupts a slot, on a recorded device.
+"""No schedule of small and large batches without the host corrupts a slot, on a recorded device.
 
 A small-batch step, replayed from a graph or launched, is one operation of the computing stream for each of its layers:
 it reads slots, and fills slots that layers keep and slots that no layer keeps. What it leaves to the host goes through
@@ -77,8 +77,8 @@ class RecordedKernels(PlainKernels):
         self._history, self._branch = history, branch
 
     def forward(self, *arguments):
-        queues = self.cpu_queue is not None
-        with DeviceAccesses(self._history, self.cpu_queue) if queues else contextlib.nullcontext():
+        *_, cpu_queue = arguments
+        with contextlib.nullcontext() if cpu_queue is None else DeviceAccesses(self._history, cpu_queue):
             return super().forward(*arguments)
 
     def fetch(self, source, destination):
@@ -90,7 +90,7 @@ class RecordedKernels(PlainKernels):
 
 
 class Roomy(Exact):
-    """Has two groups of two slots for what passes."""
+    """Has two groups of two staging slots."""
 
     def staging_slots(self, slots):
         return min(4, slots)

@@ -130,6 +130,7 @@ def store_files(folder):
 
 def checkpoint_files(folder):
     model = make_model(folder / "made")
+    model.config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
     model.save(shards=2)
     return snapshot(folder / "made")
 
@@ -192,6 +193,7 @@ def test_what_is_wrong_is_refused_with_a_sentence(kind, part, tmp_path):
         signal.signal(signal.SIGALRM, before)
     assert not unexpected, "\n".join([f"{len(unexpected)} of {count}", *unexpected[:20]])
     assert read < count, "nothing was wrong"
+    assert read, "what is whole is refused, so that nothing behind the first check was tried"
 
 
 def test_a_store_that_is_read_is_not_changed(tmp_path):

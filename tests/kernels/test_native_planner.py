@@ -16,7 +16,7 @@ from tests.support.recorded_routing import TOP_K, recorded_steps
 from vllm_dymoe.executor.cpu_executor import FOREVER, native_table
 from vllm_dymoe.kernels import native
 from vllm_dymoe.kernels.native import Outcome
-from vllm_dymoe.planner.constants import AGING, USE, Action
+from vllm_dymoe.planner.constants import AGING, USE, Action, Eviction
 from vllm_dymoe.planner.plan import LayerPlan
 from vllm_dymoe.planner.rule import HIGH, LOW, actions_of
 from vllm_dymoe.planner.small_batch import plan_small_batch
@@ -36,7 +36,7 @@ class NativePlanner:
     def __init__(self, table):
         self.table = Table(**{f.name: np.array(getattr(table, f.name).numpy()) for f in fields(table)})
         table, self.library = self.table, native.load()
-        self.call = call = native.MoeLayer(plans_only=True, ages=True, observed=True)
+        self.call = call = native.MoeLayer(plans_only=True, evicts=Eviction.COLDEST, admits=True, observed=True)
         call.table = native_table(table, table.prompt_threshold, table.threshold)
         self.until = np.full((table.layers, table.experts, 3), FOREVER)
         call.in_memory_until, call.lost_pages = self.until.ctypes.data, self.library.lost_pages()
@@ -132,18 +132,19 @@ def test_recorded_routing_is_planned_alike(costs, batch):
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1 << 30)), max_size=30), share)
-def test_without_ageing_what_came_first_goes_first(steps, quota):
-    table = make_table({LOW: [0, 0], HIGH: [quota, quota]}, policy=Dymoe(retention=1))
-    planner = NativePlanner(table)
-    planner.call.ages = False
-    host = Table(**{f.name: np.array(getattr(table, f.name).numpy()) for f in fields(table)})
-    for layer, seed in steps:
-        ids, weights = random_step(seed, 2)
-        experts, wanted, places, _ = planner.plan(layer, ids, weights)
-        assert np.array_equal(host.begin_step(layer, experts, wanted, ages=False), places)
-        for one in (host, planner.table):
-            one.keep(layer, experts, wanted, places)
-        assert np.array_equal(host.score, planner.table.score)
+def test_other_orders_of_eviction(steps, quota):
+    for evicts in (Eviction.FIRST_IN, Eviction.LEAST_RECENT):
+        table = make_table({LOW: [0, 0], HIGH: [quota, quota]}, policy=Dymoe(retention=1))
+        planner = NativePlanner(table)
+        planner.call.evicts = evicts
+        host = Table(**{f.name: np.array(getattr(table, f.name).numpy()) for f in fields(table)})
+        for layer, seed in steps:
+            ids, weights = random_step(seed, 2)
+            experts, wanted, places, _ = planner.plan(layer, ids, weights)
+            assert np.array_equal(host.begin_step(layer, experts, wanted, evicts=evicts), places)
+            for one in (host, planner.table):
+                one.keep(layer, experts, wanted, places)
+            assert np.array_equal(host.score, planner.table.score)
 
 
 def test_a_number_that_is_no_expert_changes_nothing():

@@ -9,6 +9,7 @@ from tests.kernels.twins import Twins
 from tests.support.decode_steps import LAYERS, random_step
 from vllm_dymoe.planner.large_batch import LargeBatchShape
 from vllm_dymoe.planner.rule import HIGH, LOW
+from vllm_dymoe.planner.table import ID_BITS
 from vllm_dymoe.policies.dymoe import Dymoe
 from vllm_dymoe.policies.exact import Exact
 
@@ -69,3 +70,19 @@ def test_rows_that_are_not_finite_count_in_no_statistic(nested):
         twins.large_batch_step(seed % LAYERS, ids, weights.index_fill(0, poisoned, poison), shape, 0, 20, marks)
         for name in ("score", "used_at", "threshold", "prompt_threshold", "step"):
             assert torch.equal(getattr(twins.plain, name), getattr(alone.plain, name)), name
+
+
+@pytest.mark.parametrize("wrong", [33, 65537, (1 << 32) + 1, -2])
+def test_an_expert_outside_the_model_is_told_from_any_chunk(wrong):
+    quotas = {LOW: [20, 20], HIGH: [10, 10]}
+    twins = Twins(quotas, policy=Dymoe(retention=0.5), staging=8, experts=33, top_k=4)
+    shape = LargeBatchShape(700, 4, 33, 1, 4, 3)
+    assert shape.chunks > 1
+    for row in (3, 699):
+        ids, weights = random_step(row, 700, 4, 33)
+        ids = ids.long()
+        ids[row, 2] = wrong
+        twins.large_batch_step(1, ids, weights, shape, 0, 699)  # the last row is no token
+        assert twins.plain.outside.tolist() == [-1, wrong & ID_BITS if row < 699 else -1]
+        for table in (twins.plain, twins.table):
+            table.outside.fill_(-1)

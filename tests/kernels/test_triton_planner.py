@@ -13,7 +13,7 @@ from tests.support.decode_steps import decide as decide_step
 from vllm_dymoe.kernels.triton.planner import plan_small_batch_on_gpu
 from vllm_dymoe.planner.plan import LayerPlan
 from vllm_dymoe.planner.rule import HIGH, LOW
-from vllm_dymoe.planner.table import Counter, check_integrity, set_pools
+from vllm_dymoe.planner.table import ID_BITS, Counter, check_integrity, set_pools
 from vllm_dymoe.planner.threshold import NO_THRESHOLD
 from vllm_dymoe.policies.dymoe import Dymoe
 
@@ -98,6 +98,32 @@ def test_routing_that_repeats_an_expert_or_names_none():
     weights = torch.tensor([[0.5, 0.3, 0.2]] * 3)
     twins.step(0, torch.tensor([[5, 5, 5], [-1, -1, -1], [5, 2, 2]]), weights)
     twins.step(0, torch.full((3, 3), -1), weights)
+
+
+OUTSIDE = (EXPERTS, 32768, 65536, 65537, (1 << 31) - 1, (1 << 32) + 1, 1 << 40, -2, -(1 << 31), -(1 << 40))
+
+
+@pytest.mark.parametrize("wrong", OUTSIDE)
+def test_an_expert_outside_the_model_is_told_and_the_others_are_served(wrong):
+    """Also where it wraps in 16 or 32 bits; rows that are no tokens may name anything."""
+    quotas, costs = {LOW: [3, 3], HIGH: [3, 3]}, COSTS["share"]
+    twins, alone = Twins(quotas, costs=costs), make_table(quotas, costs=costs)
+    ids, weights = random_step(1, absent=0)
+    ids, bad, unread = (ids.to(torch.int64, copy=True) for _ in range(3))
+    bad[2, 1], unread[-1, 0] = wrong, wrong
+    if -(1 << 31) <= wrong < 1 << 31:
+        bad, unread = bad.int(), unread.int()
+    for table in (twins.plain, twins.table, alone):
+        table.recording.fill_(1)
+    twins.step(1, unread, weights, real=TOKENS - 1)
+    decide_step(alone, 1, ids, weights, real=TOKENS - 1)
+    assert twins.plain.outside.tolist() == [-1, -1]
+    plan = twins.step(1, bad, weights)
+    assert twins.plain.outside.tolist() == [-1, wrong & ID_BITS]
+    want = decide_step(alone, 1, ids.index_put((torch.tensor(2), torch.tensor(1)), torch.tensor(-1)), weights)
+    for name, values in want.tensors.items():
+        assert torch.equal(values, getattr(plan, name)), name
+    assert torch.equal(alone.ring_ids, twins.plain.ring_ids)
 
 
 @pytest.mark.parametrize("nested", [False, True])

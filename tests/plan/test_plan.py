@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +14,14 @@ from vllm_dymoe.experts.identity import ModelIdentity
 from vllm_dymoe.options import ConfigError, ExpertBudget
 from vllm_dymoe.plan.choice import (
     GOOD_ENOUGH,
-    HostPlannedLayers,
+    ServeSettings,
     choices,
     predict,
     recommended,
     room_for_experts,
     shown,
 )
-from vllm_dymoe.plan.device import Device, find_device, parse_rate
+from vllm_dymoe.plan.device import Device, find_device, parse_rate, rates_of
 from vllm_dymoe.plan.model import is_moe, shape_of
 from vllm_dymoe.plan.replay import Routings, made_up, replay
 from vllm_dymoe.planner.precision import Precision
@@ -75,6 +75,42 @@ def test_devices_are_found_however_they_are_written():
     for name, link in (("gtx970", None), ("rtx4090", "fast"), ("rtx4090", "0GB/s")):
         with pytest.raises(ConfigError):
             find_device(name, link)
+
+
+ROOT = Path(__file__).resolve().parents[2]
+REPORT = ROOT / "benchmarks/gpu/gpu-NVIDIA-H200-2026-11-26.json"
+
+
+def test_the_rates_of_the_package_are_those_of_the_reports():
+    """After ``make gpu``: write what this compares to vllm_dymoe/plan/measured.json."""
+    reports = sorted((ROOT / "benchmarks/gpu").glob("gpu-*.json"))
+    found = [asdict(rate) for report in reports for rate in rates_of(json.loads(report.read_text()))]
+    assert json.loads((ROOT / "vllm_dymoe/plan/measured.json").read_text()) == found
+
+
+def test_experts_are_read_as_fast_as_on_a_card_that_was_measured():
+    mixtral, qwen = 3 * 4096 * 14336, 3 * 2048 * 768
+    h200, rtx4090 = find_device("h200", None), find_device("rtx4090", None)
+    assert h200.expert_rate(mixtral, 1, nested=False).read == 1965e9
+    assert h200.expert_rate(qwen, 1, nested=False).read == 1233e9, "small experts are slower"
+    assert h200.expert_rate(qwen, 16, nested=False).read == 1382e9
+    assert h200.expert_rate(mixtral // 2, 700, nested=False).compute == 172.5e12
+    assert h200.expert_rate(mixtral, 1, nested=True).read == 1772e9
+    share = rtx4090.expert_rate(mixtral, 1, nested=False).read / 1008e9
+    assert share == pytest.approx(1965 / 4800), "the same share of its own data sheet"
+    assert share < 0.5 < rtx4090.bandwidth / 1008e9
+
+
+def test_a_card_that_was_measured_here_counts_by_its_own_report(tmp_path):
+    report = json.loads(REPORT.read_text()) | {"card": "NVIDIA GeForce RTX 4090"}
+    own = tmp_path / "gpu.json"
+    own.write_text(json.dumps(report))
+    assert find_device("rtx4090", None, own).expert_rate(3 * 2048 * 768, 1, nested=False).read == 1233e9
+    with pytest.raises(ConfigError, match="no speeds of rtx4080"):
+        find_device("rtx4080", None, own)
+    own.write_text("{}")
+    with pytest.raises(ConfigError, match="no report of make gpu"):
+        find_device("rtx4090", None, own)
 
 
 HEADER = ModelIdentity("m", "f", 8, 32, 4, 64)
@@ -177,7 +213,7 @@ def test_every_chunk_of_a_prompt_reads_the_experts_again(skewed):
 
 
 def test_every_choice_fits_beside_the_rest(skewed):
-    device, serving = find_device("rtx4090", None), HostPlannedLayers()
+    device, serving = find_device("rtx4090", None), ServeSettings()
     room = room_for_experts(QWEN, device, serving, 1)
     found = list(choices(QWEN, device, skewed, serving, 512))
     assert 10e9 < room < 24 * 2**30 - QWEN.dense_bytes
@@ -221,6 +257,22 @@ def test_the_command_ends_with_one_to_paste(folder, monkeypatch):
     assert "its link 25.0 GB/s" in result.stdout
     (row,) = re.findall(r"^on-demand .*$", result.stdout, re.MULTILINE)
     assert len(row.split()) == 9  # whole words
+
+
+def test_the_picture_has_speed_and_hits_of_each_policy(folder, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("vllm_dymoe.cli.plan.draw", lambda path, panels: drawn.append(panels) or path)
+    result = command("plan", folder, "--gpu", "rtx4090", "--figure", tmp_path / "plan.svg")
+    assert result.exit_code == 0, result.output
+    assert f"Written: {tmp_path / 'plan.svg'}" in result.stdout.replace("\n", "")
+    ((speeds, hits),) = drawn
+    assert speeds.lines.keys() == hits.lines.keys() >= {"exact, 4 bits", "dymoe, 4/2 bits"}
+    budgets, rates = zip(*speeds.lines["exact, 4 bits"], strict=True)
+    assert len(budgets) == 4
+    assert sorted(budgets) == list(budgets)
+    assert sorted(rates) == list(rates), "more memory is faster"
+    assert rates[-1] == pytest.approx(1e3 / 7.2, rel=0.05), "as the table says"
+    assert hits.lines["exact, 4 bits"][-1][1] > 90
 
 
 def test_the_command_shows_one_rank_and_serves_all(folder):

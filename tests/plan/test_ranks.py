@@ -8,7 +8,7 @@ import pytest
 from tests.plan.test_plan import DEEPSEEK_V2_LITE, MIXTRAL, QWEN3_30B
 from vllm_dymoe.experts.identity import ModelIdentity
 from vllm_dymoe.options import ConfigError
-from vllm_dymoe.plan.choice import HostPlannedLayers, choices
+from vllm_dymoe.plan.choice import ServeSettings, choices
 from vllm_dymoe.plan.device import find_device
 from vllm_dymoe.plan.model import shape_of
 from vllm_dymoe.plan.ranks import Ranks
@@ -70,9 +70,7 @@ def test_two_cards_behind_one_switch_fetch_half_as_fast_and_stages_add_up():
 
     def fastest(ranks):
         shape, device = ranks.shape(MIX), ranks.device(CARD)
-        rows = choices(
-            shape, device, made_up(replace(identity, num_layers=shape.moe_layers), 1), HostPlannedLayers(), 64
-        )
+        rows = choices(shape, device, made_up(replace(identity, num_layers=shape.moe_layers), 1), ServeSettings(), 64)
         return next(row for row in rows if row.given == {"policy": "on-demand", "high": 4})
 
     ranks, switched = Ranks(tp=2), Ranks(tp=2, per_switch=2)

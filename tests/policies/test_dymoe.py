@@ -141,7 +141,10 @@ def test_a_batch_counts_on_the_scale_of_one_token():
     ("options", "sentence"),
     [
         ({"retention": 1.5}, r"retention: input should be less than or equal to 1"),
-        ({"retension": 0.5}, r"retension: extra inputs are not permitted\); it has look_ahead, retention, high"),
+        (
+            {"retension": 0.5},
+            r"retension: extra inputs are not permitted\); it has look_ahead, evicts, ret",
+        ),
         ({"heavy_share": 0}, r"heavy_share: input should be greater than 0"),
         ({"rounding": "down"}, r"rounding: input should be 'up' or 'nearest'"),
     ],
@@ -149,3 +152,24 @@ def test_a_batch_counts_on_the_scale_of_one_token():
 def test_parameters_that_cannot_be_are_refused(options, sentence):
     with pytest.raises(PolicyOptionError, match='policy "dymoe" does not take these policy_options .' + sentence):
         make_policy(Options(low=2, policy="dymoe", policy_options=options))
+
+
+@pytest.mark.parametrize("options", [{}, {"high_by": "depth"}, {"high_by": "equal", "heavy_share": 0.5}])
+def test_ranks_that_share_out_experts_decide_on_all_of_them(options):
+    """By themselves eight ranks would keep one high expert each, whatever the retention."""
+    ranks, experts, top_k = 8, 64, 8
+    one, *each = (Dymoe(retention=0.25, **options) for _ in range(1 + ranks))
+    generator = torch.Generator().manual_seed(3)
+    for tokens in (1, 4, 16) * 8:
+        ids = torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)])
+        weights = torch.rand(tokens, top_k, generator=generator).softmax(1)
+        prompt = prompt_of([1] * tokens, [n % 2 for n in range(tokens)]) if tokens > 4 else None
+        want, got = high(one.precision.select(routing(3, ids, weights, prompt))), set()
+        for rank, policy in enumerate(each):
+            own = torch.where(ids // (experts // ranks) == rank, ids % (experts // ranks), -1)
+            at = routing(3, own, weights, prompt)
+            at.global_ids = ids
+            got |= {rank * (experts // ranks) + expert for expert in high(policy.precision.select(at))}
+        assert got == want
+    thresholds = [[threshold.tolist() for threshold in policy.precision.thresholds] for policy in (one, *each)]
+    assert all(of_rank == thresholds[0] for of_rank in thresholds)

@@ -8,7 +8,7 @@ import torch
 from vllm_dymoe.experts.identity import ModelIdentity
 from vllm_dymoe.prefetch import Gate
 from vllm_dymoe.prefetch.checkpoint import PredictorCard, save_predictor
-from vllm_dymoe.prefetch.expert_mlp import Architecture
+from vllm_dymoe.prefetch.expert_mlp import ARCHITECTURES, Architecture
 from vllm_dymoe.prefetch.folded import fold
 from vllm_dymoe.prefetch.training import Recipe, train
 from vllm_dymoe.trace.gates import GateWeights
@@ -97,8 +97,9 @@ def gates_of(trace):
     return [Gate(partial(logits, layer)) for layer in range(trace.header.num_layers)]
 
 
-def trained_on_made_up(sizes, folder):
+def trained_on_made_up(sizes, folder, architecture="linear"):
     """The file of a predictor that has learned one epoch of them."""
-    network = fold(train(made_up(sizes=sizes), Architecture((), history=2), Recipe(epochs=1)).model)
-    save_predictor(folder / "file.safetensors", PredictorCard(sizes), network)
+    kind = ARCHITECTURES[architecture] if architecture != "linear" else Architecture((), history=2)
+    network = fold(train(made_up(sizes=sizes), kind, Recipe(epochs=1)).model)
+    save_predictor(folder / "file.safetensors", PredictorCard(sizes, {"name": architecture}), network)
     return folder / "file.safetensors"

@@ -1,6 +1,7 @@
 """The file of a predictor: what is in it, and what is refused."""
 
 import json
+import os
 import pickle
 from dataclasses import replace
 
@@ -42,11 +43,11 @@ def test_it_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     save_predictor(path, CARD, FOLDED)
     before = path.read_bytes()
 
-    def disk_full(tensors, name, metadata):
-        name.write_bytes(b"half")
+    def disk_full(file, data, offset):
+        os.pwrite(file, data[:100], offset)
         raise OSError("no space left")
 
-    monkeypatch.setattr("vllm_dymoe.prefetch.checkpoint.save_file", disk_full)
+    monkeypatch.setattr("vllm_dymoe.durable.write_at", disk_full)
     with pytest.raises(PredictorError, match=r"cannot be written .no space left"):
         save_predictor(path, CARD, FOLDED)
     assert path.read_bytes() == before

@@ -1,5 +1,6 @@
 """Checkpoints that somebody else wrote: they name no file outside of their folder, and cost no more than they hold."""
 
+import contextlib
 import json
 import time
 from dataclasses import replace
@@ -110,3 +111,19 @@ def test_a_quantization_config_of_any_kind_is_read_or_refused(said, model):
     if not isinstance(said, dict):
         with pytest.raises(CheckpointError, match="quantization_config"):
             _ = ModelConfig(model.folder).quantization
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": ["qwen3_moe"]},
+        {"model_type": {"a": 1}},
+        {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [float("inf"), 128]}},
+        {"num_hidden_layers": 1},  # the experts are in later ones
+    ],
+)
+def test_values_of_another_kind_are_read_or_refused(config, model):
+    model.config |= config
+    model.save()
+    with contextlib.suppress(CheckpointError):
+        Checkpoint.open(model.folder).expert(0, 0)

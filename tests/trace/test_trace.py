@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from vllm_dymoe.experts.identity import ModelIdentity
-from vllm_dymoe.trace.trace import INCOMPLETE, TRACE_FORMAT, Trace, TraceError, expert_dtype, write_file
+from vllm_dymoe.trace.trace import TRACE_FORMAT, Trace, TraceError, expert_dtype, write_file
 
 HEADER = ModelIdentity("a model", "0123456789abcdef", num_layers=3, num_experts=6, top_k=2, hidden=4)
 
@@ -77,9 +77,9 @@ def test_parts_of_a_run_number_their_requests_together_and_runs_apart(tmp_path):
 
 def test_a_file_has_its_name_when_it_is_whole(tmp_path, monkeypatch):
     names, trace = [], make_trace()
-    monkeypatch.setattr("vllm_dymoe.trace.trace.os.fsync", lambda _: names.extend(p.name for p in tmp_path.iterdir()))
+    monkeypatch.setattr("vllm_dymoe.durable.os.fsync", lambda _: names.extend(p.name for p in tmp_path.iterdir()))
     trace.save(tmp_path / "a.safetensors")
-    assert names == [f"a.safetensors{INCOMPLETE}"]
+    assert [name.rpartition(".")[0] for name in names] == ["a.safetensors"]
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
     (tmp_path / names[0]).write_bytes((tmp_path / "a.safetensors").read_bytes()[:100])
     (tmp_path / "notes.txt").write_text("mine")

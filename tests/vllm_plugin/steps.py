@@ -44,4 +44,12 @@ def scheduled(*tokens, drafted=None, new=(), reading=(), finished=(), computed=N
 def rank_of(server, drafted=0, observation=None):
     step, predictor_observer = RunningStep(), PredictorObserver(Options(policy="on-demand"))
     observation = observation or Observation()
-    return RankServer(server, step, StepFailures(step), predictor_observer, observation, drafted)
+    ranks = []
+    failures = StepFailures(
+        step,
+        late=server.small_batches is not None,
+        on_failure=observation.forget,
+        on_device=lambda number: ranks[0].device_failure(number),
+    )
+    ranks.append(RankServer(server, step, failures, predictor_observer, observation, drafted))
+    return ranks[0]

@@ -128,3 +128,37 @@ def test_what_is_not_downloaded_yet_is_left_to_vllm(tmp_path):
     check_checkpoint(config, reader)
     config.model_config.model = "someone/another-model"
     check_checkpoint(config, reader)
+
+
+@pytest.mark.parametrize("name", ["more.safetensors", "dymoe-experts-00000.safetensors"])
+def test_a_link_out_of_the_folder_is_not_served(tmp_path, name):
+    """Of a hub's cache it may lead to what was downloaded, also from a folder of the user's own."""
+    kind = "fp8-blocks"
+    reader = make_reader(config_of(kind))
+    (tmp_path / "model").mkdir()
+    path = write(tmp_path / "model", kind, experts(kind)) / "model.safetensors"
+    local = SimpleNamespace(model=str(path.parent), hf_text_config=SimpleNamespace(num_hidden_layers=2))
+    config = SimpleNamespace(model_config=local, load_config=SimpleNamespace(load_format="auto"))
+    check_checkpoint(config, reader)
+    blobs = tmp_path / "hub" / "models--a--b" / "blobs"
+    blobs.mkdir(parents=True)
+    path.rename(blobs / "0123")
+    path.symlink_to(blobs / "0123")
+    check_checkpoint(config, reader)
+    save_file({"private": torch.zeros(3)}, tmp_path / "private.safetensors")
+    (path.parent / name).symlink_to(tmp_path / "private.safetensors")
+    with pytest.raises(CheckpointError, match=name):
+        check_checkpoint(config, reader)
+
+
+def test_a_snapshot_of_the_hub_has_links_and_is_served(tmp_path):
+    kind = "fp8-blocks"
+    (tmp_path / "model").mkdir()
+    folder = write(tmp_path / "model", kind, experts(kind))
+    config = in_the_cache(tmp_path / "cache", folder)
+    snapshot = next((tmp_path / "cache").glob("models--*/snapshots/*"))
+    (snapshot.parents[1] / "blobs").mkdir()
+    for number, path in enumerate(sorted(snapshot.iterdir())):
+        path.rename(snapshot.parents[1] / "blobs" / str(number))
+        path.symlink_to(f"../../blobs/{number}")
+    check_checkpoint(config, make_reader(config_of(kind)))

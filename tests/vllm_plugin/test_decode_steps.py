@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from tests.executor.device_planned import device_planned_server
 from tests.executor.steps import make_server, random_step
@@ -11,12 +12,17 @@ from tests.operations import Operations
 from tests.support.no_host import NoHost
 from tests.vllm_plugin.steps import rank_of, scheduled
 from vllm_dymoe.executor.copy_branch import Branch
-from vllm_dymoe.executor.small_batch import SmallBatches
+from vllm_dymoe.executor.small_batch import SmallBatches, StepMemory
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
+from vllm_dymoe.planner.routing import Phase
+from vllm_dymoe.planner.rule import HIGH
 from vllm_dymoe.planner.table import Counter, Table
+from vllm_dymoe.policies.dynaexq import DynaExq
 from vllm_dymoe.vllm_plugin import rank_server as module
 from vllm_dymoe.vllm_plugin import step as step_module
+from vllm_dymoe.vllm_plugin.decode_steps import DecodeSteps
+from vllm_dymoe.vllm_plugin.failures import FailedStep
 from vllm_dymoe.vllm_plugin.observers import Observer
 from vllm_dymoe.vllm_plugin.step import RankLayer
 
@@ -116,6 +122,23 @@ def test_observers_hear_of_a_step_when_it_has_run_unless_they_need_inputs(server
     assert not server.cache.device_table.table.recording.any()
 
 
+def test_prompts_tell_dynaexq_what_its_layers_change(nested_store):
+    """Small steps have no inputs that the host could read."""
+    server = device_planned_server(nested_store, "75%", DynaExq(window_s=0, window_uses=0.1), low=2)
+    rank = rank_of(server)
+    for seed in range(6):
+        output = scheduled(100)
+        rank.begin_step(output)
+        for layer in LAYERS:
+            x, weights, ids = random_step(seed + layer.position, 100, server.experts)
+            rank.forward(layer, x, weights, ids)
+        rank.end_model(None, output, None)
+        rank.step.end()
+    for _ in range(3):
+        server.host_planned.begin_step(Phase.DECODE)
+    assert server.host_planned.migration._changes is None
+
+
 def test_behind_a_draft_with_experts_the_host_decides(server, memory_store):
     extended = rank_of(server)
     run(extended, 1, 3)
@@ -129,12 +152,12 @@ def test_behind_a_draft_with_experts_the_host_decides(server, memory_store):
 class Launches:
     name = "launches"
 
-    def forward(self, table, layer, rows, plan, x, weights, ids, activation):
+    def forward(self, table, layer, rows, plan, x, weights, ids, activation, cpu_queue):
         assert plan.computed.shape == ids.shape
         return torch.empty_like(x)
 
     def large_batch_step(self, table, shape, activation):
-        assert not shape.passes, "a graph has one group"
+        assert not shape.streamed_groups, "a graph has one group"
         return Wide(shape)
 
 
@@ -160,7 +183,9 @@ def captured(server, kernel, monkeypatch, expert_map=None, rows=8):
     capturing = rank_of(server)
     with torch.device("meta"):
         table = Table.allocate(2, 6, rows=SMALL_BATCH_ROWS, top_k=2, depth=1, device="meta")
-        capturing._decode.path = SmallBatches(experts, table, kernel, torch.device("meta"), Branch())
+        memory, slots = StepMemory(experts, table, torch.device("meta")), ({HIGH: [2, 2]}, {HIGH: 8})
+        small_batches = SmallBatches(memory, kernel, Branch(), *slots)
+        monkeypatch.setattr(DecodeSteps, "path", small_batches)
         x = torch.empty(rows, 64, dtype=torch.bfloat16)
         weights, ids = torch.empty(rows, 2), torch.empty(rows, 2, dtype=torch.int32)
         local = None if expert_map is None else torch.empty(len(expert_map), dtype=torch.int64)
@@ -175,3 +200,47 @@ def test_nothing_of_ours_stands_beside_the_launches_of_a_captured_layer(server, 
         assert captured(server, Launches(), monkeypatch, rows=rows) == ["empty_like"]
     shared = captured(server, Launches(), monkeypatch, expert_map=range(13))
     assert shared == ["_to_copy", "index", "empty_like"]
+
+
+@pytest.mark.parametrize("rows", [3, SMALL_BATCH_ROWS + 4])
+@pytest.mark.parametrize("wrong", [65537, -2])
+def test_a_step_with_an_expert_outside_the_model_fails_and_no_other(server, rows, wrong):
+    rank = rank_of(server)
+    rank.observation.join(Listener(needs_inputs=True))
+    output = scheduled(*[1] * rows) if rows <= 3 else scheduled(rows)
+    answer = ModelRunnerOutput(req_ids=[], req_id_to_index={})
+
+    def step(change):
+        rank.begin_step(output)
+        x, weights, ids = random_step(1, rows, server.experts)
+        ids = ids.long()
+        change(ids)
+        for layer in LAYERS:
+            rank.forward(layer, x, weights, ids)
+        return rank.end_model(None, output, answer)
+
+    assert step(lambda ids: None) is answer
+    failed = step(lambda ids: ids[-1, -1].fill_(wrong))
+    assert isinstance(failed, FailedStep)
+    assert f"expert {wrong}" in failed.failure
+    assert step(lambda ids: None) is answer
+    server.check_integrity()
+
+
+def test_a_step_that_ends_late_fails_when_its_output_is_complete(server):
+    """vLLM begins the next step before."""
+    rank, output, answers = rank_of(server), scheduled(1, 1), []
+
+    class Later(AsyncModelRunnerOutput):
+        def get_output(self):
+            return ModelRunnerOutput(req_ids=[], req_id_to_index={})
+
+    for number in range(3):
+        rank.begin_step(output)
+        x, weights, ids = random_step(number, 2, server.experts)
+        if number == 1:
+            ids[0, 0] = server.experts.num_experts
+        for layer in LAYERS:
+            rank.forward(layer, x, weights, ids)
+        answers.append(rank.end_model(None, output, Later()))
+    assert [isinstance(answer.get_output(), FailedStep) for answer in answers] == [False, True, False]

@@ -101,15 +101,16 @@ def test_an_asynchronous_output_is_checked_when_it_is_there(ranks):
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_late_poller_fails_the_steps_on_their_way_and_no_other(ranks, late):
+def test_a_late_poller_fails_the_steps_on_their_way_and_no_other(store, ranks, late):
     """A wait of the second step is given up on a device when the host has begun the third; the first one has ended."""
 
     class RankServer(Output):
         def get_output(self):
             return output()
 
-    here, heard, answers = ranks[0], [], []
-    here.failures.late, here.failures.on_failure = True, heard.append
+    heard, answers = [], []
+    here = Rank(store, late=True, on_failure=heard.append)
+    ranks = here, ranks[1]
     for number in range(1, 5):
         for rank in ranks:
             rank.begin()
@@ -124,10 +125,21 @@ def test_a_late_poller_fails_the_steps_on_their_way_and_no_other(ranks, late):
     assert heard == [2, 3]
 
 
-def test_a_ranks_failure_fails_its_step_and_no_other(ranks):
-    here, there = ranks
-    heard = []
-    here.failures.on_failure = heard.append
+def test_what_a_device_of_another_rank_found_fails_the_steps_on_their_way(store):
+    """Nobody waits for that rank's output: it learns of its second step in the third."""
+    found = {2: "an expert that there is not"}
+    here, there = Rank(store), Rank(store, collects=False, on_device=lambda step: found.pop(step, ""))
+    failures = []
+    for _ in range(4):
+        here.begin(), there.begin()
+        there.finish(output())
+        failures.append(getattr(here.finish(output()), "failure", None))
+    assert failures == [None, None, "vllm-dymoe: an expert that there is not", None]
+
+
+def test_a_ranks_failure_fails_its_step_and_no_other(store, ranks):
+    heard, (_, there) = [], ranks
+    here = Rank(store, on_failure=heard.append)
     for failing in ((), (there,), (here,), (there, here), ()):
         here.begin()
         there.begin()
@@ -274,3 +286,16 @@ def test_the_front_end_raises_and_closes_what_it_read_from():
         asyncio.run(read())
     assert len(got) == 1
     assert closed == ["hello"]
+
+
+def test_every_rank_hears_once_of_a_failure_on_any(ranks):
+    _, other = ranks
+    for rank in ranks:
+        rank.failures.any_new()  # of other tests
+        assert not rank.failures.any_new()
+    other.begin()
+    other.record("the disk is on fire")
+    for rank in ranks:
+        assert rank.failures.any_new()
+        assert not rank.failures.any_new()
+    assert not Rank().failures.any_new(), "without other ranks nothing is asked"

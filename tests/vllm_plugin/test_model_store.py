@@ -15,8 +15,9 @@ from tests.cache.store.stores import write
 from tests.cli.checkpoints import EXPERTS as EXPERTS_OF_MODEL
 from tests.cli.checkpoints import HIDDEN, INTERMEDIATE, MOE_LAYERS, expert_tensors, make_model
 from tests.small_model import make_experts
+from vllm_dymoe import durable
 from vllm_dymoe.cache.host_cache import HostCache
-from vllm_dymoe.cache.store import MANIFEST, FileStore, HostPlace, Manifest, StoreError, durable, whole_host_cache
+from vllm_dymoe.cache.store import MANIFEST, FileStore, HostPlace, Manifest, StoreError, whole_host_cache
 from vllm_dymoe.cache.store import files as model_files_of_store
 from vllm_dymoe.cache.store.files import file_name
 from vllm_dymoe.cache.store.writer import StoreWriter

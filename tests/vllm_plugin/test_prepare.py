@@ -134,6 +134,10 @@ def test_a_checkpoint_that_is_not_whole_is_refused_before_it_is_loaded(tmp_path,
     assert "download it again" in message
 
 
+def test_32_bits_are_refused_before_vllm_refuses_them():
+    assert "--dtype float32 cannot be honoured" in refusal(dtype="float32")
+
+
 def test_a_model_without_experts_is_refused_or_left_alone(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
     message = refusal(model=tmp_path, skip_tokenizer_init=True)
@@ -179,7 +183,7 @@ def test_the_experts_are_those_of_the_models_configuration():
 @pytest.mark.parametrize(("codebook", "nested"), [(None, True), (MXFP4, False)])
 def test_a_codebook_has_no_low_version_inside(codebook, nested):
     config = configure({"high": 4, "low": 2})
-    config.quant_config.reader = Reader("x", codebook or STEPS[4], None, {}, None)
+    config.quant_config._reader = Reader("x", codebook or STEPS[4], None, {}, None)
     formats = experts_of(config, read_options(config, None)).formats
     assert formats[4].nested is nested
     assert formats[4].encoding is (codebook or NESTED[4])

@@ -1,6 +1,7 @@
 """What a quantized checkpoint fixes: options, refusals, and the methods of dense layers."""
 
 import pickle
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +23,7 @@ from vllm_dymoe.quantize.readers.base import (
     quantizer_name,
     store_group_sizes,
 )
+from vllm_dymoe.quantize.readers.modules import modules_of
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.vllm_plugin import quant_config
 from vllm_dymoe.vllm_plugin.loading import Loading
@@ -202,3 +204,20 @@ def test_a_draft_with_a_config_of_its_own_joins_the_models_experts(monkeypatch):
     draft = DymoeConfig()
     assert draft.get_quant_method(layer, "model.layers.2.experts").loading is mine.loading
     assert draft.loading is mine.loading
+
+
+def test_a_rule_that_leaves_drafts_out_does_not_keep_their_experts_from_us():
+    """vLLM's Qwen3.5 draft looks for "mtp" in such rules, and then runs its experts without a quantization."""
+    said = GPTQ | {
+        "desc_act": False,
+        "dynamic": {r"-:.*mtp.*": {}, r".*mtp_like.*": {"bits": 8}, "lm_head": {"bits": 8}},
+    }
+    assert DymoeConfig.override_quantization_method(said, "dymoe", SimpleNamespace()) == "dymoe"
+    assert not any(pattern.startswith("-:") and "mtp" in pattern for pattern in said["dynamic"])
+    config = DymoeConfig.from_config(said)
+    tensors = {f"model.layers.0.mlp.experts.0.up_proj.{part}": "I32" for part in ("qweight", "qzeros")}
+    drafts = {"mtp.layers.0.mlp.experts.0.up_proj.weight": "BF16"}
+    config._modules = modules_of(tensors | drafts, 1)
+    assert (config.reader.bits, config.draft_reader.held) == (4, False)
+    config._modules = None, [replace(module, plain=None) for module in config._modules[1]]
+    assert not config.draft_reader.held  # as the rule says where tensors are not known

@@ -15,8 +15,10 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 from tests.vllm_plugin.steps import rank_of, scheduled
 from vllm_dymoe.cache.transfer import TransferError
 from vllm_dymoe.kernels import Activation
+from vllm_dymoe.options import Options
 from vllm_dymoe.planner.routing import Phase
 from vllm_dymoe.policies.base import PrecisionPolicy
+from vllm_dymoe.server import ExpertServer
 from vllm_dymoe.vllm_plugin.failures import StepFailures
 from vllm_dymoe.vllm_plugin.moe_method import DymoeMoEMethod
 from vllm_dymoe.vllm_plugin.observers import Observer
@@ -236,3 +238,14 @@ def test_rows_of_padding_are_not_seen_and_told_from_experts_of_other_ranks(paddi
     assert routing.ids.tolist() == [[-1, 0], [0, -1], [1, -1]]
     assert torch.equal(routing.global_ids, ids[:3])
     assert len(routing.x) == len(routing.weights) == 3
+
+
+@pytest.mark.parametrize(("adds_up", "failed"), [(True, True), (True, False), (False, True)])
+def test_a_rank_starts_over_after_any_ranks_failure_where_ranks_add_up(memory_store, adds_up, failed, monkeypatch):
+    agree = {"agree": lambda said: list(said)} if adds_up else {}
+    options = Options(group_size=32, misses="fetch", policy="dymoe", low=2, expert_budget="100%")
+    rank, calls = rank_of(ExpertServer(memory_store, options, torch.device("cpu"), **agree)), []
+    monkeypatch.setattr(rank.failures, "any_new", lambda: failed)
+    monkeypatch.setattr(rank.server, "start_over", lambda: calls.append(1))
+    rank.begin_step(scheduled(1))
+    assert calls == [1] * (adds_up and failed)

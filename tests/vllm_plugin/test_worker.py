@@ -1,79 +1,23 @@
-"""The HTTP route, on an app as vLLM makes it, with an engine that answers."""
+"""The workers' methods, on servers without an engine around them."""
 
-import asyncio
-import tomllib
-from pathlib import Path
+import base64
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from fastapi import FastAPI
-from fastapi.testclient import TestClient
-from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
-from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from tests.executor.steps import make_server
+from tests.executor.steps import STEPS, make_server, run
+from tests.vllm_plugin.steps import prompt, rank_of, scheduled
 from vllm_dymoe.options import ConfigError
+from vllm_dymoe.planner.precision import Precision
+from vllm_dymoe.planner.table import CODES
 from vllm_dymoe.prefetch import PredictorError
+from vllm_dymoe.server.live import HEAT_BITS, pack_cells
 from vllm_dymoe.vllm_plugin import worker
-from vllm_dymoe.vllm_plugin.worker import PATH, PREDICTOR_PATH, DymoeWorkerExtension, PrecisionEndpoint
-
-ROOT = Path(__file__).resolve().parents[2]
-REFUSED = "vllm-dymoe: the precision stays as it was: no."
+from vllm_dymoe.vllm_plugin.worker import DymoeWorkerExtension
 
 
-class Engine:
-    """Keeps what it is told; fails as vLLM's client does, with the worker's sentence behind its own words."""
-
-    def __init__(self):
-        self.state = {"retention": 0.75}
-
-    async def collective_rpc(self, method, kwargs):
-        if method == "dymoe_predictor":
-            return [{"tokens": 7}]
-        assert method == "dymoe_precision"
-        if kwargs.get("retention", 0) > 1:
-            said = f"Worker failed with error '{REFUSED}', please check the stack trace above for the root cause"
-            raise Exception(f"Call to collective_rpc method failed: {said}")
-        if "crash" in kwargs:
-            raise RuntimeError("the engine is dead")
-        self.state |= kwargs
-        return [dict(self.state)] * 2
-
-
-@pytest.fixture
-def client():
-    app, plugin = FastAPI(), PrecisionEndpoint()
-    plugin.attach_router(app)
-    asyncio.run(plugin.init_state(Engine(), app.state, None))
-    return TestClient(app, raise_server_exceptions=False)
-
-
-def test_it_is_what_vllm_loads_and_an_api_key_guards():
-    from vllm.entrypoints.serve.middleware.authenticate import GUARDED_PREFIX
-
-    assert isinstance(PrecisionEndpoint(), EndpointPlugin)
-    entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.endpoint_plugins"]
-    assert resolve_obj_by_qualname(entries[PrecisionEndpoint.name].replace(":", ".")) is PrecisionEndpoint
-    assert all(path.startswith(GUARDED_PREFIX) for path in (PATH, PREDICTOR_PATH))
-
-
-def test_asking_changes_nothing_and_a_change_is_answered(client):
-    before, after = {"retention": 0.75}, {"retention": 0.5}
-    assert client.get(PATH).json() == {"ranks": [before] * 2}
-    assert client.post(PATH, json=after).json() == {"ranks": [after] * 2}
-    assert client.get(PATH).json() == {"ranks": [after] * 2}
-
-
-def test_what_is_refused_is_the_clients_mistake_and_what_fails_otherwise_is_not(client):
-    answer = client.post(PATH, json={"retention": 2})
-    assert (answer.status_code, answer.json()) == (400, {"detail": REFUSED})
-    assert client.post(PATH, json=[1]).status_code == 422
-    assert client.post(PATH, json={"crash": 1}).status_code == 500
-    assert client.get(PATH).json()["ranks"][0] == {"retention": 0.75}
-
-
-def test_a_predictor_is_written_when_it_is_asked_for(client, monkeypatch):
-    assert client.post(PREDICTOR_PATH).json() == {"ranks": [{"tokens": 7}]}
+def test_a_predictor_is_written_when_it_is_asked_for(monkeypatch):
     rank = SimpleNamespace(training=None, server=SimpleNamespace(asks_trained=False))
     monkeypatch.setattr(worker, "_rank", lambda extension: rank)
     assert DymoeWorkerExtension().dymoe_predictor() is None
@@ -107,3 +51,38 @@ def test_a_budget_of_any_kind_is_refused_with_a_sentence(budget, memory_store, m
     for option in ("expert_budget", "host_memory"):
         with pytest.raises(ConfigError, match="vllm-dymoe: "):
             DymoeWorkerExtension().dymoe_resize(**{option: budget})
+
+
+@pytest.mark.parametrize("policy", ["exact", "dymoe", "dynaexq"])
+def test_the_live_state_says_what_the_table_says(policy, memory_store, monkeypatch):
+    server = make_server(memory_store, "90%", policy)
+    run(server, STEPS[:6])
+    rank = rank_of(server)
+    monkeypatch.setattr(worker, "_rank", lambda extension: rank)
+    rank.step.begin(scheduled(5, 1, 3, drafted={"c": 2}, new=[prompt("a", range(5))]))
+    rank.step.begin(scheduled(1, reading=["a"]))
+    state = DymoeWorkerExtension().dymoe_live()
+    table = server.cache.table
+    cells = np.frombuffer(base64.b64decode(state["cells"]), np.uint8).reshape(table.layers, table.experts)
+    assert np.array_equal(cells >> HEAT_BITS, table.precision)
+    assert (len(state["layers"]), state["experts"]) == cells.shape
+    assert state["resident"] == {
+        name: int((table.precision == CODES[Precision(name)]).sum()) for name in state["slots"]
+    }
+    assert sum(state["resident"].values()) > 0
+    counts, stats = state["counts"], server.stats()
+    assert (counts["prompt_tokens"], counts["decoded_tokens"]) == (6, 4)
+    assert (counts["hits"], counts["misses"], counts["link_bytes"]) == (
+        stats.hits, stats.misses, sum(stats.bytes_moved.values())
+    )  # fmt: skip
+    if policy == "dymoe":
+        assert state["precision"]["parameters"]["retention"]["value"] == 0.75
+        assert state["precision"]["parameters"]["high_by"]["enum"] == ["threshold", "depth", "equal"]
+
+
+def test_a_cell_is_a_precision_and_a_share_of_the_layers_largest_score():
+    precision = np.array([[0, 1, 2, 2], [0, 0, 0, 0]], np.int8)
+    score = np.array([[0, 1, 500, 1000], [0, 0, 0, 0]], np.int64)
+    cells = pack_cells(precision, score)
+    assert np.array_equal(cells >> HEAT_BITS, precision)
+    assert (cells & 63).tolist() == [[0, 1, 32, 63], [0, 0, 0, 0]], "whatever was used is not cold"

@@ -1,11 +1,11 @@
 """Rows on disk: JSON lines, each complete or not there, so that a run that was killed goes on with the next one."""
 
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from vllm_dymoe.durable import append_line
 from vllm_dymoe.options import ConfigError
 
 ROWS = "rows.jsonl"
@@ -35,12 +35,7 @@ def read_rows(path: Path) -> list[Row]:
 
 def append_row(path: Path, row: Row) -> None:
     """Add one row, in one write; what a kill has left of another is cut off."""
-    with path.open("ab+") as stream:
-        stream.seek(0)
-        stream.truncate(stream.read().rfind(b"\n") + 1)
-        stream.write((json.dumps(row) + "\n").encode())
-        stream.flush()
-        os.fsync(stream.fileno())
+    append_line(path, json.dumps(row).encode())
 
 
 def is_full_load(row: Row) -> bool:

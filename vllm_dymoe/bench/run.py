@@ -18,6 +18,7 @@ from vllm_dymoe import __version__
 from vllm_dymoe.bench.cases import PEERS, Case, groups
 from vllm_dymoe.bench.prompts import PromptSet, by_turns
 from vllm_dymoe.bench.rows import ROWS, Row, append_row, read_rows
+from vllm_dymoe.durable import create
 from vllm_dymoe.options import ConfigError, ExpertBudget
 
 ENGINE = "vllm_dymoe.vllm_plugin.measure"
@@ -82,7 +83,8 @@ def run_job(job: dict[str, Any], folder: Path) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ}
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_COLOR": "0"}
-    with tempfile.TemporaryDirectory() as work, log.open("w") as output:
+    with tempfile.TemporaryDirectory() as work, open(create(log, exclusive=False), "w") as output:
+        output.truncate(0)
         file = Path(work) / "job.json"
         file.write_text(json.dumps(job))
         command = [sys.executable, "-m", ENGINE, str(file)]

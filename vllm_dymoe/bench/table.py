@@ -2,10 +2,16 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm_dymoe.bench.rows import Row, is_full_load
 
-_NAMES = ("", "budget", "link MB/s", "batch")
+_NAMES = ("policy", "budget", "link MB/s", "batch")
+_FORMATS = {
+    "link MB/s": ".1f", "batch": "", "TTFT ms": ".0f", "TPOT ms": ".1f", "p99": ".1f", "tokens/s": ".2f",
+    "of full load": ".0%", "hits": ".1%", "resident MB": ".1f", "demand MB/token": ".3g", "ahead": ".3g",
+    "link used": ".0%", "memory used": ".0%", "experts peak MB": ".1f", "device peak MB": ".0f",
+}  # fmt: skip
 _FIRST_OF_BYTES = "resident MB"  # columns from here on are a table of their own on a terminal
 
 
@@ -25,14 +31,27 @@ def bits_of(row: Row) -> int:
     return int((row["options"] or {"high": 16}).get("high", 4))
 
 
-def lines(rows: Sequence[Row], bounds: Bounds) -> list[dict[str, str]]:
-    """Cells of each row by column; empty where a number does not exist."""
+def numbers(rows: Sequence[Row], bounds: Bounds) -> list[dict[str, Any]]:
+    """What each row says, by column; None where a number does not exist."""
     rows = [row for row in rows if row["kind"] == "speed"]
     full = {(bits_of(row), row["batch"]): row["measured"] for row in filter(is_full_load, rows)}
-    return [_cells(row, bounds, full.get((bits_of(row), row["batch"]), {})) for row in rows]
+    return [_numbers(row, bounds, full.get((bits_of(row), row["batch"]), {})) for row in rows]
 
 
-def _cells(row: Row, bounds: Bounds, full_load: Row) -> dict[str, str]:
+def cells(numbers: Mapping[str, Any]) -> dict[str, str]:
+    """Numbers of one row as text; empty where a number does not exist."""
+    return {
+        name: "" if value is None else value if isinstance(value, str) else format(value, _FORMATS[name])
+        for name, value in numbers.items()
+    }
+
+
+def lines(rows: Sequence[Row], bounds: Bounds) -> list[dict[str, str]]:
+    """Cells of each row by column."""
+    return [cells(row) for row in numbers(rows, bounds)]
+
+
+def _numbers(row: Row, bounds: Bounds, full_load: Row) -> dict[str, Any]:
     measured, options, bits = row["measured"], row["options"] or {}, bits_of(row)
     tpot, rate, decode = measured["tpot_ms"] or {}, measured["decode_tokens_per_second"], measured["decode"] or {}
     full_rate = full_load.get("decode_tokens_per_second")
@@ -42,29 +61,27 @@ def _cells(row: Row, bounds: Bounds, full_load: Row) -> dict[str, str]:
     token_bytes = bounds.token_bytes.get(bits) if row["batch"] == 1 else None  # of more, experts coincide
     held, widths = decode.get("resident_experts", {}), {"high": bits, "low": options.get("low", 0)}
     resident = sum(count * bounds.expert_bytes.get(widths[precision], 0) for precision, count in held.items())
-    said = {
-        "": (row["label"], ""),
-        "budget": (row["budget"], ""),
-        "link MB/s": (1e3 * emulated if emulated else None, ".1f"),
-        "batch": (row["batch"], ""),
-        "TTFT ms": (measured["ttft_ms"]["median"], ".0f"),
-        "TPOT ms": (tpot.get("median"), ".1f"),
-        "p99": (tpot.get("p99"), ".1f"),
-        "tokens/s": (rate, ".2f"),
-        "of full load": (rate / full_rate if rate and full_rate else None, ".0%"),
-        "hits": ("random", "") if moved and row["workload"]["random"] else (decode.get("hit_rate"), ".1%"),
-        "resident MB": (resident / 1e6 if held and bounds.expert_bytes else None, ".1f"),
-        "demand MB/token": (moved["demand"] / tokens if moved else None, ".3g"),
-        "ahead": ((sum(moved.values()) - moved["demand"]) / tokens if moved else None, ".3g"),
-        "link used": (sum(moved.values()) / seconds / link if moved and link and seconds else None, ".0%"),
+    return {
+        "policy": row["label"],
+        "budget": row["budget"],
+        "link MB/s": 1e3 * emulated if emulated else None,
+        "batch": row["batch"],
+        "TTFT ms": measured["ttft_ms"]["median"],
+        "TPOT ms": tpot.get("median"),
+        "p99": tpot.get("p99"),
+        "tokens/s": rate,
+        "of full load": rate / full_rate if rate and full_rate else None,
+        "hits": "random" if moved and row["workload"]["random"] else decode.get("hit_rate"),
+        "resident MB": resident / 1e6 if held and bounds.expert_bytes else None,
+        "demand MB/token": moved["demand"] / tokens if moved else None,
+        "ahead": (sum(moved.values()) - moved["demand"]) / tokens if moved else None,
+        "link used": sum(moved.values()) / seconds / link if moved and link and seconds else None,
         "memory used": (
-            token_bytes / (tpot["mean"] / 1e3) / bounds.memory if token_bytes and tpot and bounds.memory else None,
-            ".0%",
+            token_bytes / (tpot["mean"] / 1e3) / bounds.memory if token_bytes and tpot and bounds.memory else None
         ),
-        "experts peak MB": (decode["peak_expert_bytes"] / 1e6 if decode else None, ".1f"),
-        "device peak MB": (measured["peak_device_bytes"] / 1e6, ".0f"),
+        "experts peak MB": decode["peak_expert_bytes"] / 1e6 if decode else None,
+        "device peak MB": measured["peak_device_bytes"] / 1e6,
     }
-    return {name: "" if value is None else format(value, form) for name, (value, form) in said.items()}
 
 
 def for_terminals(body: Sequence[Mapping[str, str]]) -> Iterator[list[str]]:

@@ -66,7 +66,7 @@ def used_precisions(options: Options, precisions: frozenset[Precision]) -> tuple
 def minimum_budget(experts: ModelExperts, options: Options, policy: Policy, workspace_bytes: int) -> int:
     """The smallest budget that can serve at all: one slot of each precision, or of each expert, and the workspace."""
     if policy.residency.migrating is not None:
-        return workspace_bytes + _resident_bytes(experts, options, policy.residency.migrating, 1)
+        return workspace_bytes + _resident_bytes(experts, options, policy, 1)
     bits = slot_bits(experts, options, policy.precision.precisions).values()
     return workspace_bytes + sum(experts.formats[width].nbytes for width in bits)
 
@@ -111,7 +111,7 @@ def plan_slots(
     migrating = policy.residency.migrating
     _check_budget(experts, options, policy, limit, workspace_bytes)
     if migrating is not None:
-        return _plan_residents(experts, options, migrating, limit, workspace_bytes)
+        return _plan_residents(experts, options, policy, limit, workspace_bytes)
     bits = slot_bits(experts, options, policy.precision.precisions)
     layers = len(experts.layers)
     every_expert = layers * experts.num_experts
@@ -159,7 +159,9 @@ def _check_budget(experts: ModelExperts, options: Options, policy: Policy, limit
         instead = ', or serve with policy "dymoe", which fetches what is not there' if migrating else ""
         raise ConfigError(
             f"vllm-dymoe: expert_budget is {limit} bytes on each rank, but {needed} and the kernel's workspace need "
-            f"{least}; set expert_budget to at least {least} bytes{instead}."
+            f"{least}; set expert_budget to at least {least} bytes{instead}.",
+            option="expert_budget",
+            least=least,
         )
 
 
@@ -170,37 +172,47 @@ def _staging(experts: ModelExperts, policy: Policy, count: int) -> int:
     return max(policy.staging_slots(count), ahead if wide else 0)
 
 
-def _resident_bytes(experts: ModelExperts, options: Options, migrating: Migrating, high: int) -> int:
+def _resident_staging(experts: ModelExperts, options: Options, policy: Policy, high: int) -> int:
+    """Slots of each kind beside the places: for moves of versions that exclude each other, and for what steps fetch."""
+    every, residency = len(experts.layers) * experts.num_experts, policy.residency
+    if high == every or residency.migrating is None:
+        return 0
+    moves = 0 if experts.formats[options.high].nested else residency.migrating.in_flight
+    return moves + FEWEST_STAGING * residency.rescues
+
+
+def _resident_bytes(experts: ModelExperts, options: Options, policy: Policy, high: int) -> int:
     """Bytes with every expert there, so many of them high, and what moves need beside them: a residual slice comes into
     the slot that another one leaves, and of versions that exclude each other both of a pair come before either goes."""
     high_format, low_format = experts.formats[options.high], experts.formats[options.low]
     every = len(experts.layers) * experts.num_experts
+    staging = _resident_staging(experts, options, policy, high)
     if high_format.nested:
-        return every * low_format.nbytes + high * high_format.nbytes
-    staging = migrating.in_flight if high < every else 0
+        return every * low_format.nbytes + (high + staging) * high_format.nbytes
     return (every - high + staging) * low_format.nbytes + (high + staging) * high_format.nbytes
 
 
 def _plan_residents(
     experts: ModelExperts,
     options: Options,
-    migrating: Migrating,
+    policy: Policy,
     limit: int,
     workspace_bytes: int,
 ) -> SlotPlan:
     """A place for every expert, as many of them high as there is room for (DynaExq 3.5)."""
     layers, each = len(experts.layers), experts.num_experts
     every, nested = layers * each, experts.formats[options.high].nested
-    least, step = (_resident_bytes(experts, options, migrating, high) for high in (1, 2))
+    least, step = (_resident_bytes(experts, options, policy, high) for high in (1, 2))
     high = min(every - 1, 1 + (limit - workspace_bytes - least) // (step - least))
-    if limit - workspace_bytes >= _resident_bytes(experts, options, migrating, every):
+    if limit - workspace_bytes >= _resident_bytes(experts, options, policy, every):
         high = every
     places = layer_quotas(high, [1.0] * layers, 0, each)
     low = [each if nested else each - count for count in places]
-    staging = 0 if nested or high == every else migrating.in_flight
+    staging = _resident_staging(experts, options, policy, high)
     slots, quotas = {Precision.HIGH: high + staging}, {Precision.HIGH: places}
     if any(low):
-        slots, quotas = slots | {Precision.LOW: sum(low) + staging}, quotas | {Precision.LOW: low}
+        spare = 0 if nested else staging
+        slots, quotas = slots | {Precision.LOW: sum(low) + spare}, quotas | {Precision.LOW: low}
     return SlotPlan(limit, workspace_bytes, slots, quotas)
 
 

@@ -1,4 +1,4 @@
-"""What layers found on the device, counted."""
+"""Counters of hits, misses and predictions."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -49,7 +49,7 @@ class ResidencyCounts:
 
 @dataclass
 class PrefetchStats:
-    """What became of predictions."""
+    """Outcomes of predictions."""
 
     useful: int = 0  # needed, and there in time as far as they were asked for
     late: int = 0  # needed while they were on their way

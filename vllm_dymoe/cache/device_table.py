@@ -3,6 +3,7 @@
 Tables stay where they are, the stable handle that captured graphs read (DynaExq 3.2); what changes are their values.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -18,18 +19,16 @@ from vllm_dymoe.experts.format import SliceKey
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.planner.hotness import squared_gates, usable
 from vllm_dymoe.planner.precision import Precision
+from vllm_dymoe.planner.routing import RoutingError
 from vllm_dymoe.planner.rule import HIGH, LOW
-from vllm_dymoe.planner.table import CODES, Counter, Table, set_pools, set_precision
+from vllm_dymoe.planner.table import CODES, ID_BITS, Counter, Table, set_precision
 from vllm_dymoe.policies import Policy
 
 _RING = 1  # steps whose routing is kept: it is read between two steps
 
 
 class DeviceTable:
-    """Beside an DeviceCache whose store the device can read."""
-
-    quotas: Mapping[int, Sequence[int]]  # experts that each layer keeps, by LOW and HIGH of the precisions in use
-    staging: Mapping[int, int]  # slots of each that no layer keeps
+    """The table of a device that can read the store; the DeviceCaches of a server share it, one after the other."""
 
     def __init__(self, store: HostStore, device: torch.device) -> None:
         experts = store.experts
@@ -44,10 +43,6 @@ class DeviceTable:
             device=device,
         )
         self._sources: tuple[tuple[int, int], ...] = ()
-
-    def set_slots(self, pools: Mapping[int, tuple[int, int, int]], quotas: Mapping[int, Sequence[int]]) -> None:
-        """Where slots are, as :func:`~vllm_dymoe.planner.table.set_pools` has it; no expert is there from now on."""
-        self.quotas, self.staging = quotas, set_pools(self.table, pools, quotas)
 
     def fill(self, pools: Mapping[Precision, SlotPool], quotas: Mapping[Precision, Sequence[int]]) -> None:
         """Where every expert has a slot, bring them all: then no step ever misses one."""
@@ -69,9 +64,6 @@ class DeviceTable:
             table.slot[int(table.nested and precision is Precision.HIGH)].copy_(named)
             table.precision.fill_(CODES[precision])
 
-    def store_moved(self) -> None:
-        self._sources = ()
-
     def serve(self, policy: Policy, bits: Mapping[Precision, int], of_slices: Mapping[Precision, int]) -> None:
         """What the device goes by in the steps from now on, with the bits of each precision, 0 for one that is skipped,
         and of what the slots of each hold."""
@@ -85,13 +77,12 @@ class DeviceTable:
         sources = tuple((code, fmt.bits) for code, fmt in formats.items() if fmt is not None)
         if table.nested:
             sources = tuple((CODES[precision], width) for precision, width in of_slices.items())
-        if sources != self._sources:
-            addresses = torch.zeros(table.source.shape, dtype=torch.int64)
-            for layer, expert in np.ndindex(table.layers, table.experts):
-                for code, width in sources:
-                    addresses[layer, expert, code] = self._store.packed(SliceKey(layer, expert, width)).data_ptr()
-            table.source.copy_(addresses)
-            self._sources = sources
+        addresses = np.zeros(table.source.shape, np.int64)  # which a store that has slept has elsewhere
+        for layer, expert in np.ndindex(table.layers, table.experts):
+            for code, width in sources:
+                addresses[layer, expert, code] = self._store.packed(SliceKey(layer, expert, width)).data_ptr()
+        table.source.copy_(torch.from_numpy(addresses))
+        self._sources = sources
 
     def take_counts(self, counts: ResidencyCounts, transfers: TransferStats, predictions: PrefetchStats) -> None:
         """Add what the device has counted since the last time; waits for it. An expert that is read through again for
@@ -156,3 +147,32 @@ class DeviceCounts:
         """Until ``ask``: int64 [3, layers, experts], choices of low and of high versions, and squared gates."""
         counts = self._on_host.numpy().copy().reshape(3, self._bins)[:, :-1]
         return counts.reshape(3, self._table.layers, self._table.experts)
+
+
+class OutsideIds:
+    """Ids that are no expert's, which the device met in steps without the host: sent to the host after each step."""
+
+    def __init__(self, table: Table) -> None:
+        self._table, self._pinned = table, table.outside.device.type == "cuda"
+        self._sent: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
+
+    def send(self, step: int) -> None:
+        """Send what the step of this number, which has been enqueued, has met, and forget it on the device."""
+        event = torch.cuda.Event() if self._pinned else None
+        on_host = torch.empty(self._table.layers, dtype=torch.int64, device="cpu", pin_memory=self._pinned)
+        on_host.copy_(self._table.outside, non_blocking=True)
+        self._table.outside.fill_(-1)
+        if event is not None:
+            event.record()
+        self._sent.append((step, on_host, event))
+
+    def take(self, step: int) -> RoutingError | None:
+        """Return an error of the steps up to this number that have ended and were not asked about yet; else None."""
+        found = None
+        while self._sent and self._sent[0][0] <= step and (self._sent[0][2] is None or self._sent[0][2].query()):
+            on_host = self._sent.popleft()[1]
+            if layers := (on_host >= 0).nonzero().flatten().tolist():
+                kept = int(on_host[layers[0]])
+                one = kept if kept <= ID_BITS >> 1 else kept - ID_BITS - 1
+                found = RoutingError(layers[0], one, self._table.experts)
+        return found

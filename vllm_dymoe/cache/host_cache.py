@@ -16,7 +16,6 @@ import torch
 
 from vllm_dymoe.cache.expert_cache import Fetch
 from vllm_dymoe.cache.host_slots import HostSlots
-from vllm_dymoe.cache.pages import usable_cores
 from vllm_dymoe.cache.slots import Slot
 from vllm_dymoe.cache.store import DamagedStoreError, FileStore, HostMemoryError, HostStore, StoreError
 from vllm_dymoe.cache.store.page_lock import CudaPageLock
@@ -24,6 +23,7 @@ from vllm_dymoe.cache.store.shared import SharedMemory
 from vllm_dymoe.cache.transfer.delivery import CpuDelivery
 from vllm_dymoe.cache.transfer.engine import TransferEngine
 from vllm_dymoe.cache.transfer.ticket import Reason, State, Ticket, TransferError
+from vllm_dymoe.cgroups import usable_cores
 from vllm_dymoe.experts.format import EVERY_PROJECTION, ModelExperts, SliceKey
 from vllm_dymoe.units import size
 

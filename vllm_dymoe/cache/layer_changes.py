@@ -25,11 +25,14 @@ class LayerChanges:
 
     @property
     def enough(self) -> bool:
+        """Whether so many tokens count; waits for the device as soon as so many have been seen."""
+        if self._tokens >= _TOKENS:
+            self._tokens = int(self._counted)
         return self._tokens >= _TOKENS
 
     def see(self, layer: int, x: Tensor) -> None:
         """Compare a router's input [tokens, hidden] with that of the layer before; layers come in their order."""
-        if self.enough or layer > len(self._sums):
+        if self._tokens >= _TOKENS or layer > len(self._sums):  # as far as the host knows
             return
         before, self._before = self._before, x[:_AT_ONCE].float()  # another layer may overwrite x
         self._sums, self._counted = self._sums.to(x.device), self._counted.to(x.device)
@@ -41,8 +44,6 @@ class LayerChanges:
         if layer == len(self._sums):
             self._tokens += len(self._before)
             self._counted += finite.sum()
-            if self.enough:  # as far as the host knows; only now it waits for the device
-                self._tokens = int(self._counted)
 
     def parts(self) -> list[int]:
         """Of each layer but the last, in whole numbers; waits for the device."""

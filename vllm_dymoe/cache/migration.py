@@ -24,7 +24,7 @@ from vllm_dymoe.cache.layer_changes import LayerChanges
 from vllm_dymoe.cache.transfer import Reason, TransferError
 from vllm_dymoe.cache.transfer.ticket import State
 from vllm_dymoe.options import ConfigError
-from vllm_dymoe.planner.hotness import Swap, averaged, hottest, swaps
+from vllm_dymoe.planner.hotness import Swap, averaged, hottest, layer_swaps, swaps
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.routing import Routing
 from vllm_dymoe.planner.rule import HIGH
@@ -85,9 +85,10 @@ class Migration:
         self._stats, self._windows = MigrationStats(), 0  # windows that have ended, whatever statistics are reset
         shape = cache.table.precision.shape
         places = cache.table.quotas[:, HIGH]
-        self._places = int(places.sum())
+        self._places = places.astype(np.int64)
         self._worth = expert_worth(cache.experts, migrating, [1.0] * shape[0])
-        self._changes: LayerChanges | None = LayerChanges(shape[0] - cache.experts.draft_layers)
+        compared = migrating.high_set == "model"  # layers are
+        self._changes = LayerChanges(shape[0] - cache.experts.draft_layers) if compared else None
         self._counts = np.zeros((2, *shape), np.int64)  # uses, and squared gates
         self.uses = np.zeros_like(self._counts)  # the same since rows last changed
         self._seen, self._least = 0, migrating.window_uses * self._counts[0].size
@@ -243,6 +244,9 @@ class Migration:
             self._engine.abandon(fetch.ticket)
         self._fetcher.give_up(move.fetches)
         self._end(move, outcome)
+        down = move.swap.down
+        if outcome == "failed" and down is not None and self._memory.nested:  # it gave up its slot for nothing
+            self._planned.appendleft(Swap(move.swap.gain, down, None))
 
     def _end(self, move: _Move, outcome: str) -> None:
         self._flying.remove(move)
@@ -279,7 +283,11 @@ class Migration:
             rest = [min(parts)] * (len(self._worth) - len(parts) - 1)  # a draft decides no token
             layers = np.maximum([*parts, parts[-1], *rest], 1) / max(1.0, np.mean(parts))
             self._worth, self._changes = expert_worth(self._memory.experts, migrating, layers), None
-        self._planned = deque(swaps(self.hotness * self._worth, held, self._places, migrating.margin))
+        score = self.hotness * self._worth
+        if migrating.high_set == "model":
+            self._planned = deque(swaps(score, held, int(self._places.sum()), migrating.margin))
+        else:
+            self._planned = deque(layer_swaps(score, held, self._places, migrating.margin))
 
 
 def _bring_all(fetcher: Fetcher[DeviceCache], high: NDArray[np.bool_]) -> None:

@@ -1,33 +1,28 @@
-"""Host memory: how much can be had, and how to map an exact size of it near a device.
+"""Host memory: how much is available, and how to map an exact size of it near a device.
 
-torch's allocator of pinned memory rounds up to a power of two, 512 MiB where a layer's experts have 324.
+torch's allocator of pinned memory rounds up to a power of two: 512 MiB where a layer's experts take 324.
 """
 
 import contextlib
 import ctypes
 import hashlib
-import math
 import mmap
 import os
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import psutil
 import torch
 
-_CGROUP = Path("/sys/fs/cgroup")
-_OWN_CGROUPS = Path("/proc/self/cgroup")
+from vllm_dymoe.cgroups import groups
+
 # Limit and use of a container's memory: version 2 of control groups, then version 1.
 _LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 
-# Microseconds of all cores together, in each period: version 2 of control groups ("max 100000"), then version 1.
-_QUOTA = "cpu.max"
-_QUOTA_AND_PERIOD = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
 _MACHINE = (Path("/etc/machine-id"), Path("/sys/class/dmi/id/product_name"), Path("/sys/class/dmi/id/board_name"))
 _PROCESSORS = Path("/proc/cpuinfo")
 
-_NODES = Path("/sys/devices/policy/node/online")
+_NODES = Path("/sys/devices/system/node/online")
 _MBIND = {"x86_64": 237, "aarch64": 235}  # libc has no function for it
 _PREFERRED = 1  # MPOL_PREFERRED: another node's memory serves where this one's is full
 
@@ -35,7 +30,7 @@ _PREFERRED = 1  # MPOL_PREFERRED: another node's memory serves where this one's 
 def available_host_memory() -> int:
     """Bytes that can be allocated without swapping: the machine's, or what a container's limit leaves of them."""
     available = int(psutil.virtual_memory().available)
-    for group in _groups():
+    for group in groups():
         for limit, used in _LIMITS:
             try:
                 left = int((group / limit).read_text()) - int((group / used).read_text())
@@ -43,21 +38,6 @@ def available_host_memory() -> int:
                 continue
             available = min(available, max(0, left + _reclaimable(group / "memory.stat")))
     return available
-
-
-def usable_cores(cores: int | None = None) -> int:
-    """Cores that this process may keep busy: those that this thread may run on, or so many, or what a container's limit
-    leaves of them."""
-    cores = len(os.sched_getaffinity(0)) if cores is None else cores
-    for group in _groups():
-        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-            if (group / _QUOTA).exists():
-                quota, period = map(int, (group / _QUOTA).read_text().split())
-            else:
-                quota, period = (int((group / name).read_text()) for name in _QUOTA_AND_PERIOD)
-            if quota > 0 and period > 0:  # -1 is no limit
-                cores = min(cores, max(1, math.ceil(quota / period)))
-    return cores
 
 
 @cache
@@ -71,21 +51,6 @@ def machine() -> str:
     with contextlib.suppress(OSError):
         said += [line for line in _PROCESSORS.read_text().splitlines() if line.startswith("model name")][:1]
     return hashlib.sha256("\n".join(said).encode()).hexdigest()[:12]
-
-
-def _groups() -> Iterator[Path]:
-    """Control groups that may limit this process: its own and those around it, as far as they are mounted."""
-    mounted = {"": _CGROUP} | {name: _CGROUP / name for name in ("memory", "cpu", "cpu,cpuacct")}
-    yield from mounted.values()
-    try:
-        lines = _OWN_CGROUPS.read_text().splitlines()
-    except OSError:
-        return
-    for _, controllers, path in (line.split(":", 2) for line in lines):
-        root = mounted.get(controllers)
-        if root is not None:
-            own = root / path.lstrip("/")
-            yield from (group for group in (own, *own.parents) if group.is_relative_to(root) and group != root)
 
 
 def _reclaimable(statistics: Path) -> int:
@@ -102,7 +67,7 @@ def whole_pages(nbytes: int) -> int:
 
 
 def map_bytes(nbytes: int) -> torch.Tensor:
-    """Map uint8 [nbytes] from a page's begin on, in huge pages where they fit; OSError if there is no room."""
+    """Map uint8 [nbytes], page-aligned, in huge pages where they fit. Raises OSError if there is no room."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     mapping = mmap.mmap(-1, whole_pages(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -112,7 +77,7 @@ def map_bytes(nbytes: int) -> torch.Tensor:
 
 
 def drop_pages(memory: torch.Tensor) -> None:
-    """Give the pages of ``map_bytes`` back at once; tensors that are still over them read zeros."""
+    """Give the pages of ``map_bytes`` back at once; tensors that still refer to them read zeros."""
     if memory.numel() > 0:
         libc = ctypes.CDLL(None, use_errno=True)
         nbytes = ctypes.c_size_t(whole_pages(memory.numel()))
@@ -127,7 +92,7 @@ def several_nodes() -> bool:
 
 
 def prefer_node(memory: torch.Tensor, node: int) -> str | None:
-    """Take pages of ``map_bytes`` that are not there yet from one NUMA node; returns why not, if it is forbidden."""
+    """Allocate the untouched pages of ``map_bytes`` on one NUMA node; return the reason if that is forbidden."""
     number = _MBIND.get(os.uname().machine)
     if number is None:
         return f"unknown on {os.uname().machine}"

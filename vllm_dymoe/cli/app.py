@@ -25,6 +25,7 @@ TensorParallel = Annotated[int, typer.Option(min=1, help="Ranks of tensor parall
 DataParallel = Annotated[int, typer.Option(min=1, help="Engines of data parallelism, with a batch each.")]
 Stages = Annotated[int, typer.Option(min=1, help="Stages of a pipeline.")]
 Nodes = Annotated[int, typer.Option(min=1, help="Machines over which the ranks are spread; `bench` finds them by Ray.")]
+Figure = Annotated[Path | None, typer.Option(help="Picture to write: a .png or .svg file; needs matplotlib.")]
 ExpertParallel = Annotated[bool, typer.Option("--ep", help="Ranks share out whole experts.")]
 Architecture = Annotated[
     Literal["linear+input", "paper", "paper+input", "paper-shared", "linear"],
@@ -260,6 +261,7 @@ def bench(
     ep: ExpertParallel = False,
     nodes: Nodes = 1,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of rows; the same one to go on.")] = Path("bench"),
+    figure: Figure = None,
 ) -> None:
     """Measure policies side by side: times, hits, bytes and memory, for each budget and batch size."""
     from vllm_dymoe.bench.cases import Workload
@@ -273,7 +275,7 @@ def bench(
     common |= {} if disk is None else {"disk_gbps": parse_rate(disk) / 1e9}
     workload = Workload(asked.digest, asked.name, asked.is_random, requests, warm_up, max_tokens)
     ranks = Ranks(tp, dp, pp, ep, nodes).for_engines()
-    run = Bench(model, asked, workload, common, ranks | json_object("--engine", engine), out)
+    run = Bench(model, asked, workload, common, ranks | json_object("--engine", engine), out, figure)
     policies = policy or ["on-demand", "exact"]
     run.compare(policies, peer or [], budget or ["25%", "50%"], batch or [1], link or [], misses or [])
 
@@ -302,16 +304,19 @@ def plan(
     nodes: Nodes = 1,
     cards_per_switch: Annotated[int, typer.Option(min=1, help="Cards that share one link to the host.")] = 1,
     network: Annotated[str | None, typer.Option(help="Rate between a node and the others: 12GB/s.")] = None,
+    figure: Figure = None,
+    measured: Annotated[Path | None, typer.Option(help="What `make gpu` has written on this GPU.")] = None,
 ) -> None:
     """Say what fits on a device, how fast each policy will be, and which options to take; nothing is loaded."""
     from vllm_dymoe.cli import plan as planning
     from vllm_dymoe.options import ConfigError
-    from vllm_dymoe.plan.choice import HostPlannedLayers
-    from vllm_dymoe.plan.device import parse_rate
+    from vllm_dymoe.plan.choice import ServeSettings
+    from vllm_dymoe.plan.device import find_device, parse_rate
     from vllm_dymoe.plan.ranks import Ranks
 
     if gpu is None:
         raise ConfigError("say for which device: --gpu rtx4090.")
-    serving = HostPlannedLayers(max_model_len, max_num_seqs, gpu_memory_utilization=gpu_memory_utilization)
+    serving = ServeSettings(max_model_len, max_num_seqs, gpu_memory_utilization=gpu_memory_utilization)
     ranks = Ranks(tp, dp, pp, ep, nodes, cards_per_switch, parse_rate(network) if network else 0.0)
-    planning.run(model, gpu, link, trace, batch, prompt, serving, policy or (), disk, host_memory, misses, ranks)
+    card = find_device(gpu, link, measured)
+    planning.run(model, card, trace, batch, prompt, serving, policy or (), disk, host_memory, misses, ranks, figure)

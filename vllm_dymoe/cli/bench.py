@@ -1,5 +1,6 @@
 """``vllm-dymoe bench``: policies, budgets and batches on one model, measured and put side by side."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,8 +14,10 @@ from vllm_dymoe.bench.cases import ENGINES, EVERYTHING, PEERS, Case, Subject, Wo
 from vllm_dymoe.bench.prompts import PromptSet
 from vllm_dymoe.bench.rows import ROWS, Row, check_outputs, read_rows
 from vllm_dymoe.bench.run import measure
-from vllm_dymoe.bench.table import Bounds, bits_of, for_terminals, lines, markdown
+from vllm_dymoe.bench.table import Bounds, bits_of, cells, for_terminals, markdown, numbers
 from vllm_dymoe.cli.display import count_progress, print_table
+from vllm_dymoe.cli.figures import Panel, draw, require
+from vllm_dymoe.durable import replace_file
 from vllm_dymoe.options import ConfigError, ExpertBudget
 from vllm_dymoe.plan.device import parse_rate
 from vllm_dymoe.plan.model import ModelShape, read_shape
@@ -31,6 +34,7 @@ class Bench:
     options: Mapping[str, Any]  # of every policy
     engine: Mapping[str, Any]  # arguments of vLLM's LLM
     out: Path  # folder of rows
+    figure: Path | None = None  # picture of the rows, if one is asked for
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -46,6 +50,8 @@ class Bench:
         self, policies: Sequence[str], peers: Sequence[str], budgets: Sequence[str], batches: Sequence[int],
         links: Sequence[str], misses: Sequence[str] = (),
     ) -> None:  # fmt: skip
+        if self.figure is not None:
+            require(self.figure)
         for budget in budgets:
             ExpertBudget.parse(budget)
         asked, requests, warm_up = self.asked, self.workload.requests, self.workload.warm_up
@@ -80,14 +86,20 @@ class Bench:
             f"warm-up: {workload.warm_up} requests"
             + ("; random prompts, whose hit rates say nothing and are left out" if workload.random else "")
         )
-        body = lines(rows, self._bounds(rows))
+        found = numbers(rows, self._bounds(rows))
+        body = [cells(row) for row in found]
         for heading, columns in zip((title, "Bytes"), for_terminals(body), strict=True):
             print_table(heading, columns, [[line[name] for name in columns] for line in body])
         if compared:
             typer.echo(f"{compared} answers of the same precision are the same, token by token.")
         page = self.out / "table.md"
-        page.write_text(f"{title}\n\n{markdown(list(body[0]), (line.values() for line in body))}\n")
-        typer.echo(f"Written: {self.out / ROWS}, {page}")
+        replace_file(page, f"{title}\n\n{markdown(list(body[0]), (line.values() for line in body))}\n".encode())
+        table = self.out / "table.json"
+        replace_file(table, (json.dumps(found, indent=1) + "\n").encode())
+        written = [self.out / ROWS, page, table]
+        if self.figure is not None:
+            written.append(draw(self.figure, [_speeds(self.model, found)]))
+        typer.echo(f"Written: {', '.join(map(str, written))}")
 
     def _bounds(self, rows: Sequence[Row]) -> Bounds:
         """What this machine reached before anything ran on it, and what a token has to read."""
@@ -96,6 +108,23 @@ class Bench:
         slices = {width: fmt.whole_nbytes for width, fmt in self.shape.packed(tuple(sorted(bits))).formats.items()}
         tokens = {width: self.shape.token_bytes(nbytes) for width, nbytes in slices.items()}
         return Bounds(found["link_bytes_per_second"], found["memory_bytes_per_second"], tokens, slices)
+
+
+def _speeds(model: str, found: Sequence[Mapping[str, Any]]) -> Panel:
+    """Tokens per second against memory for experts: a line for each policy and batch, a level for what has no budget
+    of experts."""
+    panel = Panel(model, "memory for experts, MB", "tokens per second")
+    batches = len({row["batch"] for row in found}) > 1
+    for row in found:
+        label = row["policy"] + (f", batch {row['batch']}" if batches else "")
+        label += f", {row['link MB/s']:.4g} MB/s" if row["link MB/s"] else ""
+        if row["tokens/s"] is None:
+            continue
+        if row["experts peak MB"] is None:
+            panel.levels[label] = row["tokens/s"]
+        else:
+            panel.lines.setdefault(label, []).append((row["experts peak MB"], row["tokens/s"]))
+    return panel
 
 
 def _behind(rate: float, subject: Subject) -> Subject:

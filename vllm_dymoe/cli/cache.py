@@ -13,8 +13,8 @@ import typer
 from rich.markup import escape
 
 from vllm_dymoe.cache.store import MANIFEST, DamagedStoreError, Manifest, StoreError
-from vllm_dymoe.cache.store.durable import clean, is_temporary, is_written
 from vllm_dymoe.cli.display import print_table
+from vllm_dymoe.durable import clean, is_temporary, is_written
 from vllm_dymoe.options import ConfigError, store_root
 from vllm_dymoe.resolve import resolve_options
 from vllm_dymoe.units import size

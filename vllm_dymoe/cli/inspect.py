@@ -122,6 +122,8 @@ def _describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     if reader.held:
         kind = f"experts quantized with {reader.method} at {reader.bits} bits"
         options = Options.model_validate({"high": reader.bits, "group_size": store_group_sizes(reader, 0, 1)[0]})
+    elif reader.mixed:
+        kind = f"experts in several formats, {reader.method}"
     experts = checkpoint.model_experts((16, 8, 4, 2), options.group_size, checkpoint.dtype)
     return {
         "kind": f"MoE checkpoint, {kind}",

@@ -8,10 +8,11 @@ from pathlib import Path
 import typer
 
 from vllm_dymoe.cli.display import print_table
+from vllm_dymoe.cli.figures import Panel, draw, require
 from vllm_dymoe.experts.identity import ModelIdentity
 from vllm_dymoe.options import ConfigError, ExpertBudget
-from vllm_dymoe.plan.choice import CANDIDATES, GOOD_ENOUGH, Choice, HostPlannedLayers, choices, recommended, shown
-from vllm_dymoe.plan.device import Device, find_device, parse_rate
+from vllm_dymoe.plan.choice import CANDIDATES, GOOD_ENOUGH, Choice, ServeSettings, choices, recommended, shown
+from vllm_dymoe.plan.device import Device, parse_rate
 from vllm_dymoe.plan.model import ModelShape, read_shape
 from vllm_dymoe.plan.ranks import Ranks
 from vllm_dymoe.plan.replay import LOCALITY, SKEW, Routings, made_up
@@ -22,15 +23,17 @@ ALONE = Ranks()
 
 
 def run(
-    model: str, gpu: str, link: str | None, trace: Path | None, batch: int, prompt: int, serving: HostPlannedLayers,
+    model: str, card: Device, trace: Path | None, batch: int, prompt: int, serving: ServeSettings,
     policies: Sequence[str], disk: str | None = None, host_memory: str | None = None, misses: str = "fetch",
-    ranks: Ranks = ALONE,
+    ranks: Ranks = ALONE, figure: Path | None = None,
 ) -> None:  # fmt: skip
+    if figure is not None:
+        require(figure)
     planned = {candidate["policy"] for candidate in CANDIDATES}
     if unknown := set(policies) - planned:
         raise ConfigError(f"{', '.join(sorted(unknown))}: a plan has the policies {', '.join(sorted(planned))}.")
     ranks.check()
-    whole, card = read_shape(model), find_device(gpu, link)
+    whole = read_shape(model)
     shape, device = ranks.shape(whole), ranks.device(card)
     if (disk is None) != (host_memory is None):
         raise ConfigError("experts are read from a disk where host memory has no room: say --disk and --host-memory.")
@@ -46,12 +49,14 @@ def run(
     rows = [ranks.whole(row, whole, card, batch, prompt) for row in found]
     best, some = recommended(rows), shown(rows, policies)
     packed = whole.packed((16, 4))
+    rate = device.expert_rate(3 * shape.hidden * shape.intermediate, batch, nested=False)
     routers = f"as in {trace}" if trace else f"made up (popularity ~ rank^-{SKEW}, {LOCALITY:.0%} repeated)"
     said = (
         f"{model}: {whole.moe_layers} layers of {whole.experts} experts, {whole.top_k} for a token; experts "
         f"{size(packed.nbytes(16))} at 16 bits, {size(packed.nbytes(4))} at 4; everything else "
         f"{size(whole.dense_bytes)}.\n{device.name}: {size(device.memory)}, reads {device.bandwidth / 1e9:.0f} GB/s, "
-        f"its link {device.link / 1e9:.1f} GB/s, {1e6 * device.layer_seconds:.0f} us of the host for a layer; "
+        f"experts at {rate.read / 1e9:.0f} GB/s ({_source(card, rate.card)}), its link {device.link / 1e9:.1f} GB/s, "
+        f"{1e6 * device.layer_seconds:.0f} us of the host for a layer; "
         f"routers are {routers}."
         + (f"\nHost memory holds {host_memory} of experts, the disk reads {disk}." if disk else "")
     )
@@ -67,6 +72,26 @@ def run(
         "measured on this project's small model. Measure quality on yours.\n"
         f"{_command(model, best, shape, serving, device.host_memory, ranks)}"
     )
+    if figure is not None:
+        source = f"as in {trace}" if trace else "made-up routers"
+        title = f"{model.rstrip('/').rpartition('/')[2]} on {device.name}, planned, batch {batch}"
+        typer.echo(f"Written: {draw(figure, _panels(rows, title, source))}")
+
+
+def _panels(rows: Sequence[Choice], title: str, source: str) -> list[Panel]:
+    """Speed and hits against the budget: a line for each policy and precision."""
+    speeds = Panel(title, "GPU memory for experts, GB", "tokens per second of one request")
+    hits = Panel(f"Hits, {source}", "GPU memory for experts, GB", "needed experts that are resident, %")
+    for row in rows:
+        label = f"{row.given['policy']}, {row.precisions} bits"
+        speeds.lines.setdefault(label, []).append((row.limit / 1e9, 1 / row.tpot))
+        hits.lines.setdefault(label, []).append((row.limit / 1e9, 100 * row.hit_rate))
+    return [speeds, hits]
+
+
+def _source(card: Device, measured: str) -> str:
+    """Say on which card the kernels' rate was measured."""
+    return "measured" if measured == card.key else f"the share that was measured on an {measured}"
 
 
 def _cells(row: Choice) -> list[str]:
@@ -106,7 +131,7 @@ def _routings(shape: ModelShape, model: str, trace: Path | None, batch: int) -> 
 
 
 def _command(
-    model: str, row: Choice, shape: ModelShape, serving: HostPlannedLayers, host_memory: int | None, ranks: Ranks
+    model: str, row: Choice, shape: ModelShape, serving: ServeSettings, host_memory: int | None, ranks: Ranks
 ) -> str:
     held = {} if host_memory is None else {"host_memory": host_memory}
     length = min(serving.max_model_len, shape.longest)

@@ -47,7 +47,7 @@ def run(
         began = time.perf_counter()
         manifest = convert(checkpoint, out, options, kind, recorded, overwrite=overwrite, progress=advance)
     _print_summary(checkpoint, out.absolute(), manifest, time.perf_counter() - began)
-    if reader.held:
+    if reader.held or reader.mixed:
         typer.echo(f"Experts: {describe(reader, options.stored_bits, quantizer)}.")
 
 
@@ -72,6 +72,4 @@ def _print_summary(checkpoint: Checkpoint, folder: Path, manifest: Manifest, sec
         for layer, numbers in zip(experts.layers, fallbacks, strict=True):
             if numbers:
                 typer.echo(f"  layer {layer}: {', '.join(map(str, numbers))}")
-    if left_out := len(checkpoint.left_out):
-        typer.echo(f"{left_out} tensors of multi-token prediction layers were left out.")
     typer.echo(f"Written in {seconds:.1f} s. To serve it:\nvllm serve {folder}")

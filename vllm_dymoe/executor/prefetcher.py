@@ -109,8 +109,8 @@ class Prefetcher:
             later: self._policy.precision.precisions_ahead(later, self._num_layers, experts)
             for later, experts in named.items()
         }
-        wanted = ((later, expert, precisions[later][expert]) for later, expert in coming)
-        self._candidates = deque(one for one in wanted if one[2] in self._memory.pools)
+        wanted = ((later, expert, precisions[later].get(expert)) for later, expert in coming)
+        self._candidates = deque((*at, precision) for *at, precision in wanted if precision in self._memory.pools)
         if self._disk is not None:
             self._disk.offer(layer, list(self._candidates))
 

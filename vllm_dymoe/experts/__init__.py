@@ -1,2 +1,1 @@
-"""What an expert is and where its bytes are: layout, routing, precisions, budget, slots, and the table with its
-rule."""
+"""Experts: formats, encodings and the byte layout of packed experts."""

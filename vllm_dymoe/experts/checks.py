@@ -1,4 +1,4 @@
-"""What every wrapper says about a wrong tensor: which argument, what it is, what it should be."""
+"""Argument checks for tensors; every error names the argument, what it is, and what it should be."""
 
 import torch
 from torch import Tensor
@@ -12,8 +12,11 @@ def check_tensor(
     dtype: torch.dtype | None = None,
     contiguous: bool = True,
 ) -> None:
-    """TypeError if an argument is no tensor or of another dtype, ValueError if it has another shape or is not
-    contiguous. Sizes and dtypes that are None may be any."""
+    """Check a tensor argument. None allows any size or dtype.
+
+    Raises TypeError if it is not a tensor or has another dtype, and ValueError if it has another shape or is not
+    contiguous.
+    """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
     if dtype is not None and tensor.dtype != dtype:

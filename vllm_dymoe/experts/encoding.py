@@ -1,8 +1,8 @@
-"""The register of codes: how stored bits become numbers, and what is stored beside them (docs/format.md).
+"""Encodings: how stored bits become numbers, and what is stored with them (docs/format.md).
 
-16 bits are plain weights; 8, 4 and 2 bits are steps of a grid, weight = (step * code - center) * scale + zero, whose
-upper halves alone are the low version where versions are nested; MXFP4, NVFP4 and FP8 are published floats, weight =
-level[code] * scale; and codes of a lattice are points of E8 (``kernels/lattice.py``).
+16 bits are plain weights. 8, 4 and 2 bits are a uniform grid, weight = (step * code - center) * scale + zero; where
+versions are nested, the upper halves of the codes alone are the low version. MXFP4, NVFP4 and FP8 are published floats,
+weight = level[code] * scale. Lattice codes are points of E8 (``kernels/lattice.py``).
 """
 
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ class Encoding:
 
     @cached_property
     def step(self) -> int:
-        """Whole codes between two neighbouring ones: 1, or 4 or 16 for upper halves."""
+        """Number of whole codes between two neighbouring codes: 1, or 4 or 16 for upper halves."""
         return 1 << (self.upper_of - self.bits) if self.upper_of else 1
 
     @cached_property
@@ -59,11 +59,11 @@ class Encoding:
 
     @cached_property
     def largest(self) -> int:
-        """The code of a published float of 8 bits' largest number; what lies above it is infinite or NaN."""
+        """The code of the largest finite number of an 8-bit float; codes above it are infinite or NaN."""
         return int(torch.tensor(torch.finfo(self.dtype).max, dtype=self.dtype).view(torch.uint8))
 
     def levels(self, codes: Tensor) -> Tensor:
-        """What a published float's codes (uint8) stand for: float32, of the same shape."""
+        """Return the numbers that a published float's codes (uint8) stand for: float32, same shape."""
         if self.bits == 8:
             return codes.view(self.dtype).float()
         as_e4m3 = (codes & 8) << 4 | (codes & 7) << 2  # of a 64th
@@ -91,7 +91,7 @@ WHOLE = {encoding.tag: encoding for encoding in (PLAIN, *STEPS.values(), *CODEBO
 
 
 def encoding_of(bits: int, codebook: Encoding | None = None) -> Encoding:
-    """The code of a version of its own; ValueError if there is none of so many bits."""
+    """Return the encoding of a version that is not nested. Raises ValueError if there is none with so many bits."""
     encoding = codebook or WHOLE.get(bits)
     if encoding is None or encoding.bits != bits:
         known = f"{codebook.bits} for {codebook.name}" if codebook else "one of 16, 8, 4, 2"

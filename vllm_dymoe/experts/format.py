@@ -1,6 +1,8 @@
-"""One version of one expert is one contiguous packed expert: gate | up | down, each packed weights and scales
-(docs/format.md). Where the low version lies inside the high one a packed expert is two slices: *base*, which is the low
-version, and *residual*."""
+"""Packed experts: gate | up | down, each with its weights and scales, contiguous in memory (docs/format.md).
+
+A nested packed expert has two slices: the *base slice* is the low version, and the *residual slice* turns it into the
+high one.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +17,7 @@ from vllm_dymoe.experts.matrix import BLOCK_ROWS, MatrixFormat, PackedMatrix
 
 
 class Projection(IntEnum):
-    """The matrices of an expert, in the order they lie in a packed expert; the gate may have no bytes."""
+    """The matrices of an expert, in the order in which a packed expert holds them; the gate may have no bytes."""
 
     GATE = 0
     UP = 1
@@ -27,9 +29,9 @@ EVERY_PROJECTION = range(len(Projection))
 
 @dataclass(frozen=True, slots=True)
 class SliceKey:
-    """One version of one expert: position of its layer, local index, bit-width.
+    """Names one version of one expert: index of its layer, local expert index, bits.
 
-    Where that version is nested it names the residual slice alone; the base is the key of half the bits.
+    For a nested version it names the residual slice alone; the base slice is the key with half the bits.
     """
 
     layer: int
@@ -38,7 +40,7 @@ class SliceKey:
 
 
 class PackedExpert(NamedTuple):
-    """Zero-copy views of one expert's packed bytes, wherever they lie."""
+    """Views of one expert's packed bytes, wherever they are; nothing is copied."""
 
     gate: PackedMatrix
     up: PackedMatrix
@@ -73,12 +75,12 @@ class ExpertFormat:
 
     @cached_property
     def slices(self) -> tuple["ExpertFormat", ...]:
-        """What the version is read from: its base and itself where it is nested, or itself."""
+        """The slices that make up the version: base and residual if it is nested, else itself."""
         return (self.base, self) if self.nested else (self,)
 
     @cached_property
     def whole_nbytes(self) -> int:
-        """Bytes that an expert needs in this version: of all its slices."""
+        """Bytes of all slices of the version."""
         return sum(part.nbytes for part in self.slices)
 
     @cached_property
@@ -97,9 +99,11 @@ class ExpertFormat:
 
     @property
     def rotations(self) -> tuple[int, int]:
-        """Inputs of gate and up, and of down, that are rotated together: the largest power of two that divides them.
+        """Block sizes in which inputs of gate and up, and inputs of down, are rotated: the largest powers of two that
+        divide them.
 
-        Of down no more than a kernel's program makes of them, which can then rotate them before it stores them.
+        The block size of down is limited to what one kernel program computes, so that the program can rotate before it
+        stores.
         """
         if not self.encoding.lattice:
             return 0, 0
@@ -120,7 +124,9 @@ class ExpertFormat:
         return self.sections[-1].stop
 
     def view(self, packed: torch.Tensor, base: PackedExpert | None = None) -> PackedExpert:
-        """See a slice (uint8 [nbytes], contiguous), with its base if nested, as packed matrices, without copying."""
+        """View a slice (uint8 [nbytes], contiguous), with its base slice if it is nested, as packed matrices, without
+        copying.
+        """
         gate, up, down = (
             matrix.view(packed[section], upper)
             for matrix, section, upper in zip(self.matrices, self.sections, base or (None,) * 3, strict=True)
@@ -130,7 +136,7 @@ class ExpertFormat:
 
 @dataclass(frozen=True)
 class ModelExperts:
-    """The experts of one model on one rank: what the store holds and slots take."""
+    """The experts of one model on one rank: what the store holds and what slots are for."""
 
     layers: tuple[int, ...]  # index of each MoE layer in the model, ascending; dense layers are absent
     num_experts: int  # experts per layer on this rank
@@ -156,11 +162,11 @@ class ModelExperts:
 
     @cached_property
     def places(self) -> Mapping[int, "SlicePlace"]:
-        """Where each version, or slice, lies in its packed expert in memory."""
+        """Where each version, or slice, is inside a layer's packed experts in memory."""
         return self.places_at(1)
 
     def places_at(self, alignment: int) -> Mapping[int, "SlicePlace"]:
-        """The same where every slice begins at a multiple of so many bytes."""
+        """Return the same places if every slice begins at a multiple of so many bytes."""
         places = {}
         for bits, fmt in self.formats.items():
             if fmt.encoding.upper_of:
@@ -174,7 +180,7 @@ class ModelExperts:
 
 
 class SlicePlace(NamedTuple):
-    """Where a slice lies among the packed experts of a layer."""
+    """Where a slice is among the packed experts of a layer."""
 
     bits: int  # of the packed experts
     stride: int  # bytes from one to the next
@@ -184,8 +190,10 @@ class SlicePlace(NamedTuple):
 
 
 def stored_formats(bits: Sequence[int], make: Callable[[int], ExpertFormat]) -> dict[int, ExpertFormat]:
-    """The formats of a store, the high precision first, from what makes a version of its own: one lies inside the
-    other, and has everything else in common with it, where it has half the bits."""
+    """Return the formats of a store, high precision first. ``make`` returns the format of a version that is not nested.
+
+    A version with half the bits of the other is nested in it, and shares everything else with it.
+    """
     formats = {width: make(width) for width in bits}
     high, low = max(bits), min(bits)
     if nests(bits, formats[high].encoding):
@@ -199,18 +207,20 @@ def nested(fmt: ExpertFormat) -> ExpertFormat:
 
 
 def nests(bits: Sequence[int], encoding: Encoding | None) -> bool:
-    """Whether the low one of two precisions lies inside the high one, of this code; half a float is no float."""
+    """Return whether the low one of two precisions is nested in the high one, for this encoding; floats cannot be
+    halved.
+    """
     return not (encoding and encoding.floats) and set(bits) in ({4, 2}, {8, 4})
 
 
 def all_keys(experts: ModelExperts) -> Iterator[SliceKey]:
-    """Every packed expert of a model, layer by layer, in the order it lies on disk."""
+    """Yield the key of every packed expert of a model, layer by layer, in the order of the files."""
     for layer in range(len(experts.layers)):
         yield from layer_keys(experts, layer)
 
 
 def layer_keys(experts: ModelExperts, layer: int) -> Iterator[SliceKey]:
-    """Every packed expert of one layer (by position), in the order it lies on disk."""
+    """Yield the key of every packed expert of one layer (an index), in the order of its file."""
     for bits in experts.formats:
         for expert in range(experts.num_experts):
             yield SliceKey(layer, expert, bits)

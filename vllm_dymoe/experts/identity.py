@@ -1,11 +1,11 @@
-"""Whose experts they are, in what outlives an engine: traces and trained predictors."""
+"""Identifies a model in files that outlive an engine: traces and trained predictors."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """A model, as far as its routers go."""
+    """Identifies a model by what matters to its routers."""
 
     model: str  # its name or folder, as it was served
     fingerprint: str

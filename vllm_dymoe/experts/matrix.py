@@ -1,7 +1,7 @@
 """One packed matrix: a weight [rows, columns] at 16, 8, 4 or 2 bits as one section of bytes.
 
-The layout serves every reader without repacking: a CPU takes two or four columns of 64 rows at a time, a GPU program
-that owns 64 rows reads whole cache lines. Byte offsets and a worked example: docs/format.md.
+The layout serves every reader without repacking: a CPU reads two or four columns of 64 rows at a time, and a GPU
+program that owns 64 rows reads whole cache lines. Byte offsets and a worked example: docs/format.md.
 """
 
 from dataclasses import dataclass, replace
@@ -30,10 +30,11 @@ _MOST_ACT_ORDER_COLUMNS = 32768  # places are 16-bit numbers
 
 @dataclass(frozen=True)
 class MatrixFormat:
-    """How one logical weight is packed.
+    """How one weight matrix is packed.
 
-    TypeError for another dtype; ValueError for a size or group size that the code does not have, integer zeros or an
-    order of columns with a code that is no grid, or an order of more than 32768 columns.
+    Raises TypeError for an unsupported dtype, and ValueError for a size or group size that the encoding does not
+    support, for integer zeros or a column order with an encoding that is not a grid, or for an order of more than 32768
+    columns.
     """
 
     rows: int  # outputs N of the projection; 0, and no bytes, for the gate of experts that have none
@@ -88,18 +89,18 @@ class MatrixFormat:
 
     @cached_property
     def fold(self) -> int:
-        """Neighbouring columns whose 2-bit codes share bytes, the first half of them with the second."""
+        """Number of neighbouring columns whose 2-bit codes share bytes: the first half of them with the second half."""
         halves = self.encoding.nested or self.encoding.upper_of
         return min(self.group_size, FOLD_COLUMNS) if halves else self.group_size
 
     @cached_property
     def padded_rows(self) -> int:
-        """Rows that are stored: whole blocks of 64, or just the rows at 16 bits."""
+        """Number of stored rows: whole blocks of 64, or just the rows at 16 bits."""
         return _round_up(self.rows, BLOCK_ROWS) if self.quantized else self.rows
 
     @cached_property
     def padded_columns(self) -> int:
-        """Columns that are stored: whole groups, or just the columns at 16 bits."""
+        """Number of stored columns: whole groups, or just the columns at 16 bits."""
         return _round_up(self.columns, self.group_size) if self.quantized else self.columns
 
     @cached_property
@@ -110,7 +111,7 @@ class MatrixFormat:
 
     @cached_property
     def weight_shape(self) -> tuple[int, ...]:
-        """Shape of the weight view: of bytes below 16 bits, of `dtype` at 16."""
+        """Shape of the weight view: bytes below 16 bits, `dtype` at 16."""
         stored, blocks = self.encoding.stored_bits, self.padded_rows // BLOCK_ROWS
         if stored == 16:
             return self.rows, self.columns
@@ -120,7 +121,7 @@ class MatrixFormat:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of the weights, without the padding behind them."""
+        """Bytes of the weights, without the padding after them."""
         return self.padded_rows * self.padded_columns * self.encoding.stored_bits // 8
 
     @cached_property
@@ -130,27 +131,29 @@ class MatrixFormat:
 
     @cached_property
     def bias_offset(self) -> int:
-        """Byte of the section where the bias begins, or would begin; a matrix's factor is in the 256 before it."""
+        """Byte of the section where the bias begins, or would; a matrix's factor is in the 256 bytes before it."""
         factor = _SECTION_ALIGNMENT if self.encoding.has_factor else 0
         return _round_up(self.scales_offset + _scales_bytes(self), _SECTION_ALIGNMENT) + factor
 
     @cached_property
     def order_offset(self) -> int:
-        """Byte of the section where the order of columns begins, or would begin."""
+        """Byte of the section where the column order begins, or would begin."""
         bias_bytes = _round_up(self.padded_rows * self.dtype.itemsize, _SECTION_ALIGNMENT) if self.bias else 0
         return self.bias_offset + bias_bytes
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the section; a multiple of 256."""
+        """Bytes of the section, a multiple of 256."""
         if self.encoding.nested:
             return self.weight_bytes
         order_bytes = _round_up(self.padded_columns * 2, _SECTION_ALIGNMENT) if self.act_order and self.rows else 0
         return self.order_offset + order_bytes
 
     def view(self, section: Tensor, base: "PackedMatrix | None" = None) -> "PackedMatrix":
-        """See a section's bytes (uint8 [nbytes], contiguous, at a multiple of 16), with the base of nested ones, as a
-        packed matrix, without copying. TypeError or ValueError for other bytes, or another base."""
+        """View a section's bytes (uint8 [nbytes], contiguous, 16-byte aligned) as a packed matrix, without copying.
+
+        A nested matrix needs its base section as well. Raises TypeError or ValueError for other bytes or another base.
+        """
         check_tensor("section", section, dtype=torch.uint8, shape=(self.nbytes,))
         if section.data_ptr() % ADDRESS_ALIGNMENT or section.storage_offset() % ADDRESS_ALIGNMENT:
             raise ValueError(
@@ -180,7 +183,7 @@ class MatrixFormat:
 
 @dataclass(frozen=True, eq=False)
 class PackedMatrix:
-    """Zero-copy views into one section."""
+    """Views into one section; nothing is copied."""
 
     format: MatrixFormat  # what the bytes mean
     weight: Tensor
@@ -201,7 +204,9 @@ class PackedMatrix:
 
     @cached_property
     def addresses(self) -> tuple[int, int, int, int, int]:
-        """Where weight, scales, bias, order and the fine part lie; 0 for those that there are not."""
+        """Addresses of weight, scales, bias, column order and residual section; 0 for those that the matrix does not
+        have.
+        """
         scales = self.scales_zeros if self.scales is None else self.scales
         parts = self.weight, scales, self.bias, self.order, self.residual
         weight, scales_at, bias, order, residual = (0 if part is None else part.data_ptr() for part in parts)

@@ -2,11 +2,11 @@
 
 With every expert resident a step takes
 
-    t = (bytes of weights / bandwidth of memory) + layers * (time of a layer beside its products)
+    t = bytes of dense layers / bandwidth + bytes of experts / rate of our kernels + layers * (time beside products)
 
-which is the host's, or that of small kernels where a GPU decides. Each miss adds its bytes / the link, and what it
-costs beside them; a GPU that decides fetches nothing ahead in decode. Each chunk of a prompt streams what is not there
-while it computes, so that it takes the longer of the two, and one expert more (DuoServe-MoE 5.2).
+The last time is the host's, or that of small kernels where a GPU decides. Each miss adds its bytes / the link, and what
+it costs beside them; a GPU that decides fetches nothing ahead in decode. Each chunk of a prompt streams what is not
+there while it computes, so that it takes the longer of the two, and one expert more (DuoServe-MoE 5.2).
 
 Where host memory holds a part of the experts, what is in neither memory is read from the disk in front of the link. The
 host's rule sees the device's misses, so that both together keep about what one memory of both sizes would.
@@ -31,7 +31,7 @@ from vllm_dymoe.executor.device_share import StepShape, automatic_share
 from vllm_dymoe.executor.rates import Rates, costs
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts
 from vllm_dymoe.options import ConfigError, ExpertBudget, Options
-from vllm_dymoe.plan.device import Device
+from vllm_dymoe.plan.device import Device, ExpertRate
 from vllm_dymoe.plan.model import ITEM, ModelShape
 from vllm_dymoe.plan.replay import Routings, replay
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
@@ -56,8 +56,8 @@ _NEXT_ROW, _ROUND_TRIP = 0.2, 20e-6  # of an expert's first row on a host; secon
 
 
 @dataclass(frozen=True)
-class HostPlannedLayers:
-    """How the model is to be served, as far as memory goes: vLLM's options of these names."""
+class ServeSettings:
+    """The settings of ``vllm serve`` that decide how much memory is left for experts, by their names there."""
 
     max_model_len: int = 8192
     max_num_seqs: int = 16
@@ -126,7 +126,9 @@ def predict(
     weights = sum(
         count * formats[bits[precision]].whole_nbytes for precision, count in demand.active.items() if bits[precision]
     )
-    step = (shape.token_weights * ITEM + layers * weights) / device.bandwidth + layers * deciding.layer_seconds
+    of_expert = 3 * shape.hidden * shape.intermediate
+    rate = device.expert_rate(of_expert, routings.batch, nested=nested)
+    step = shape.token_weights * ITEM / device.bandwidth + layers * (weights / rate.read + deciding.layer_seconds)
     waiting = layer_moved / device.link if shared is None else demand.shared
 
     chunks = -(-prompt // chunk)
@@ -145,7 +147,8 @@ def predict(
             else of_precision * max(0.0, 1 - (kept_of_layer + in_host_cache) / shape.experts)
         )
     high_nbytes = formats[options.high].whole_nbytes
-    computing = _prompt_seconds(high_nbytes, active, shape, deciding, prompt / chunks)
+    rate = device.expert_rate(of_expert, prompt / chunks, nested=nested)
+    computing = _prompt_seconds(high_nbytes, active, shape, deciding, prompt / chunks, rate)
     precisions = f"{options.high}/{options.low}" if options.policy == "dymoe" else f"{options.high}"
     return Choice(
         given,
@@ -183,14 +186,17 @@ def _agreement(precisions: str, options: Options) -> float | None:
     return None if found is None else float(found)
 
 
-def _prompt_seconds(high_nbytes: int, active: float, shape: ModelShape, device: Device, prompt: float) -> float:
-    weights = shape.token_weights + shape.moe_layers * shape.top_k * 3 * shape.hidden * shape.intermediate
-    reading = (shape.token_weights * ITEM + shape.moe_layers * active * high_nbytes) / device.bandwidth
+def _prompt_seconds(
+    high_nbytes: int, active: float, shape: ModelShape, device: Device, prompt: float, rate: ExpertRate
+) -> float:
+    of_experts = shape.moe_layers * shape.top_k * 3 * shape.hidden * shape.intermediate
+    computing = 2 * prompt * (shape.token_weights / device.compute + of_experts / rate.compute)
+    reading = shape.token_weights * ITEM / device.bandwidth + shape.moe_layers * active * high_nbytes / rate.read
     launching, deciding = shape.moe_layers * device.launch_seconds, shape.moe_layers * device.layer_seconds
-    return max(2 * weights * prompt / device.compute + deciding, reading + deciding, launching)
+    return max(computing + deciding, reading + deciding, launching)
 
 
-def room_for_experts(shape: ModelShape, device: Device, serving: HostPlannedLayers, least: int) -> int:
+def room_for_experts(shape: ModelShape, device: Device, serving: ServeSettings, least: int) -> int:
     """Bytes that ``expert_budget`` "auto" would take, by the function that decides at start; ConfigError if none
     fit."""
     free = int(device.memory * serving.gpu_memory_utilization) - shape.dense_bytes
@@ -204,7 +210,7 @@ def room_for_experts(shape: ModelShape, device: Device, serving: HostPlannedLaye
 
 
 def choices(
-    shape: ModelShape, device: Device, routings: Routings, serving: HostPlannedLayers, prompt: int
+    shape: ModelShape, device: Device, routings: Routings, serving: ServeSettings, prompt: int
 ) -> Iterator[Choice]:
     """Every candidate at a quarter, half, three quarters and all of the room for experts."""
     for candidate in CANDIDATES:

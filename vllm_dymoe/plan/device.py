@@ -1,9 +1,22 @@
-"""A device as the roofline sees it, from its data sheet."""
+"""A device as the roofline sees it: its data sheet, and the shares of it that our kernels have reached.
 
+``measured.json`` has what ``make gpu`` measured on real cards. A card that nobody has measured is taken to reach the
+same shares of its own data sheet.
+"""
+
+import json
+import math
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from vllm_dymoe.options import ConfigError
+from vllm_dymoe.plan.costs import Costs
 
 _PCIE4, _PCIE5 = 31.51e9, 63.02e9
 
@@ -27,14 +40,23 @@ _SHEETS: dict[str, tuple[float, float, float, float]] = {
     "h200": (141, 4800e9, 989e12, _PCIE5),
 }
 
-_MEMORY_SHARE = 0.75  # of the bandwidth, in kernels of 5 to 15 us
-_COMPUTE_SHARE = 0.5  # of the operations, in a prompt
+_WEIGHTS = {"Mixtral-8x7B": 3 * 4096 * 14336, "Qwen3-30B-A3B": 3 * 2048 * 768}  # of one expert, in reports
+# Of the bandwidth, and of the operations in a prompt, that vLLM's dense kernels reach; an assumption.
+_MEMORY_SHARE, _COMPUTE_SHARE = 0.75, 0.5
 _LINK_SHARE = 0.85  # of the link, behind its protocol
-# Of the host where it decides, and of its launches for a layer of a prompt where the device does, ahead of what is
-# computed: tests/kernels/gpu_at_true_sizes.py measures all three.
-_LAYER_SECONDS, _MISS_SECONDS, _LAUNCH_SECONDS = 600e-6, 50e-6, 320e-6
-# Of a device that plans, in a graph: nine small kernels between the products, and `decide` for each miss; by count.
-_GRAPH_SECONDS, _GRAPH_MISS_SECONDS = 20e-6, 1e-6
+_COSTS = Costs.measured()
+
+
+@dataclass(frozen=True)
+class ExpertRate:
+    """What our kernels reach with resident experts of one size."""
+
+    card: str  # on which it was measured, a key of the data sheets
+    weights: int  # of one expert
+    tokens: int  # of the step
+    nested: bool  # 4/2 bits, else 4
+    read: float  # bytes per second
+    compute: float  # operations per second
 
 
 @dataclass(frozen=True)
@@ -46,30 +68,84 @@ class Device:
     bandwidth: float  # bytes per second that kernels read
     compute: float  # operations per second
     link: float  # bytes per second from the host
-    layer_seconds: float = _LAYER_SECONDS  # for each layer with experts, of the host that plans it
+    layer_seconds: float = _COSTS.host_layer  # for each layer with experts, of the host that plans it
     launch_seconds: float = 0.0  # for each layer of a prompt, of the host beside the device that plans it
     miss: float = 0.0  # seconds of the host for each miss, beside the time of its bytes
     decides: bool = False  # decode steps are graphs, and nothing of a prompt waits for the host
     host_memory: int | None = None  # bytes for experts; None for as many as there are
     disk: float = float("inf")  # bytes per second that it reads for experts that are not there
     host: float = 0.0  # bytes per second of experts that the host computes where they lie; 0 if all misses are fetched
+    rates: tuple[ExpertRate, ...] = ()  # of this device's kernels; without any, experts are as fast as dense layers
+
+    @property
+    def key(self) -> str:
+        """The device's name as data sheets and measurements have it."""
+        return _key(self.name)
 
     def in_a_graph(self) -> "Device":
         """The same for steps that it decides by itself."""
         if not self.decides:
             return self
-        return replace(self, layer_seconds=_GRAPH_SECONDS, launch_seconds=_LAUNCH_SECONDS, miss=_GRAPH_MISS_SECONDS)
+        return replace(self, layer_seconds=_COSTS.graph_layer, launch_seconds=_COSTS.launch, miss=_COSTS.graph_miss)
+
+    def expert_rate(self, weights: int, tokens: float, *, nested: bool) -> ExpertRate:
+        """Return the rate that was measured nearest to a size of experts, and then to a number of tokens."""
+
+        def distance(rate: ExpertRate) -> tuple[bool, float, float]:
+            return rate.nested != nested, abs(math.log(rate.weights / weights)), abs(math.log(rate.tokens / tokens))
+
+        dense = ExpertRate(self.name, weights, 1, nested, self.bandwidth, self.compute)
+        return min(self.rates, key=distance, default=dense)
 
 
-def find_device(name: str, link: str | None) -> Device:
-    """By the name of a GPU in any spelling, with a link of its own rate or of its data sheet's; ConfigError if it is
-    unknown."""
+def rates_of(report: Mapping[str, Any]) -> Iterator[ExpertRate]:
+    """Yield the rates of the kernels in a report of ``make gpu``; ConfigError for a card without a data sheet."""
+    card = _key(report["card"])
+    if card not in _SHEETS:
+        raise ConfigError(f"{report['card']} was measured, and is no GPU that is known: {', '.join(_SHEETS)}.")
+    for speed in report["parts"].get("speeds", {}).get("speeds", ()):
+        named = re.fullmatch(r"kernels, (.+), 4(/2)? bits, (\d+) tokens", speed["name"])
+        reached = re.fullmatch(r"([\d.]+) GB/s, ([\d.]+) TFLOP/s", speed["remark"])
+        if named and reached and named[1] in _WEIGHTS:
+            rates = 1e9 * float(reached[1]), 1e12 * float(reached[2])
+            yield ExpertRate(card, _WEIGHTS[named[1]], int(named[3]), named[2] is not None, *rates)
+
+
+def _measured(card: str, report: Path | None) -> Iterator[ExpertRate]:
+    """Yield the rates of a card: from a report of ``make gpu`` on it, or by the shares that measured cards reached."""
+    if report is not None:
+        try:
+            found = list(rates_of(json.loads(report.read_text())))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"{report} is no report of make gpu ({error}).") from error
+        if not found or found[0].card != card:
+            raise ConfigError(f"{report} has no speeds of {card}'s kernels; give the report that make gpu wrote there.")
+    else:
+        shipped = resources.files("vllm_dymoe.plan").joinpath("measured.json").read_text()
+        found = TypeAdapter(list[ExpertRate]).validate_json(shipped)
+        found = [rate for rate in found if rate.card == card] or found
+    for rate in found:
+        (_, own_read, own_compute, _), (_, read, compute, _) = _SHEETS[card], _SHEETS[rate.card]
+        yield replace(rate, read=rate.read * own_read / read, compute=rate.compute * own_compute / compute)
+
+
+def find_device(name: str, link: str | None, report: Path | None = None) -> Device:
+    """By the name of a GPU in any spelling, with a link of its own rate or of its data sheet's.
+
+    Args:
+        report: what ``make gpu`` has written on this card; None for what is known of it, or of others.
+
+    ConfigError if the GPU is unknown, or the report is of another one.
+    """
     if (key := _key(name)) not in _SHEETS:
         raise ConfigError(f"{name} is no GPU that is known: {', '.join(_SHEETS)}.")
     memory, bandwidth, compute, sheet = _SHEETS[key]
     return Device(
         name, int(memory * 2**30), bandwidth * _MEMORY_SHARE, compute * _COMPUTE_SHARE,
-        sheet * _LINK_SHARE if link is None else parse_rate(link), miss=_MISS_SECONDS, decides=True,
+        sheet * _LINK_SHARE if link is None else parse_rate(link), miss=_COSTS.host_miss, decides=True,
+        rates=tuple(_measured(key, report)),
     )  # fmt: skip
 
 

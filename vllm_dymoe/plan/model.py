@@ -10,7 +10,14 @@ import torch
 from vllm_dymoe.experts.encoding import encoding_of
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, stored_formats
 from vllm_dymoe.options import ConfigError
-from vllm_dymoe.quantize.model_config import INTERMEDIATE, NUM_EXPERTS, TOP_K, may_be_of_hub, read_config
+from vllm_dymoe.quantize.model_config import (
+    INTERMEDIATE,
+    NUM_EXPERTS,
+    TOP_K,
+    may_be_of_hub,
+    nested_configs,
+    read_config,
+)
 
 ITEM = 2  # bytes of a weight outside of experts
 _LARGEST, _MOST_LAYERS = 1 << 24, 1 << 14  # of what config.json may say
@@ -66,7 +73,7 @@ def read_shape(model: str) -> ModelShape:
                 "a folder that has it."
             ) from error
     config = read_config(folder)
-    return shape_of(config.get("text_config") or config, str(folder / "config.json"))
+    return shape_of(dict(nested_configs(config)[-1]), str(folder / "config.json"))
 
 
 def shape_of(config: dict[str, Any], where: str) -> ModelShape:
@@ -135,4 +142,6 @@ def is_moe(config: dict[str, Any], layer: int) -> bool:
     if isinstance(chosen := config.get("moe_layers"), list):  # Llama 4
         return layer in chosen
     step = config.get("decoder_sparse_step") or config.get("interleave_moe_layer_step") or 1
-    return (layer + 1) % step == 0 and layer >= (config.get("moe_layer_start_index") or 0)
+    first = config.get("moe_layer_start_index") or 0
+    # Ernie-4.5-VL has one for each modality, of which any makes it a MoE layer.
+    return (layer + 1) % step == 0 and layer >= (min(first) if isinstance(first, list) else first)

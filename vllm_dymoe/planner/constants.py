@@ -13,6 +13,14 @@ class Action(IntEnum):
     SKIP = 4  # compute nothing; in recorded actions only
 
 
+class Eviction(IntEnum):
+    """Which of a layer's experts leaves first."""
+
+    FIRST_IN = 0  # the one that came first; its score is the step in which it came
+    COLDEST = 1  # the one with the lowest score
+    LEAST_RECENT = 2  # the one whose last use is longest ago (LRU): scores forget all but the running step
+
+
 SMALL_BATCH_ROWS = 16  # most rows of a small batch; from 17 on tensor cores make a large batch worth it
 
 LOW_VERSION = 8  # added to a recorded action if the expert was computed in its low version

@@ -93,3 +93,14 @@ def swaps(score: NDArray[np.float64], high: NDArray[np.bool_], places: int, marg
         elif going and (gain := float(values[at] - values[going[-1]])) > margin:
             found.append(Swap(gain, up, divmod(going.pop(), score.shape[1])))
     return sorted(found, key=lambda swap: -swap.gain)
+
+
+def layer_swaps(
+    score: NDArray[np.float64], high: NDArray[np.bool_], places: NDArray[np.int64], margin: float
+) -> list[Swap]:
+    """Return the changes that turn each layer's high set into its own hottest experts, int64 [layers] ``places``."""
+    found = []
+    for layer, (of_layer, held, count) in enumerate(zip(score, high, places.tolist(), strict=True)):
+        for gain, up, down in swaps(of_layer[None], held[None], count, margin):
+            found.append(Swap(gain, (layer, up[1]), None if down is None else (layer, down[1])))
+    return sorted(found, key=lambda swap: -swap.gain)

@@ -1,5 +1,6 @@
 """The routing of one layer in one step; copied from the device to the host at most once."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, lru_cache
@@ -51,7 +52,7 @@ class Routing:
     num_layers: int  # how many MoE layers the model has
     x: Tensor
     """[tokens, hidden] bfloat16 or float16, the router's input. Later layers may overwrite it; copy it to keep it."""
-    ids: Tensor  # [tokens, top_k] int, experts of this rank; negative where another rank has the expert
+    ids: Tensor  # [tokens, top_k] int, experts of this rank; -1 where another rank has the expert
     weights: Tensor  # [tokens, top_k] float32 routing weights
     phase: Phase = Phase.DECODE  # of the whole step
     prompt: PromptTokens | None = None
@@ -80,8 +81,9 @@ class Routing:
 
     def check(self, num_experts: int) -> None:
         """RoutingError for an id that is no expert, which would read another expert's bytes, or none."""
-        if (highest := int(self.host_ids.max(initial=-1))) >= num_experts:
-            raise RoutingError(self.layer, highest, num_experts)
+        for one in int(self.host_ids.max(initial=-1)), int(self.host_ids.min(initial=-1)):
+            if one >= num_experts or one < -1:
+                raise RoutingError(self.layer, one, num_experts)
 
     @cached_property
     def host_weights(self) -> NDArray[np.float32]:
@@ -107,6 +109,12 @@ class Routing:
     @cached_property
     def grouped(self) -> Grouped:
         return group_by_expert(self.host_ids)
+
+    def own_experts(self, experts: Collection[int]) -> set[int]:
+        """Return which of the experts, numbered as the router does, this rank has, by its own numbers."""
+        assert self.global_ids is not None
+        everywhere, own = self.global_ids.cpu().numpy(), self.host_ids
+        return set(own[(own >= 0) & np.isin(everywhere, list(experts))].tolist())
 
     def inputs(self) -> tuple[Tensor, Tensor]:
         """Return the experts' input, and the weights of their outputs; see ``weights_on_input``."""

@@ -33,7 +33,9 @@ Ints = NDArray[np.int64]
 _STEPS = 1 << 40  # more steps than a server can run, so score and step fit into one int64 that orders by both
 
 
-def record_uses(score: Ints, used_at: Ints, active: Ints, wanted: NDArray[np.int8], step: int) -> None:
+def record_uses(
+    score: Ints, used_at: Ints, active: Ints, wanted: NDArray[np.int8], step: int, aging: int = AGING
+) -> None:
     """Age a layer's scores by one step and count its uses; changes both arrays in place.
 
     Args:
@@ -42,8 +44,9 @@ def record_uses(score: Ints, used_at: Ints, active: Ints, wanted: NDArray[np.int
         active: experts that the step uses, each once.
         wanted: LOW or HIGH for each of them; with two slices LOW uses the first one alone.
         step: number of the step, larger than those before it and below 2 ** 40.
+        aging: a score loses a share of 2 ** -aging; with 0 it forgets all, and the last use alone orders experts.
     """
-    score -= score >> AGING
+    score -= score >> aging
     for number in range(len(score)):
         uses = active if number == 0 else active[wanted == HIGH]
         score[number, uses] += USE
@@ -59,6 +62,7 @@ def decide(
     quotas: Sequence[int],  # slots of the layer, by LOW and HIGH
     *,
     reuse_high: bool = True,
+    admits: bool = True,
     rows: Ints | None = None,  # int64 [n], rows of each expert; None for no CPU execution
     costs: Ints | None = None,  # int64 [3, 4], by precision and Cost
 ) -> Ints:
@@ -69,6 +73,8 @@ def decide(
 
     Args:
         reuse_high: whether a high version serves where a low one is wanted; with two slices it always does.
+        admits: whether misses may be kept; otherwise others write the rows (DynaExq), and every miss is streamed or
+            executed on the CPU.
 
     Returns:
         int64 [slices, n]: CPU for all slices, or HIT, STREAM, FREE, or the expert whose slot is taken. A slice that is
@@ -84,8 +90,11 @@ def decide(
         return places
     high, fetched = wanted == HIGH, ~hit
     if rows is not None and costs is not None and costs[:, Cost.FIRST_ROW].any():
-        on_cpu = _executed_on_cpu(hit, score[0][active], wanted, held, rows, quotas, costs)
+        free = quotas if admits else (0, 0, 0)
+        on_cpu = _executed_on_cpu(hit, score[0][active], wanted, held, rows, free, costs)
         fetched, places[:, on_cpu] = fetched & ~on_cpu, CPU
+    if not admits:
+        return places
     if len(score) == 1:
         for precision, wanting in ((HIGH, high), (LOW, ~high)):
             kept = held == precision

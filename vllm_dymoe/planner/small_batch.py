@@ -16,7 +16,7 @@ from vllm_dymoe.planner.importance import high_experts, importance
 from vllm_dymoe.planner.plan import LayerPlan
 from vllm_dymoe.planner.routing import PromptTokens
 from vllm_dymoe.planner.rule import CPU, HIGH, HIT, LOW, STREAM, Ints
-from vllm_dymoe.planner.table import Counter, Table
+from vllm_dymoe.planner.table import ID_BITS, Counter, Table
 
 PROJECTIONS = 3
 
@@ -29,7 +29,8 @@ def plan_small_batch(
 
     Args:
         table: tensors on a CPU, like all other arguments.
-        ids: int32 or int64 [tokens, top_k]; negative where another rank has the expert.
+        ids: int32 or int64 [tokens, top_k]; -1 where another rank has the expert. Others that are no expert are told in
+            ``Table.outside``, and not computed.
         weights: float32 [tokens, top_k].
         rows: int32 [1], number of real tokens, which come first.
         plan: for ``tokens`` rows, overwritten.
@@ -40,15 +41,20 @@ def plan_small_batch(
     real, top_k, host = int(rows), ids.shape[1], table.on_host()
     if not real:
         return
+    chosen = ids[:real].numpy().astype(np.int64).reshape(-1)
+    outside = (chosen < -1) | (chosen >= host.experts)
+    if outside.any():  # such pairs are not computed, and the host fails the step
+        host.outside[layer] = max(host.outside[layer], (chosen[outside] & ID_BITS).max())
+        chosen = np.where(outside, -1, chosen)
+    ids = torch.from_numpy(chosen).view(real, top_k)
     if host.recording[0] and not large:
         at = (int(host.step[layer]) + 1) % len(host.ring_ids), layer
-        host.ring_ids[at][:real], host.ring_weights[at][:real] = ids[:real], weights[:real]
+        host.ring_ids[at][:real], host.ring_weights[at][:real] = ids, weights[:real]
         host.ring_rows[at] = real
-    chosen = ids[:real].numpy().astype(np.int64).reshape(-1)
     uses = chosen[usable(weights[:real]).numpy().reshape(-1) & (chosen >= 0)]
     sizes = np.bincount(chosen[chosen >= 0], minlength=host.experts)
     active = sizes.nonzero()[0]
-    wanted = _choose(host, layer, active, ids[:real], weights[:real], None if marks is None else marks[:real])
+    wanted = _choose(host, layer, active, ids, weights[:real], None if marks is None else marks[:real])
     skipped = host.bits[wanted] == 0
     counted = {Counter.STEPS: 1, Counter.NEEDED_HIGH: wanted == HIGH, Counter.NEEDED_LOW: wanted == LOW}
     active, wanted = active[~skipped], wanted[~skipped]

@@ -20,12 +20,16 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_dymoe.experts.format import ExpertFormat
-from vllm_dymoe.planner.constants import Cost
+from vllm_dymoe.planner.constants import AGING, Cost, Eviction
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.rule import ABSENT, FREE, HIGH, LOW, Ints, coldest, decide, record_uses
 from vllm_dymoe.planner.threshold import NO_THRESHOLD
 
 CODES = {Precision.SKIPPED: ABSENT, Precision.LOW: LOW, Precision.HIGH: HIGH}  # the table's numbers of precisions
+
+PRECISIONS = {code: precision for precision, code in CODES.items()}
+ID_BITS = (1 << 63) - 1
+"""What :attr:`Table.outside` keeps of an id: a negative one becomes a very high one, and -1 stays free for none."""
 
 
 class Counter(IntEnum):
@@ -69,6 +73,9 @@ class Table:
     """Whether a high version serves where a low one is wanted. Then results depend on what is held. Otherwise a held
     high version is replaced if the low one is wanted, as the other way round."""
     counters: Any = _column("layers", len(Counter))  # incremented by the planner in C++ and on the device
+    outside: Any = _column("layers", fill=-1)
+    """The highest id of a step that is neither an expert's nor -1, without its sign bit (:data:`ID_BITS`); -1 for none.
+    Written by the device, and read and cleared by the host after each step."""
     first_slot: Any = _column("layers", 3, dtype="int32")
     """First slot of the layer's own range in each pool. With device-side planning a free slot is the lowest of the
     range that no row names, so no list of free slots is needed."""
@@ -157,24 +164,25 @@ class Table:
     # -- rows, on the host ------------------------------------------------------------------------
 
     def begin_step(
-        self, layer: int, active: Ints, wanted: NDArray[np.int8], rows: Ints | None = None, *, ages: bool = True,
-        counted: NDArray[np.bool_] | None = None,
+        self, layer: int, active: Ints, wanted: NDArray[np.int8], rows: Ints | None = None, *,
+        evicts: Eviction = Eviction.COLDEST,
+        counted: NDArray[np.bool_] | None = None, admits: bool = True,
     ) -> Ints:  # fmt: skip
         """Count the uses of a layer's step and decide; return int64 [slices, n], see :func:`~.rule.decide`.
 
         Args:
-            ages: scores are aged use counts; otherwise the step in which an expert came (first in, first out).
+            evicts: which expert leaves first.
             counted: bool [n], experts whose use counts; None for all.
         """
         self.step[layer] += 1
         score, used_at = self.score[:, layer], self.used_at[:, layer]
-        if ages:
-            uses = slice(None) if counted is None else counted
-            record_uses(score, used_at, active[uses], wanted[uses], int(self.step[layer]))
-        else:
+        if evicts is Eviction.FIRST_IN:
             score[:, active[self.precision[layer, active] == ABSENT]] = self.step[layer]
+        else:
+            uses, aging = slice(None) if counted is None else counted, AGING if evicts is Eviction.COLDEST else 0
+            record_uses(score, used_at, active[uses], wanted[uses], int(self.step[layer]), aging)
         quotas, reuse = self.quotas[layer].tolist(), bool(self.reuse_high[0])
-        where = {"reuse_high": reuse, "rows": rows, "costs": self.cpu_costs}
+        where: Any = {"reuse_high": reuse, "rows": rows, "costs": self.cpu_costs, "admits": admits}
         return decide(active, wanted, self.precision[layer], score, used_at, quotas, **where)
 
     def keep(self, layer: int, active: Ints, wanted: NDArray[np.int8], places: Ints) -> None:
@@ -193,7 +201,10 @@ class Table:
             self.slot[1:, layer, precision == ABSENT] = -1
 
     def free_slots(self, layer: int, code: int) -> list[int]:
-        """Return the slots of a layer's own range that no row names, ascending."""
+        """Return the slots of a layer's own range that no row names, ascending; for device-side planning.
+
+        A table that the host writes gets its slots from a :class:`~vllm_dymoe.cache.slots.SlotPool`, which says why.
+        """
         first = int(self.first_slot[layer, code])
         own = np.arange(first, first + int(self.quotas[layer, code]))
         slot = self.slot[code - 1 if self.nested else 0, layer]

@@ -9,6 +9,8 @@ One expert of a layer is always high. If fewer than 1 / retention experts are ac
 threshold meets the retention. The controller then rests. Otherwise it would wind up while single tokens are decoded,
 and the next batches would be served low until it had come down again.
 
+With retention 0 a threshold rests as well, and others move it between steps (``LinkShare``).
+
 A threshold is int64 [2]: its value in 2 ** -32 even shares, and the retention in 2 ** -16. A negative retention means
 that no threshold is in use, and ``Table.critical`` says how many experts are high.
 
@@ -49,7 +51,7 @@ def curve_of(layers: Sequence[NDArray[np.float32]]) -> tuple[float, ...]:
 def above(threshold: Ints, sums: Ints, counted: int | None = None) -> NDArray[np.bool_]:
     """Return which of a layer's active experts are high, bool [active].
 
-    The expert with the largest sum always is; among equals the first.
+    The expert with the largest sum always is, unless the retention is 0; among equals the first.
 
     Args:
         sums: int64 [active], sums of routing weights in 1 / WEIGHT_UNIT.
@@ -57,7 +59,7 @@ def above(threshold: Ints, sums: Ints, counted: int | None = None) -> NDArray[np
     """
     parts = sums >> 20
     high = parts * (len(sums) if counted is None else counted) << 16 > (threshold[0] >> 16) * parts.sum()
-    if len(sums):
+    if len(sums) and threshold[1]:
         high[sums.argmax()] = True
     return high
 

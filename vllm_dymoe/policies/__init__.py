@@ -4,6 +4,7 @@ from pydantic import ValidationError
 
 from vllm_dymoe.options import Options
 from vllm_dymoe.planner.precision import Precision
+from vllm_dymoe.policies.adaptive import Adaptive
 from vllm_dymoe.policies.base import Policy, PolicyOptionError
 from vllm_dymoe.policies.duoserve import DuoServe
 from vllm_dymoe.policies.dymoe import Dymoe
@@ -12,9 +13,11 @@ from vllm_dymoe.policies.exact import Exact
 from vllm_dymoe.policies.firm import Firm
 from vllm_dymoe.policies.layer_prefetch import LayerPrefetch
 from vllm_dymoe.policies.on_demand import OnDemand
+from vllm_dymoe.policies.papers import PAPERS
 
 POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (Exact, OnDemand, LayerPrefetch, Dymoe, DuoServe, Firm, DynaExq)
+    policy.name: policy
+    for policy in (Exact, OnDemand, LayerPrefetch, Dymoe, DuoServe, Firm, DynaExq, Adaptive, *PAPERS)
 }
 """By the name that the option ``policy`` has for it, the default first."""
 
@@ -42,6 +45,10 @@ def make_policy(options: Options) -> Policy:
         )
     if policy.residency.migrating is not None and options.low == 0:
         raise PolicyOptionError("policy", f'policy "{name}" keeps a low version of every expert; set low to 2, 4 or 8')
+    if options.predictor is None and policy.prefetch is not None and policy.prefetch.needs_predictor:
+        raise PolicyOptionError(
+            "predictor", f'policy "{name}" needs a trained network; train one with `vllm-dymoe train` and name its file'
+        )
     for option in ("predictor", "train_predictor"):
         if getattr(options, option) is not None and not (policy.prefetch and policy.prefetch.takes_predictor):
             raise PolicyOptionError(option, f'policy "{name}" as it is set has no use for a predictor; leave it out')

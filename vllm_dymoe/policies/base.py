@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFlo
 
 from vllm_dymoe.experts.format import EVERY_PROJECTION, ModelExperts
 from vllm_dymoe.options import ExpertBudget
+from vllm_dymoe.planner.constants import Eviction
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.routing import Routing
 from vllm_dymoe.planner.rule import Ints
@@ -62,6 +63,9 @@ class PrecisionPolicy:
             )
         return {precision: [*layers, *[layers[-1]] * experts.draft_layers] for precision, layers in shares.items()}
 
+    link_share: float | None = None
+    """Share of the time that steps may wait for the link, which thresholds are moved for; None for no such share."""
+
     planned: ClassVar[bool] = True
     """Whether ``critical_counts`` and ``thresholds`` say all that ``select`` does, so that a planner can choose."""
 
@@ -78,10 +82,16 @@ class PrecisionPolicy:
         """Thresholds that have not moved begin where those of a calibration ended; none where there was no such."""
 
     def precisions_ahead(self, layer: int, num_layers: int, named: Sequence[int]) -> Mapping[int, Precision]:
-        """In which precision a coming layer will want the experts that a predictor names for it, the best first."""
+        """In which precision to fetch the experts that a predictor names for a coming layer, the best first; those that
+        are left out are not fetched."""
         return dict.fromkeys(named, Precision.HIGH if Precision.HIGH in self.precisions else Precision.LOW)
 
 
+Evicts = Literal["coldest", "least recent", "first in"]
+"""Which expert of a layer leaves first: the value of a parameter of that name."""
+EVICTIONS: Mapping[Evicts, Eviction] = {
+    "coldest": Eviction.COLDEST, "least recent": Eviction.LEAST_RECENT, "first in": Eviction.FIRST_IN
+}  # fmt: skip
 _FROZEN = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
@@ -93,6 +103,9 @@ class Migrating(BaseModel):
     hotness: Literal["squared_gates", "uses"] = "squared_gates"
     """What makes an expert hot: its squared routing weights, with what its low version loses where that was measured,
     or uses (the paper)."""
+    high_set: Literal["model", "layer"] = "model"
+    """Whether experts compete for high versions with all of the model, each layer's by what it changes, or with their
+    own layer's (the paper)."""
     alpha: float = Field(default=0.85, gt=0, le=1)
     """Weight of the last window in hotness."""
     window_s: NonNegativeFloat = 2
@@ -127,12 +140,13 @@ class ResidencyPolicy:
 
     keeps: bool = True  # layers keep experts for later steps
     overlaps: bool = True  # experts arrive while others are computed
-    ages: bool = True  # what is hot stays; else what came last
+    evicts: Eviction = Eviction.COLDEST  # a device knows the coldest alone
     whole: bool = False  # an expert is computed when all of it is there; else projection by projection
     on_device: bool = False
     """A device can decide a decode step by itself: ``critical_counts`` says all that ``select`` would."""
     migrating: Migrating | None = None
     """How versions move between steps, so that every expert is there; None where steps fetch what they need."""
+    rescues: bool = False  # where versions move between steps, steps fetch some high ones nevertheless
 
 
 @dataclass(frozen=True)
@@ -147,6 +161,7 @@ class PrefetchPolicy:
     takes_predictor: bool = False  # a trained predictor can stand in for it
     first_layer: bool = False  # experts of a prompt's first MoE layer are named before it is reached
     paced: bool = False  # predictions are acted on only as often as they pay
+    needs_predictor: bool = False  # there has to be a trained one
     projections: int = len(EVERY_PROJECTION)
     """How many of an expert's three are fetched ahead, in the order gate, up, down."""
     wide: Callable[[int], int] = lambda top_k: 0

@@ -6,7 +6,10 @@ from typing import ClassVar, Literal
 from vllm_dymoe.options import ExpertBudget
 from vllm_dymoe.policies.base import Policy, PrefetchPolicy, ResidencyPolicy
 from vllm_dymoe.prefetch import Predictor, RoutedModel, TrainedPredictor
+from vllm_dymoe.prefetch.checkpoint import PredictorError, read_card
 from vllm_dymoe.prefetch.popularity import Popularity
+
+_PAPERS = ("paper", "paper-shared")  # architectures
 
 
 class DuoServe(Policy):
@@ -17,6 +20,11 @@ class DuoServe(Policy):
     default_budget: ClassVar[ExpertBudget | None] = ExpertBudget(slots="top-k")
     default_host_store: ClassVar[Literal["file", "pinned"] | None] = "pinned"  # 6.1: CUDA pinned memory
 
+    paced: bool = True
+    """Whether predictions are acted on less often where they do not pay; the paper acts on all."""
+    network: Literal["any", "paper"] = "any"
+    """What may predict: popularity and every trained predictor, or only the paper's network."""
+
     @cached_property
     def residency(self) -> ResidencyPolicy:
         return ResidencyPolicy(keeps=False)
@@ -25,10 +33,19 @@ class DuoServe(Policy):
     def prefetch(self) -> PrefetchPolicy:
         """The network, or popularity (Eq. 2) until one is trained. A prefill's first experts come while what is before
         them computes (5.2), in every layer."""
-        return PrefetchPolicy("popularity", _predictor, takes_predictor=True, first_layer=True, paced=True)
+        only_paper = self.network == "paper"
+        named, flags = "the paper's network" if only_paper else "popularity", {"takes_predictor": True}
+        flags |= {"first_layer": True, "paced": self.paced, "needs_predictor": only_paper}
+        return PrefetchPolicy(named, self._predictor, **flags)
 
-
-def _predictor(model: RoutedModel) -> Predictor:
-    if model.predictor is not None:
-        return TrainedPredictor.load(model)
-    return Popularity(model.num_layers, model.num_experts, model.top_k)
+    def _predictor(self, model: RoutedModel) -> Predictor:
+        if model.predictor is None and self.network == "any":
+            return Popularity(model.num_layers, model.num_experts, model.top_k)
+        found = TrainedPredictor.load(model)
+        assert model.predictor is not None
+        if self.network == "paper" and (name := read_card(model.predictor).architecture.get("name")) not in _PAPERS:
+            raise PredictorError(
+                f"predictor {model.predictor} is a {name} network, and this policy takes the paper's; train one with "
+                "`vllm-dymoe train --architecture paper-shared`."
+            )
+        return found

@@ -20,7 +20,7 @@ from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.routing import Routing
 from vllm_dymoe.planner.rule import Ints
 from vllm_dymoe.planner.threshold import above, follow, threshold_for
-from vllm_dymoe.policies.base import PrecisionPolicy, ResidencyPolicy
+from vllm_dymoe.policies.base import EVICTIONS, PrecisionPolicy, ResidencyPolicy
 from vllm_dymoe.policies.exact import Exact
 from vllm_dymoe.policies.schedule import Schedule
 
@@ -31,6 +31,7 @@ class CriticalHigh(PrecisionPolicy):
 
     schedule: Schedule = field(default_factory=lambda: Schedule(0.75))
     """How many experts are critical, by depth (Eqs. 4 and 5), where there are no thresholds."""
+    high_ahead: bool = False  # of predicted experts only those that will be high are fetched
 
     def shares(self, num_layers: int, top_k: int) -> Mapping[Precision, Sequence[float]]:
         """Of ``top_k`` active experts: retention, or what rounding makes of r(l)."""
@@ -43,12 +44,14 @@ class CriticalHigh(PrecisionPolicy):
     def select(self, routing: Routing) -> Mapping[int, Precision]:
         if len(self.precisions) == 1:
             return dict.fromkeys(routing.active, *self.precisions)
-        experts, critical = (
-            1 + max(routing.active, default=0),
-            partial(self._critical, routing.layer, routing.num_layers),
-        )
-        phases = importance(routing.ids, routing.weights, experts, routing.prompt)
+        critical = partial(self._critical, routing.layer, routing.num_layers)
+        ids, experts = routing.ids, 1 + max(routing.active, default=0)
+        if routing.global_ids is not None:
+            ids, experts = routing.global_ids, 1 + int(routing.global_ids.max())
+        phases = importance(ids, routing.weights, experts, routing.prompt)
         high = high_experts(phases, self.thresholds, critical)
+        if routing.global_ids is not None:  # ranks that share out experts agree on those that are high
+            high = routing.own_experts(high)
         return {expert: Precision.HIGH if expert in high else Precision.LOW for expert in routing.active}
 
     def chooser(self, num_layers: int) -> Callable[[int, Ints], NDArray[np.bool_]]:
@@ -77,11 +80,13 @@ class CriticalHigh(PrecisionPolicy):
                 threshold[:] = threshold_for(self.schedule.retention, curve)
 
     def precisions_ahead(self, layer: int, num_layers: int, named: Sequence[int]) -> Mapping[int, Precision]:
-        """High for as many as the coming layer's t says (Eqs. 5, 7 and 8), or retention; the others low."""
+        """High for as many as the coming layer's t says (Eqs. 5, 7 and 8), or retention; the others low, or not."""
         if self.thresholds:
             count = max(1, round(self.schedule.retention * len(named)))
         else:
             count = self._critical(layer, num_layers, len(named))
+        if self.high_ahead:
+            return dict.fromkeys(named[:count], Precision.HIGH)
         high = set(named[:count])
         return {expert: Precision.HIGH if expert in high else Precision.LOW for expert in named}
 
@@ -114,6 +119,8 @@ class Dymoe(Exact):
     """Of the number of high experts where no threshold decides (Eq. 5: up)."""
     skipped_weights: Literal["keep", "renormalize"] = "keep"
     """Weights of skipped experts: lost, or handed to the token's others."""
+    ahead: Literal["all", "high"] = "all"
+    """Which predicted experts are fetched: all, or only those that will be high (the paper)."""
     reuse_high: bool = True
     """Whether a low expert is computed high where its high version is on the device."""
 
@@ -137,6 +144,7 @@ class Dymoe(Exact):
             heavy_hitters=self.heavy_share,
             reuses_high=self.reuse_high,
             renormalizes=self.skipped_weights == "renormalize",
+            high_ahead=self.ahead == "high",
             schedule=Schedule(self.retention, self.rounding, self.high_by != "equal", *self._around),
             thresholds=(threshold_for(self.retention), threshold_for(self.retention)) if by_threshold else (),
         )
@@ -145,4 +153,5 @@ class Dymoe(Exact):
     def residency(self) -> ResidencyPolicy:
         """A device cannot hand on the weights of skipped experts, nor order experts by some of a prompt's tokens."""
         orders = self.high_by != "threshold" and self.heavy_share < 1
-        return ResidencyPolicy(on_device=not (self.precision.renormalizes or orders))
+        host = self.precision.renormalizes or orders or self.evicts != "coldest"
+        return ResidencyPolicy(on_device=not host, evicts=EVICTIONS[self.evicts])

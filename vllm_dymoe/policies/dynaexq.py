@@ -14,7 +14,7 @@ from vllm_dymoe.policies.base import Migrating, Policy, PrecisionPolicy, Residen
 
 
 @dataclass(frozen=True)
-class _AsResident(PrecisionPolicy):
+class AsResident(PrecisionPolicy):
     """Low will do: an expert whose high version is there is computed high."""
 
     def shares(self, num_layers: int, top_k: int) -> Mapping[Precision, Sequence[float]]:
@@ -35,7 +35,7 @@ class DynaExq(Migrating, Policy):
 
     @cached_property
     def precision(self) -> PrecisionPolicy:
-        return _AsResident(frozenset((Precision.HIGH, Precision.LOW)))
+        return AsResident(frozenset((Precision.HIGH, Precision.LOW)))
 
     @cached_property
     def residency(self) -> ResidencyPolicy:

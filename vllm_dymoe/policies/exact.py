@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from vllm_dymoe.policies.base import Policy, PrefetchPolicy, ResidencyPolicy
+from vllm_dymoe.policies.base import EVICTIONS, Evicts, Policy, PrefetchPolicy, ResidencyPolicy
 from vllm_dymoe.prefetch import Predictor, RoutedModel, TrainedPredictor
 from vllm_dymoe.prefetch.next_gate import NextGate
 from vllm_dymoe.prefetch.side_stream import make_side_stream
@@ -22,9 +22,13 @@ class Exact(Policy):
     look_ahead: int = Field(default=1, ge=0, le=_MOST_LAYERS)
     """Layers ahead that gates, or a predictor, are asked about; more where experts come from a disk, 0 for none."""
 
+    evicts: Evicts = "coldest"
+    """Which expert of a layer leaves first: the coldest; or, where the host plans, the one whose last use is longest
+    ago (LRU), or that came first."""
+
     @cached_property
     def residency(self) -> ResidencyPolicy:
-        return ResidencyPolicy(on_device=True)
+        return ResidencyPolicy(on_device=self.evicts == "coldest", evicts=EVICTIONS[self.evicts])
 
     @cached_property
     def prefetch(self) -> PrefetchPolicy | None:

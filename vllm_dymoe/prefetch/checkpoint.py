@@ -1,8 +1,6 @@
 """The file of a trained predictor: safetensors, with a model card in its metadata."""
 
-import contextlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,8 +8,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
+from vllm_dymoe.durable import replace_file
 from vllm_dymoe.experts.identity import ModelIdentity
 from vllm_dymoe.prefetch.folded import FoldedMLP
 
@@ -75,17 +74,11 @@ def worse_than_next_gate(metrics: Mapping[str, Mapping[str, float]]) -> str:
 
 def save_predictor(path: Path, card: PredictorCard, network: FoldedMLP) -> None:
     """Write a file that is there whole or not at all; PredictorError if it cannot be written."""
-    incomplete = path.with_name(path.name + ".incomplete")
     half = network.to(torch.device("cpu"), torch.float16)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(half.tensors, incomplete, {"kind": _KIND, "card": json.dumps(asdict(card))})
-        with incomplete.open("rb") as file:
-            os.fsync(file.fileno())
-        incomplete.replace(path)
+        replace_file(path, save(half.tensors, {"kind": _KIND, "card": json.dumps(asdict(card))}))
     except (OSError, SafetensorError) as error:
-        with contextlib.suppress(OSError):
-            incomplete.unlink(missing_ok=True)
         raise PredictorError(f"predictor {path} cannot be written ({error}).") from error
 
 

@@ -68,6 +68,7 @@ class Heop:
     patience: int = 2  # moves without a new best before the search turns (Pat)
     rounds: int = 20  # moves before the best is kept
     seed: int = 0  # of the first direction
+    as_printed: bool = False  # turn as the algorithm is printed
 
     def __post_init__(self) -> None:
         chance = random.Random(self.seed)
@@ -129,7 +130,10 @@ class Heop:
             self._turn(group)
 
     def _turn(self, group: _Group) -> None:
-        """Go on from the best, in the next of the four directions."""
+        """Go on from the best, in the next of the four directions; as printed, in the other number and direction."""
+        if self.as_printed:
+            group.stale, group.direction, group.dimension = 0, -group.direction, 1 - group.dimension
+            return
         group.setting = self._best(group)
         group.stale = 0
         group.direction = -group.direction

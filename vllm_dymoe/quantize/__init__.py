@@ -1,4 +1,4 @@
-"""Quantizers, and the way of a checkpoint's experts into a store."""
+"""Quantizers, and the packing of a checkpoint's experts into a store."""
 
 from vllm_dymoe.quantize.quantizers import QUANTIZERS, quantize_matrix
 

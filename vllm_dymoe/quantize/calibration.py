@@ -1,8 +1,8 @@
-"""From recorded inputs to what GPTQ needs of one expert.
+"""Computes what GPTQ needs for one expert from recorded inputs.
 
-gate and up read the inputs X [tokens, hidden] that the router sent to the expert, so their Hessian is X^T X. What down
-reads, Y = activation(X gate^T) * X up^T, follows from them and the weights, and its Hessian is Y^T Y. A token's experts
-are added with their routing weights r, and so are their errors: each token counts r^2 (benchmarks/LOG.md).
+gate and up read the inputs X [tokens, hidden] that the router sent to the expert, so their Hessian is X^T X. The inputs
+of down, Y = activation(X gate^T) * X up^T, follow from them and the weights, and its Hessian is Y^T Y. A token's
+experts are summed with their routing weights r, and so are their errors: each token counts r^2 (benchmarks/LOG.md).
 """
 
 import itertools
@@ -31,7 +31,7 @@ _READ, _PIECE = 1024, 512
 
 
 class Calibration:
-    """A complete recording; CalibrationError if it is not complete, or damaged."""
+    """A complete recording. Raises CalibrationError if it is incomplete or damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -53,7 +53,9 @@ class Calibration:
                 ) from error
 
     def check_belongs(self, model: str, experts: ModelExperts) -> None:
-        """CalibrationError for the calibration of another model than that of a fingerprint and its experts."""
+        """Raise CalibrationError if the recording is of another model than the one with this fingerprint and these
+        experts.
+        """
         mine = self.recording
         if (mine.model, mine.layers, mine.num_experts) != (model, experts.layers, experts.num_experts):
             raise CalibrationError(
@@ -62,17 +64,19 @@ class Calibration:
             )
 
     def rare(self, layer: int) -> list[int]:
-        """Experts with fewer tokens than inputs have numbers: GPTQ is worse than HQQ there (benchmarks/LOG.md)."""
+        """Return the experts with fewer tokens than inputs have columns: GPTQ is worse than HQQ there
+        (benchmarks/LOG.md).
+        """
         tokens = self.tokens(layer).tolist()
         return [expert for expert, seen in enumerate(tokens) if seen < self.recording.hidden_size]
 
     def tokens(self, layer: int) -> Tensor:
-        """Tokens that each expert of a layer saw: int64 [num_experts]."""
+        """Return the tokens that each expert of a layer saw: int64 [num_experts]."""
         experts = torch.cat([self._tensor(part, layer, "experts").flatten() for part in range(len(self._parts))])
         return torch.bincount(experts.long(), minlength=self.recording.num_experts)
 
     def curves(self) -> tuple[tuple[float, ...], ...]:
-        """Where thresholds begin: of prompts in pieces, and of tokens one by one; see ``planner.threshold``."""
+        """Initial thresholds, for prompts in chunks and for single tokens; see ``planner.threshold``."""
         prompts, tokens = [], []
         for layer, part in itertools.product(range(len(self.recording.layers)), range(len(self._parts))):
             experts, weights = (self._tensor(part, layer, name)[:_READ] for name in ("experts", "weights"))
@@ -83,9 +87,10 @@ class Calibration:
         return curve_of(prompts), curve_of(tokens)
 
     def inputs(self, layer: int, expert: int | None) -> Iterator[tuple[Tensor, Tensor]]:
-        """What the router sent to an expert, in pieces: inputs [tokens, hidden], weights [tokens, 1], both float32.
+        """Yield what the router sent to an expert in pieces: inputs [tokens, hidden], weights [tokens, 1], both
+        float32.
 
-        For None what the layer read, each token as if an expert counted as much as one does on average.
+        For None yield what the layer read, each token weighted as an expert is on average.
         """
         for part in range(len(self._parts)):
             experts, weights = self._tensor(part, layer, "experts"), self._tensor(part, layer, "weights")
@@ -108,8 +113,12 @@ class Calibration:
         *,
         borrow: bool = False,
     ) -> tuple[Curvature, Curvature]:
-        """Of what an expert's gate and up read, or with ``borrow`` what the layer read, and of what down reads, both
-        rotated in blocks of ``rotations``; CalibrationError if that is not finite."""
+        """Return the curvature of the inputs of an expert's gate and up, and of down, rotated in blocks of
+        ``rotations``.
+
+        With ``borrow`` the inputs of gate and up are those of the whole layer. Raises CalibrationError if they are not
+        finite.
+        """
         function = self.recording.activation_of(layer)
         up = _linear(*matrices[Projection.UP])
         gate = _linear(*matrices[Projection.GATE]) if function.has_gate else None
@@ -137,7 +146,7 @@ class Calibration:
 
 
 def _even(weights: Tensor) -> NDArray[np.float32]:
-    """Shares of rows [any, active] in even ones."""
+    """Replace the shares of rows [any, active] by even ones."""
     even: NDArray[np.float32] = (weights * weights.shape[1] / weights.sum(1, keepdim=True)).numpy()
     return even
 

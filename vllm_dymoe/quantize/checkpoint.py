@@ -4,7 +4,6 @@ that what cannot work is refused before a byte is read."""
 import contextlib
 import hashlib
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,19 +14,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vllm_dymoe.cache.store.durable import open_regular
 from vllm_dymoe.cache.store.header import TensorPlace
 from vllm_dymoe.cache.store.manifest import encodings_of
+from vllm_dymoe.durable import open_regular
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, Projection, stored_formats
 from vllm_dymoe.quantize.held import Matrix
-from vllm_dymoe.quantize.model_config import INTERMEDIATE, TOP_K, ModelConfig
+from vllm_dymoe.quantize.model_config import EXPERT_INPUTS, INTERMEDIATE, TOP_K, ModelConfig, has_gate
 from vllm_dymoe.quantize.readers import Reader, make_reader
 from vllm_dymoe.quantize.readers.base import DTYPES, FLOATS, format_fields
+from vllm_dymoe.quantize.readers.modules import ExpertModule, modules_of
 from vllm_dymoe.quantize.tensor_names import ExpertName, Stacking, read_name
 from vllm_dymoe.quantize.tensors import CheckpointError, read_places, read_tensors
 
-_HIDDEN = ("moe_latent_size", "hidden_size")
-_WITHOUT_GATE = frozenset(("nemotron_h",))
 _SAMPLE_BYTES = 512
 _FILE_SAMPLES = 4096  # of a file whose tensors are not known
 _WEIGHT_SUFFIXES = frozenset((".safetensors", ".bin", ".pt", ".pth", ".gguf"))
@@ -51,19 +49,17 @@ class Checkpoint:
     folder: Path
     config: ModelConfig
     reader: Reader
-    stacking: Stacking
-    dense: dict[str, TensorPlace] = field(default_factory=dict)  # every tensor that is not of an expert, by name
-    left_out: dict[str, TensorPlace] = field(default_factory=dict)
-    """Tensors of layers beyond the model's last (multi-token prediction), which vLLM's model does not load."""
+    dense: dict[str, TensorPlace] = field(default_factory=dict)
+    """Every tensor by name that is not of the model's experts: those of its drafts, too, stay as they are."""
     experts: list[ExpertTensors] = field(default_factory=list)  # the tensors of all experts
     _files: dict[Path, Any] = field(default_factory=dict)
 
     @classmethod
     def open(cls, folder: Path) -> "Checkpoint":
         """Find and check the tensors of a folder; CheckpointError if it cannot be quantized."""
-        config = ModelConfig(folder)
-        found = cls(folder, config, make_reader(config.quantization), Stacking.of(config.model_type))
-        found._sort(read_tensors(folder))
+        config, tensors = ModelConfig(folder), read_tensors(folder)
+        found = cls(folder, config, make_reader(config.quantization, _modules(config, tensors)))
+        found._sort(tensors)
         without = sum("bias" not in tensors.parts for tensors in found.experts)
         if 0 < without < len(found.experts):
             raise CheckpointError(
@@ -105,13 +101,13 @@ class Checkpoint:
     @cached_property
     def projections(self) -> tuple[Projection, ...]:
         """Of every expert; some models' have no gate."""
-        return tuple(Projection)[self.config.model_type in _WITHOUT_GATE :]
+        return tuple(Projection)[not has_gate(self.config.model_type) :]
 
     def model_experts(
         self, bits: tuple[int, ...], group_size: int, dtype: torch.dtype, quantizer: str = "rtn"
     ) -> ModelExperts:
         """What a store of this checkpoint holds; bits have the high precision first. CheckpointError if it cannot."""
-        hidden, intermediate = self.config.size(*_HIDDEN), self.config.size(*INTERMEDIATE)
+        hidden, intermediate = self.config.size(*EXPERT_INPUTS), self.config.size(*INTERMEDIATE)
         biased = any("bias" in tensors.parts for tensors in self.experts)
         formats = stored_formats(
             bits,
@@ -146,20 +142,29 @@ class Checkpoint:
     def _matrix(self, position: int, expert: int, projection: Projection) -> Matrix:
         tensors = self._matrices[self.layers[position], expert, projection]
         parts = {part: self._read(tensors, part, expert, projection) for part in tensors.parts}
-        bias = parts.pop("bias", None)
-        if not self.reader.held:
+        bias, reader = parts.pop("bias", None), self._reader(tensors)
+        if not reader.held:
             return parts["weight"], bias
         matrix = self._plain_format.matrices[projection]
         rows = matrix.rows * len(tensors.projections)
         try:
-            held = self.reader.read(parts, rows, matrix.columns)
+            held = reader.read(parts, rows, matrix.columns)
             if len(tensors.projections) > 1:
                 which = self.stacking.rows(rows, tensors.projections)[tensors.projections.index(projection)]
                 held = held.part(0, which)
         except ValueError as error:
-            stem = tensors.parts[self.reader.parts[0]].name.rpartition(".")[0]
-            raise CheckpointError(f"{stem} in {self.folder} is no {self.reader.method} matrix: {error}") from error
+            stem = tensors.parts[reader.parts[0]].name.rpartition(".")[0]
+            raise CheckpointError(f"{stem} in {self.folder} is no {reader.method} matrix: {error}") from error
+        if self.reader.mixed:
+            try:
+                held.check_scales(self.dtype)
+            except ValueError as error:
+                raise CheckpointError(f"{tensors.parts[reader.parts[0]].name}: {error}") from error
+            return held.dequantize(), bias
         return held, bias
+
+    def _reader(self, tensors: ExpertTensors) -> Reader:
+        return self.reader.at(tensors.layer, tensors.projections[0])
 
     def _read(self, tensors: ExpertTensors, part: str, expert: int, projection: Projection) -> Tensor:
         place = tensors.parts[part]
@@ -171,12 +176,14 @@ class Checkpoint:
             found: Tensor = file.get_slice(place.name)[expert] if stacked else file.get_tensor(place.name)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{place.path} cannot be read ({error}); download it again.") from error
-        if not stacked or (self.reader.held and part in self.reader.parts):
+        reader = self._reader(tensors)
+        if not stacked or (reader.held and part in reader.parts):
             return found  # a reader knows how its parts lie
         return self.stacking.split(found, tensors.projections)[tensors.projections.index(projection)]
 
     def _sort(self, tensors: Mapping[str, TensorPlace]) -> None:
-        stacks = {named.layers for name in tensors if (named := read_name(name))}
+        named = {name: found for name in tensors if (found := read_name(name)) and found.of_model}
+        stacks, beyond = {found.layers for found in named.values()}, self.config.num_layers
         if not stacks:
             raise CheckpointError(
                 f"{self.folder} holds no tensor of an expert (layers.0.….experts.0.gate_proj.weight or the like); "
@@ -184,16 +191,17 @@ class Checkpoint:
             )
         if len(stacks) > 1:
             raise CheckpointError(f"{self.folder} has experts in several places, {' and '.join(sorted(stacks))}.")
-        stack, beyond = stacks.pop(), self.config.size("num_hidden_layers", "num_layers")
         experts = []
         for name, place in tensors.items():
-            layer = re.match(rf"{re.escape(stack)}\.(\d+)\.", name)
-            if layer is not None and int(layer[1]) >= beyond:
-                self.left_out[name] = place
-            elif (named := read_name(name)) is None:
-                self.dense[name] = place
+            if name in named and named[name].layer < beyond:  # layers beyond the model's last are a draft's
+                experts.append((named[name], place))
             else:
-                experts.append((named, place))
+                self.dense[name] = place
+        if not experts:
+            raise CheckpointError(
+                f"config.json in {self.folder} says that the model has {beyond} layers, and only later layers have "
+                "experts; download the checkpoint again."
+            )
         self.experts = group_experts(self.folder, self.reader, experts)
 
     @cached_property
@@ -208,7 +216,7 @@ class Checkpoint:
                     if (tensors.layer, expert, projection) in found or expert >= count:
                         why = "is there twice" if expert < count else f"is one too many: config.json says {count}"
                         raise CheckpointError(f"expert {expert} of {there} in {self.folder} {why}.")
-                    if self.reader.parts[0] in tensors.parts:
+                    if self._reader(tensors).parts[0] in tensors.parts:
                         found[tensors.layer, expert, projection] = tensors
         wanted = {(layer, expert, of) for layer in self.layers for expert in range(count) for of in self.projections}
         missing = sorted(wanted - found.keys())
@@ -221,6 +229,20 @@ class Checkpoint:
         return found
 
     @cached_property
+    def stacking(self) -> Stacking:
+        """How the matrices of stacks lie, which their shapes tell: [columns, rows] fits one of the two at most."""
+        transposed = False
+        for tensors in self.experts:
+            place = tensors.parts.get("weight")
+            if tensors.expert is None and place is not None and len(place.shape) == 3:
+                rows = sum(self._plain_format.matrices[projection].rows for projection in tensors.projections)
+                expected = rows, self._plain_format.matrices[tensors.projections[0]].columns
+                if place.shape[1:] != expected:
+                    transposed = place.shape[1:] == expected[::-1]
+                    break
+        return Stacking(transposed, interleaved=self.config.model_type == "gpt_oss")
+
+    @cached_property
     def _plain_format(self) -> ExpertFormat:
         """Of one expert at 16 bits, for its shapes."""
         return self.model_experts((16,), 64, torch.bfloat16).formats[16]
@@ -230,42 +252,52 @@ class Checkpoint:
         matrices = [self._plain_format.matrices[projection] for projection in tensors.projections]
         rows = sum(matrix.rows for matrix in matrices)
         stacked, count = tensors.expert is None, self.config.num_experts
+        reader = self._reader(tensors)
         for part, matrix in (("weight", (rows, matrices[0].columns)), ("bias", (rows,))):
             place = tensors.parts.get(part)
-            if place is None or (self.reader.held and part in self.reader.parts):
+            if place is None or (reader.held and part in reader.parts):
                 continue
             expected = (count, *self.stacking.shape(matrix)) if stacked else matrix
             if place.shape != expected:
-                turned = stacked and place.shape[1:] == expected[:0:-1]
                 raise CheckpointError(
                     f"{place.name} in {self.folder} has shape {list(place.shape)} where config.json says "
-                    f"{list(expected)}{'; transposed experts are not supported yet' if turned else ''}."
+                    f"{list(expected)}."
                 )
+
+
+def _modules(config: ModelConfig, tensors: Mapping[str, TensorPlace]) -> list[ExpertModule] | None:
+    """The experts' matrices, by which rules are read; None where nothing is quantized."""
+    if config.quantization is None:
+        return None
+    return modules_of({name: place.dtype for name, place in tensors.items()}, config.num_layers)[0]
 
 
 def group_experts(folder: Path, reader: Reader, found: Iterable[tuple[ExpertName, TensorPlace]]) -> list[ExpertTensors]:
     """The tensors of each matrix; CheckpointError for one that the reader does not read, or that lacks a part."""
     matrices: dict[tuple[int, int | None, tuple[Projection, ...]], dict[str, TensorPlace]] = {}
+    of_all = reader
     for named, place in found:
+        reader = of_all.at(named.layer, named.projections[0]) if named.projections else of_all
         part = reader.spellings.get(named.part, named.part)
         dtypes = FLOATS if part == "bias" else reader.dtypes.get(part, ())
         if not named.projections or part not in (*reader.known_parts, "bias") or (dtypes and place.dtype not in dtypes):
             what = f"{place.name} ({place.dtype}, {list(place.shape)}) in {folder}"
             if not reader.held:
                 raise CheckpointError(
-                    f"{what} belongs to experts but is not the 16-bit weight or bias of a gate, up or down projection; "
-                    "other quantized experts are not supported yet."
+                    f"{what} belongs to experts but is not the 16-bit weight or bias of a gate, up or down projection, "
+                    "and config.json says of no quantization of it that could be read."
                 )
             expected = f"{part} of {' or '.join(dtypes)}" if dtypes else " and ".join(reader.known_parts)
             raise CheckpointError(
-                f"{what} is not what config.json says: {reader.method} has {expected} there; download the checkpoint "
-                "again, or correct its quantization_config."
+                f"{what} is not what config.json says: {reader.method} has {expected} there; correct the "
+                "quantization_config, or download the checkpoint again if it was changed."
             )
         parts = matrices.setdefault((named.layer, named.expert, named.projections), {})
         if part in parts:
             raise CheckpointError(f"expert {named.expert} of {place.name} in {folder} is there twice.")
         parts[part] = place
-    for parts in matrices.values():
+    for (layer, _, projections), parts in matrices.items():
+        reader = of_all.at(layer, projections[0])
         lacking = [part for part in reader.parts if part not in parts]
         if lacking and parts.keys() != {"bias"}:
             raise CheckpointError(

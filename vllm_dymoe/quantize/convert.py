@@ -1,5 +1,7 @@
-"""Writing a checkpoint that ``vllm serve`` opens in seconds: dense tensors as they were, experts packed. Everything
-goes into the temporary folder of the store's writer, which is renamed when it is complete."""
+"""Writes a checkpoint that ``vllm serve`` opens in seconds: dense tensors unchanged, experts packed.
+
+Everything goes into the temporary folder of the store's writer, which is renamed when it is complete.
+"""
 
 import json
 from collections.abc import Callable
@@ -10,9 +12,9 @@ from typing import Any
 import torch
 
 from vllm_dymoe.cache.store import MANIFEST, STORE_VERSION, Manifest
-from vllm_dymoe.cache.store.durable import put_back, sync_folder, write_synced
 from vllm_dymoe.cache.store.manifest import describe_encodings
 from vllm_dymoe.cache.store.writer import StoreWriter
+from vllm_dymoe.durable import put_back, sync_folder, write_synced
 from vllm_dymoe.options import CHECKPOINT_OPTIONS, Options
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
@@ -28,7 +30,7 @@ _TEMPLATE_FOLDER = "additional_chat_templates"
 
 
 def quantization_config(options: Options) -> dict[str, Any]:
-    """What config.json says of experts that are quantized from 16 bits."""
+    """Return the entry in config.json for experts that were quantized from 16 bits."""
     said = {key: getattr(options, option) for key, option in CHECKPOINT_OPTIONS.items()}
     return {"quant_method": "dymoe", "format_version": STORE_VERSION} | said
 
@@ -43,8 +45,11 @@ def convert(
     overwrite: bool = False,  # replace ``out`` if it is a dymoe checkpoint
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> Manifest:
-    """Write ``checkpoint`` with packed experts to the folder ``out``; progress comes in source bytes, of dense_bytes +
-    expert_bytes. With a calibration, which takes hours for a large model, it goes on where a run was ended."""
+    """Write ``checkpoint`` with packed experts to the folder ``out``.
+
+    Progress is reported in source bytes, dense_bytes + expert_bytes in total. A run with a calibration, which takes
+    hours for a large model, resumes where an earlier run was interrupted.
+    """
     out = out.absolute()
     manifest = _plan(checkpoint, options, dtype or checkpoint.dtype, calibration)
     ours = quantization_config(options)
@@ -137,7 +142,9 @@ def _check_target(source: Path, out: Path, overwrite: bool) -> None:
 
 
 def _small_files(folder: Path) -> list[Path]:
-    """Everything beside the weights: tokenizer, chat templates, code, licence. CheckpointError for links to nowhere."""
+    """Return all files except the weights: tokenizer, chat templates, code, licence. CheckpointError for dangling
+    links.
+    """
     paths = sorted((*folder.iterdir(), *folder.glob(f"{_TEMPLATE_FOLDER}/*")))
     if lost := [path for path in paths if path.is_symlink() and not path.exists()]:
         raise CheckpointError(f"{lost[0]} is a link to a file that is not there; download the checkpoint again.")

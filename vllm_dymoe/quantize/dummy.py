@@ -1,5 +1,8 @@
-"""Random experts for ``--load-format dummy``: bytes as they would be, made without quantizing anything. What a kernel
-computes with them is finite and means nothing; they differ from expert to expert, so that a wrong one is visible."""
+"""Random experts for ``--load-format dummy``: bytes of the right layout, without quantizing anything.
+
+What a kernel computes with them is finite and meaningless. They differ from expert to expert, so that computing with
+the wrong one is visible.
+"""
 
 from collections.abc import Callable
 

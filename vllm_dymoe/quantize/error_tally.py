@@ -1,4 +1,4 @@
-"""Adding up the errors of experts while they are packed, by any number of threads."""
+"""Sums the quantization errors of experts while they are packed, from any number of threads."""
 
 import math
 from typing import Any
@@ -13,7 +13,7 @@ _WEIGHT, _OUTPUT, _MASS = range(3)
 
 
 class ErrorTally:
-    """The errors of one store, as far as it is packed; different projections may be added by different threads."""
+    """The errors of the packed part of a store; threads may add different projections."""
 
     def __init__(self, experts: ModelExperts) -> None:
         # Of each layer: (kind, bits, expert, projection) -> squares of the error, and of what it is an error of.
@@ -28,8 +28,10 @@ class ErrorTally:
         bits: int,
         curvature: Curvature | None,
     ) -> None:
-        """Count one projection at one bit-width; with a curvature of its inputs also the errors of its outputs.
-        ``restored`` is what is read of it at these bits, float32 [rows, columns], and is overwritten."""
+        """Count one projection at one bit-width; with the curvature of its inputs also the errors of its outputs.
+
+        ``restored`` is the dequantized matrix at these bits, float32 [rows, columns], and is overwritten.
+        """
         layer, *matrix = place
         weight = weight.float()
         difference = restored.sub_(weight)
@@ -44,7 +46,7 @@ class ErrorTally:
         self._fallbacks[layer] = sorted(experts)
 
     def of_layer(self, layer: int) -> Any:
-        """What was counted of a complete layer, as JSON data."""
+        """Return what was counted for a complete layer, as JSON data."""
         return {"squares": list(self._squares[layer].items()), "fallbacks": self._fallbacks[layer]}
 
     def restore(self, layer: int, counted: Any) -> None:
@@ -65,7 +67,7 @@ class ErrorTally:
 
 
 def _lost_by_experts(layer: dict[tuple[int, ...], tuple[float, float]], bits: int) -> tuple[float, ...]:
-    """Of each expert: the relative errors of what its matrices make, as if each were one of the expert's output."""
+    """Return, for each expert, the sum of the relative errors of its matrices' outputs."""
     count = 1 + max((expert for _, _, expert, _ in layer), default=-1)
     lost = [0.0] * count
     for (kind, width, expert, _), (error, whole) in sorted(layer.items()):

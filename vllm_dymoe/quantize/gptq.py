@@ -1,21 +1,22 @@
-"""GPTQ: what rounding one column does to the output is made up for by the columns that are not rounded yet.
+"""GPTQ: columns that are not rounded yet compensate for what rounding a column does to the output.
 
 Frantar, Ashkboos, Hoefler & Alistarh, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
-Transformers" (2023), algorithm 1. X [tokens, columns] are the inputs that a matrix saw and H = X^T X their Hessian; the
-codes are to make |X (W - dequantize(codes))^T|^2 small. Let U be the upper Cholesky factor of H^-1. Column i is
-rounded; its error, divided by U[i, i] and multiplied by U[i, j], is taken off every later column j.
+Transformers" (2023), algorithm 1. X [tokens, columns] are the inputs that a matrix saw and H = X^T X their Hessian;
+codes are chosen to minimise |X (W - dequantize(codes))^T|^2. Let U be the upper Cholesky factor of H^-1. Column i is
+rounded; its error, divided by U[i, i] and multiplied by U[i, j], is subtracted from every later column j.
 
-Columns go by falling H[i, i], so that many are left to make up for those that matter most. Scales and zeros are chosen
-before, for groups of neighbouring columns ("static groups"), so the order costs nothing when the matrix is read. They
-cover each group's whole range: narrower ones make all weights smaller, and lose more (benchmarks/LOG.md).
+Columns are processed by descending H[i, i], so that many columns remain to compensate for those that matter most.
+Scales and zeros are chosen before, for groups of neighbouring columns ("static groups"), so the order costs nothing
+when the matrix is read. They cover each group's whole range: narrower ones shrink all weights and lose more
+(benchmarks/LOG.md).
 
-Where the low version lies inside the high one a code is read in two ways, and each reading has an error of its own. The
-code is the one whose two squared errors, that of the low reading times a weight, are least together. The weight follows
-from how alike a matrix's inputs are, which differs by orders of magnitude, so it is chosen for each matrix. One sweep
-of coordinate descent follows, which chooses every column's codes once more (Behdin et al., "QuantEase", 2023).
+In a nested version a code is read in two ways, and each reading has its own error. The code minimises the sum of the
+two squared errors, the low one multiplied by a weight. The weight depends on how correlated a matrix's inputs are,
+which varies by orders of magnitude, so it is chosen for each matrix. One sweep of coordinate descent follows, which
+chooses every column's codes once more (Behdin et al., "QuantEase", 2023).
 
-Written here, because GPTQModel and llm-compressor quantize the modules of a model that they load, onto grids whose
-zeros are whole numbers. Ours are 16-bit weights (docs/format.md), which fit a group better.
+This is our own implementation because GPTQModel and llm-compressor quantize modules of a loaded model onto grids whose
+zeros are integers. Our zeros are 16-bit weights (docs/format.md), which fit a group better.
 """
 
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class Curvature:
 
     @classmethod
     def of(cls, hessian: Tensor, mass: float = 1.0) -> "Curvature":
-        """Factorize X^T X, float [columns, columns]; ValueError if it is not finite."""
+        """Factorize X^T X, float [columns, columns]. Raises ValueError if it is not finite."""
         if not bool(torch.isfinite(hessian).all()):
             raise ValueError("inputs are NaN, infinite or too large.")
         order = hessian.diagonal().argsort(descending=True, stable=True)
@@ -62,7 +63,7 @@ class Curvature:
         return _damped(self.hessian, self.order)
 
     def output_norm(self, weight: Tensor) -> float:
-        """|X weight^T|^2 for a weight [rows, columns], in units of the Hessian's."""
+        """Return |X weight^T|^2 for a weight [rows, columns], in units of the Hessian's."""
         weight = weight.float()
         return float(((weight @ self.hessian) * weight).sum(dtype=torch.float64))
 
@@ -74,7 +75,7 @@ def _damped(hessian: Tensor, order: Tensor) -> Tensor:
 
 
 def quantize_gptq(weight: Tensor, format: MatrixFormat, curvature: Curvature, low_weight: float = LOW_WEIGHT) -> Codes:
-    """Quantize a matrix [rows, columns] that reads inputs of this curvature; at low_weight 0 for the high reading."""
+    """Quantize a matrix [rows, columns] for inputs of this curvature; low_weight 0 optimises the high reading alone."""
     grids = round_to_nearest(weight, format)
     columns = weight.float().t()[curvature.order]
     grid = _Grid.of(grids, curvature.order, format)
@@ -112,20 +113,22 @@ class _Grid:
         return cls(scales, zeros, steps, group_of, format.encoding.midpoint, 1 << format.bits // 2, low_weight)
 
     def read(self, codes: Tensor, bin: int) -> Tensor:
-        """Weights [columns, rows] of codes [columns, rows], of which only the bin of so many is known."""
+        """Return weights [columns, rows] of codes [columns, rows], of which only bins of this size are known."""
         rows = codes.shape[1]
         middles = codes.div(bin).floor_().mul_(bin).add_((bin - 1) / 2)
         return torch.addcmul(self.zeros[self.group_of, :rows], middles, self.scales[self.group_of, :rows])
 
     def nearest(self, column: int, wanted: Tensor, out: Tensor) -> Tensor:
-        """Codes [rows] whose readings should be ``wanted`` [rows or 2 rows], overwritten, and are ``out``."""
+        """Write into ``out`` the codes [rows] whose readings are nearest to ``wanted`` [rows or 2 rows], which is
+        overwritten.
+        """
         group = self.group_of[column]
         code, read = self._choose(wanted.sub_(self.zeros[group]).div_(self.steps[group]))
         torch.addcmul(self.zeros[group], read, self.scales[group], out=out)
         return code
 
     def _choose(self, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """The best codes for what is wanted, in steps from the zero, and what each reading makes of them."""
+        """Return the best codes for what is wanted, in steps from the zero, and what each reading makes of them."""
         if not self.low_weight:
             code = wanted.round_().clamp_(-self.midpoint, self.midpoint - 1)
             return code, code
@@ -146,7 +149,7 @@ class _Grid:
 
 
 def _round_columns(weight: Tensor, grid: _Grid, factor: Tensor) -> Tensor:
-    """Codes [columns, rows] of a weight [columns, rows] in the order of rounding: algorithm 1, a row for a column."""
+    """Return codes [columns, rows] for a weight [columns, rows] in the order of rounding: algorithm 1, transposed."""
     left = weight.repeat(1, 2 if grid.low_weight else 1)  # as rounding goes on, for each reading
     codes = torch.empty_like(weight)
     for start in range(0, len(weight), _BLOCK):

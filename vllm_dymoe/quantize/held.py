@@ -1,4 +1,4 @@
-"""Matrices that another tool has quantized, and our sections that hold the same numbers."""
+"""Matrices that another tool has quantized, and their exact packing into our sections."""
 
 import math
 from dataclasses import dataclass, replace
@@ -17,9 +17,9 @@ _LARGEST_SCALE = 2.0**64
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """Codes and scales as a checkpoint has them, whose numbers are taken as they are.
+    """Codes and scales of a checkpoint, kept bit for bit.
 
-    Integers are (code - zero point) * scale, published floats level[code] * (scale * multiplier / divisor).
+    Integers stand for (code - zero point) * scale, published floats for level[code] * (scale * multiplier / divisor).
     """
 
     encoding: Encoding
@@ -42,13 +42,13 @@ class Held:
         return self.codes.shape
 
     def part(self, dimension: int, which: slice) -> "Held":
-        """Some rows (dimension 0) or columns (1)."""
+        """Return a part of the rows (dimension 0) or columns (1)."""
         if dimension == 1:
             return replace(self, codes=self.codes[:, which], column_groups=self.column_groups[which])
         return replace(self, codes=self.codes[which], row_groups=self.row_groups[which])
 
     def filled(self, rows: int, columns: int) -> "Held":
-        """Published floats of this shape, with zeros behind the last row and column."""
+        """Return published floats of this shape, padded with zeros after the last row and column."""
         below, right = rows - self.shape[0], columns - self.shape[1]
         return replace(
             self,
@@ -58,7 +58,7 @@ class Held:
         )
 
     def dequantize(self) -> Tensor:
-        """The weights [rows, columns]: in the scales' dtype, each rounded once; of published floats float32."""
+        """Return the weights [rows, columns], each rounded once to the scales' dtype; float32 for published floats."""
         if self.zero_points is None:
             multiplier, divisor = torch.tensor(self.factor, dtype=torch.float32)
             scales = self.scales.float() * multiplier / divisor  # in the order of the tools that wrote them
@@ -68,11 +68,10 @@ class Held:
         return steps.to(self.scales.dtype) * self.scales[self.row_groups][:, self.column_groups]
 
     def pack(self, format: MatrixFormat, section: Tensor, base: Tensor | None = None) -> None:
-        """Write the same codes and scales into a section of this code, or into two if it is nested; ValueError if the
-        format cannot hold the numbers as they are.
+        """Write the same codes and scales into a section, or into two sections if the format is nested.
 
-        The format's groups may be shorter than the checkpoint's: they share a scale then. With an act order columns are
-        sorted by their groups.
+        The format's groups may be shorter than the checkpoint's: they then share a scale. With an act order columns are
+        sorted by their groups. Raises ValueError if the format cannot hold the numbers exactly.
         """
         if self.zero_points is None:
             first = _first_of_groups(self.column_groups, format, "columns do not lie in groups of {} with one scale")
@@ -96,7 +95,9 @@ class Held:
             pack_nested(format, self.codes, scales, zeros, base, section, order)
 
     def check_scales(self, dtype: torch.dtype) -> None:
-        """ValueError for scales that a model's dtype would round (never those of floats), or that are not finite."""
+        """Raise ValueError for scales that are not finite, or that the model's dtype would round (floats are never
+        rounded).
+        """
         if self.zero_points is None:
             return
         if not bool(torch.isfinite(self.scales).all()):
@@ -112,12 +113,45 @@ Matrix = tuple[Tensor | Held, Tensor | None]  # a projection's weight [rows, col
 
 
 def integers(bits: int, codes: Tensor, scales: Tensor, zero_points: Tensor, column_groups: Tensor) -> Held:
-    """Integers with scales and zero points [rows, groups]."""
+    """Return integers with scales and zero points [rows, groups]."""
     return Held(STEPS[bits], codes, scales, torch.arange(len(codes)), column_groups, zero_points=zero_points)
 
 
+def nearest(weight: Tensor, format: MatrixFormat) -> Held:
+    """The nearest codes of a published format, symmetric ones if they are integers, to a weight [rows, columns]; the
+    largest weight of a group gets the largest code. For drafts, whose experts share the slots of their model's."""
+    encoding, (rows, columns) = format.encoding, weight.shape
+    size = encoding.group_size or format.group_size
+    groups = F.pad(weight.float(), (0, -columns % size)).view(rows, -1, size)
+    largest = groups.abs().amax(2)
+    if not bool(torch.isfinite(largest).all()):
+        raise ValueError("some of its weights are NaN or infinite; download the checkpoint again.")
+    if not encoding.floats:
+        middle = 1 << encoding.bits - 1
+        scales = (largest / (middle - 1)).clamp(min=torch.finfo(format.dtype).tiny).to(format.dtype)
+        codes = (groups / scales.float().unsqueeze(2)).round().add(middle).clamp(0, 2 * middle - 1).to(torch.uint8)
+        zeros = torch.full(scales.shape, middle, dtype=torch.uint8)
+        return integers(encoding.bits, codes.view(rows, -1)[:, :columns], scales, zeros, blocks(columns, size))
+    every = torch.arange(1 << encoding.bits, dtype=torch.uint8)
+    levels = encoding.levels(every)
+    levels, order = torch.where(levels.isfinite(), levels, torch.inf).sort(stable=True)
+    top = float(levels[levels.isfinite()].max())
+    factor = 1.0
+    wanted = largest / top
+    if encoding.has_factor:
+        factor = max(float(wanted.max()) / torch.finfo(encoding.scale_dtype).max, torch.finfo(torch.float32).tiny)
+    scales = (wanted / factor).to(encoding.scale_dtype)
+    if encoding.scale_dtype is torch.float8_e8m0fnu:  # powers of two, rounded up so that nothing is cut off
+        scales = torch.exp2(wanted.clamp(min=2.0**-126).log2().ceil()).to(encoding.scale_dtype)
+    steps = scales.float() * factor
+    scaled = groups / torch.where(steps == 0, 1.0, steps).unsqueeze(2)
+    chosen = torch.bucketize(scaled.clamp(-top, top), (levels[:-1] + levels[1:]) / 2)
+    codes = order.to(torch.uint8)[chosen].view(rows, -1)[:, :columns]
+    return Held(encoding, codes, scales, torch.arange(rows), blocks(columns, size), (factor, 1.0))
+
+
 def check_floats(held: Held) -> Held:
-    """The same; ValueError for codes or scales that are no numbers, or a scale too large for a weight."""
+    """Return ``held``; ValueError for codes or scales that are not numbers, or a scale too large for a weight."""
     again = "download the checkpoint again."
     if held.bits == 8 and int((held.codes & 0x7F).max()) > held.encoding.largest:
         raise ValueError(f"some of its weights are NaN; {again}")
@@ -134,12 +168,12 @@ def check_floats(held: Held) -> Held:
 
 
 def blocks(size: int, block: int | None) -> Tensor:
-    """Which block of neighbours each row or column is in: int64 [size]; None for one block."""
+    """Return the block index of each row or column, int64 [size]; None if there is one block."""
     return torch.arange(size) // (block or size)
 
 
 def unpack_pairs(packed: Tensor) -> Tensor:
-    """4-bit codes [rows, columns] of bytes [rows, columns / 2], the first in the low half."""
+    """Unpack 4-bit codes [rows, columns] from bytes [rows, columns / 2], the first one in the low half."""
     # A byte becomes two in one word, whose lower one lies first in memory: twice as fast as writing every second byte.
     words = packed.to(torch.int16)
     both = words << 4
@@ -147,7 +181,7 @@ def unpack_pairs(packed: Tensor) -> Tensor:
 
 
 def _first_of_groups(stored: Tensor, format: MatrixFormat, what: str) -> Tensor:
-    """The checkpoint's group of each of our groups, given that of each stored column."""
+    """Return the checkpoint's group for each of our groups, given that of each stored column."""
     first = stored[:: format.group_size]
     if not torch.equal(first.repeat_interleave(format.group_size)[: format.columns], stored):
         raise ValueError(

@@ -1,14 +1,14 @@
-"""Points of a lattice for a whole matrix, with feedback of errors, for one reading or for two.
+"""Rounds a whole matrix to lattice points with error feedback, for one reading or for two.
 
-Inputs are rotated, and eight rows of a column are rounded together to a point of E8 (``kernels/lattice.py``). What
-rounding a column does to the outputs is made up for by later columns, as in ``gptq`` (LDLQ of Tseng et al., "QuIP#",
-2024). With two readings the base is nearest to a mean of both wishes, weighted with `LOW_SHARE`, and the residual slice
-to what the base leaves of the high one. Sweeps of coordinate descent choose every point again, if that is for the
-better; the last one counts the low reading less, which the high one gains by (`SWEEPS`).
+Inputs are rotated, and eight rows of a column are rounded together to a point of E8 (``kernels/lattice.py``). Later
+columns compensate for what rounding a column does to the outputs, as in ``gptq`` (LDLQ of Tseng et al., "QuIP#", 2024).
+With two readings the base slice is the point nearest to a mean of both targets, weighted with `LOW_SHARE`, and the
+residual slice is nearest to what remains of the high target. Sweeps of coordinate descent choose every point again if
+that is an improvement; the last sweep gives the low reading less weight, which improves the high one (`SWEEPS`).
 
-Points are made smaller than least squares would have them: the model's own KL is less (`SPREAD`). Each reading has a
-scale of its own for each row, as its inputs weigh them: the low one is unbiased, <W, W'> = <W, W>, and the high one as
-large as the row, <W', W'> = <W, W>.
+Points are scaled smaller than least squares suggests, because this lowers the model's KL divergence (`SPREAD`). Each
+reading has its own scale per row, weighted by the inputs: the low one is unbiased, <W, W'> = <W, W>, and the high one
+keeps the row's norm, <W', W'> = <W, W>.
 """
 
 import torch
@@ -36,8 +36,10 @@ def quantize_lattice(
     base: Tensor | None = None,
     low_share: float = LOW_SHARE,
 ) -> None:
-    """Quantize a matrix [rows, columns] of rotated inputs, with their curvature, and pack it into a section, and a base
-    if the format is nested; both are overwritten. ValueError for weights that are not finite."""
+    """Quantize a matrix [rows, columns] of rotated inputs, given their curvature, and pack it into its sections.
+
+    Section and, for nested formats, base are overwritten. Raises ValueError for weights that are not finite.
+    """
     if not bool(torch.isfinite(weight).all()):
         raise ValueError("some of its weights are NaN or infinite; download the checkpoint again.")
     scale = (weight.float().square().mean(1, keepdim=True).sqrt() * SPREAD).to(format.dtype)
@@ -65,25 +67,27 @@ def quantize_lattice(
 
 
 def _scaled(scale: Tensor, gain: Tensor) -> Tensor:
-    """Scales times gains, but for those that are far from 1 or not finite."""
+    """Multiply scales by gains, except gains that are far from 1 or not finite."""
     return (scale.float() * torch.where((gain > 0.5) & (gain < 2), gain, 1)).to(scale.dtype)
 
 
 class _Rounding:
-    """A matrix [columns, rows] in units of its rows' scales, in the order of rounding, and its points so far: codes
-    uint8 [columns, rows], of the base and, for two streams, of the residual slice."""
+    """A matrix [columns, rows] in units of its rows' scales, in the order of rounding, and its points so far.
+
+    Points are codes, uint8 [columns, rows], of the base slice and, with two streams, of the residual slice.
+    """
 
     def __init__(self, weight: Tensor, streams: int) -> None:
         self._weight = weight.unsqueeze(1).expand(-1, streams, -1).contiguous()  # [columns, streams, rows], high first
         self.codes = [torch.zeros(weight.shape, dtype=torch.uint8) for _ in range(streams)]
 
     def read(self) -> Tensor:
-        """What both readings are: float32 [columns, streams, rows]."""
+        """What both readings stand for: float32 [columns, streams, rows]."""
         base = points(self.codes[0])
         return torch.stack([base + RESIDUAL * points(codes) for codes in self.codes[1:]] + [base], 1)
 
     def go(self, factor: Tensor, low_share: float) -> None:
-        """Round every column; U, see ``Curvature``, hands errors on."""
+        """Round every column, passing errors on through U, see ``Curvature``."""
         left = self._weight.clone()
         for start in range(0, len(left), _BLOCK):
             block = slice(start, min(start + _BLOCK, len(left)))
@@ -112,13 +116,14 @@ class _Rounding:
         divisors: Tensor,
         before: Tensor | None = None,
     ) -> Tensor:
-        """Round a block of columns in their order; what it hands on: float32 like left, which is overwritten.
+        """Round a block of columns in their order; return what it passes on, float32 like left, which is overwritten.
 
         Args:
-            left: float32 [columns, streams, rows], what is wanted of each column.
-            factors: [columns, columns]; that of an earlier column, times its error, is taken off a later one's wishes.
-            divisors: [columns], of what is wanted less what is there, which is the error.
-            before: what is read so far; the error is then the change from it, which must be for the better.
+            left: float32 [columns, streams, rows], the target of each column.
+            factors: [columns, columns]; an earlier column's factor times its error is subtracted from a later one's
+                target.
+            divisors: [columns], divides the error, which is target minus value.
+            before: the values so far; the error is then the change from them, and a change has to be an improvement.
         """
         library, codes = native.load(), [part[block] for part in self.codes]
         errors = torch.empty_like(left)
@@ -145,6 +150,6 @@ class _Rounding:
 
 
 def choose(wanted: Tensor, low_share: float) -> list[Tensor]:
-    """Codes uint8 [rows] of the base and, for two streams, of the residual slice: float32 [streams, rows]."""
+    """Return codes uint8 [rows] of base and, with two streams, residual slice, for float32 [streams, rows]."""
     base = nearest(torch.lerp(wanted[0], wanted[-1], low_share))
     return [base, nearest((wanted[0] - points(base)) / RESIDUAL)][: len(wanted)]

@@ -1,4 +1,7 @@
-"""What config.json says of a Mixture-of-Experts model, as far as packing its experts needs it."""
+"""What config.json says of a Mixture-of-Experts model, as far as serving, packing and planning its experts need it.
+
+The names below are the one table of what families of models call their sizes, and where they nest them.
+"""
 
 import json
 import re
@@ -9,14 +12,18 @@ from typing import Any
 
 import torch
 
-from vllm_dymoe.cache.store.durable import read_regular
+from vllm_dymoe.durable import read_regular
 from vllm_dymoe.quantize.readers.configurations import with_expert_dtype
 from vllm_dymoe.quantize.tensors import CheckpointError
 
 # What a size is called, the surest name first.
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_top_k", "moe_topk", "moe_k")
+TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk", "moe_k")
 INTERMEDIATE = ("moe_intermediate_size", "expert_ffn_hidden_size", "expert_intermediate_size", "intermediate_size")
+# Latent experts read fewer numbers than the model is wide (Nemotron-H, Kimi-K3).
+EXPERT_INPUTS = ("moe_latent_size", "routed_expert_hidden_size", "hidden_size")
+# Where a multimodal model keeps its language model's configuration: Qwen3-Omni's thinker has a text_config of its own.
+_NESTED = ("thinker_config", "text_config", "llm_config", "language_config")
 
 _LARGEST = 1 << 24  # of any size in config.json
 _MOST_EXPERTS = 1 << 15
@@ -51,14 +58,27 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+def nested_configs(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """A configuration and, of a multimodal model, those inside of it; the language model's is the last."""
+    found = [config]
+    while inner := next((found[-1][key] for key in _NESTED if isinstance(found[-1].get(key), Mapping)), None):
+        found.append(inner)
+    return tuple(found)
+
+
+def has_gate(model_type: object) -> bool:
+    """Whether experts have a gate projection beside up and down."""
+    return not str(model_type).startswith("nemotron_h")
+
+
 class ModelConfig:
     """config.json of one checkpoint; CheckpointError if it cannot be read."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "config.json"
         self.json = read_config(folder)
-        nested = self.json.get("text_config")
-        self._text: Mapping[str, Any] = nested if isinstance(nested, dict) else self.json
+        self._nested = nested_configs(self.json)
+        self._text = self._nested[-1]
 
     @cached_property
     def quantization(self) -> dict[str, Any] | None:
@@ -80,7 +100,7 @@ class ModelConfig:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        for config in (self._text, self.json):
+        for config in reversed(self._nested):
             for key in ("dtype", "torch_dtype"):
                 if config.get(key):
                     named = getattr(torch, str(config[key]).removeprefix("torch."), None)
@@ -94,9 +114,10 @@ class ModelConfig:
         def renamed(config: Mapping[str, Any]) -> dict[str, Any]:
             return {**config, **{key: name for key in ("dtype", "torch_dtype") if key in config}}
 
-        changed = renamed(self.json)
-        if isinstance(nested := self.json.get("text_config"), dict):
-            changed["text_config"] = renamed(nested)
+        changed: dict[str, Any] = {}
+        for config in reversed(self._nested):
+            inner = next((key for key in _NESTED if isinstance(config.get(key), Mapping)), None)
+            changed = renamed(config) | ({} if inner is None else {inner: changed})
         if not {"dtype", "torch_dtype"} & changed.keys():
             changed["dtype"] = name
         return changed
@@ -104,6 +125,12 @@ class ModelConfig:
     @property
     def num_experts(self) -> int:
         """CheckpointError for more than a router's numbers of 16 bits can name."""
+        for key in NUM_EXPERTS:
+            if isinstance(counts := self._text.get(key), list) and len(counts) > 1:
+                raise CheckpointError(
+                    f"{self._path} says {key} is {counts}: experts of several modalities can be served from 16 bits, "
+                    "with --quantization dymoe, but not be written by `vllm-dymoe quantize` yet."
+                )
         if (count := self.size(*NUM_EXPERTS)) > _MOST_EXPERTS:
             raise CheckpointError(
                 f"{self._path} says that a layer has {count} experts, and at most {_MOST_EXPERTS} are supported; "
@@ -112,8 +139,14 @@ class ModelConfig:
         return count
 
     @property
-    def model_type(self) -> object:
-        return self._text.get("model_type")
+    def num_layers(self) -> int:
+        """Layers of the model, without those of drafts, which may come after them."""
+        return self.size("num_hidden_layers", "num_layers")
+
+    @property
+    def model_type(self) -> str | None:
+        found = self._text.get("model_type")
+        return found if isinstance(found, str) else None
 
     def size(self, *keys: str) -> int:
         """The first of some keys that it has; where each layer has its own, the largest. CheckpointError if none."""

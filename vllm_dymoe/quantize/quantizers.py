@@ -1,4 +1,4 @@
-"""From real weights to codes, scales and zeros, and to one packed matrix."""
+"""Quantizers: from real weights to codes, scales and zeros, and to one packed matrix."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vllm_dymoe.experts.matrix import MatrixFormat, PackedMatrix
 from vllm_dymoe.kernels import pack, pack_nested
+from vllm_dymoe.quantize.held import nearest
 
 # Weights that are quantized together on a CPU: half a megabyte of floats.
 _CHUNK = 1 << 17
@@ -20,7 +21,7 @@ _TINY = 1e-30
 
 @dataclass(frozen=True, eq=False)
 class Codes:
-    """A quantized matrix before packing: weight = (code - 2**(bits - 1)) * scale + zero, or as halves are read."""
+    """A quantized matrix before packing: weight = (code - 2**(bits - 1)) * scale + zero, or as its halves are read."""
 
     codes: Tensor  # uint8 [rows, columns]
     scales: Tensor  # the format's dtype [rows, groups], not negative
@@ -32,7 +33,7 @@ Quantizer = Callable[[Tensor, MatrixFormat], Codes]
 
 
 def round_to_nearest(weight: Tensor, format: MatrixFormat) -> Codes:
-    """Codes spread evenly between each group's smallest and largest weight."""
+    """Round to codes spread evenly between each group's smallest and largest weight."""
 
     return quantize_groups(
         weight, format, lambda groups, _, scales, zeros: (nearest_codes(groups, scales, zeros, format), zeros)
@@ -40,7 +41,7 @@ def round_to_nearest(weight: Tensor, format: MatrixFormat) -> Codes:
 
 
 def half_quadratic(weight: Tensor, format: MatrixFormat) -> Codes:
-    """HQQ: move each group's zero to where a robust norm of the error is smallest; no data are needed.
+    """HQQ: move each group's zero to where a robust norm of the error is smallest; needs no data.
 
     Badri & Shaji, "Half-Quadratic Quantization of Large Machine Learning Models" (2023), minimise the l_p norm, p < 1,
     of w - dequantize(quantize(w)) over the zero. An auxiliary error e splits the problem into two with closed forms,
@@ -48,7 +49,7 @@ def half_quadratic(weight: Tensor, format: MatrixFormat) -> Codes:
         e    = shrink(w - w_q),   shrink(x) = sign(x) * max(0, |x| - |x|**(p - 1) / beta)
         zero = mean(w - e - (code - midpoint) * scale)
 
-    and beta grows with each round. Errors are in scales of the group. Each group keeps its best zero.
+    and beta grows with each round. Errors are in units of the group's scale. Each group keeps its best zero.
     """
 
     def quantize(groups: Tensor, valid: Tensor | None, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,12 +90,19 @@ QUANTIZERS: dict[str, Quantizer] = {"rtn": round_to_nearest, "hqq": half_quadrat
 def quantize_matrix(
     weight: Tensor, format: MatrixFormat, quantizer: Quantizer, section: Tensor, base: Tensor | None = None
 ) -> None:
-    """Quantize a matrix and pack it into a section, and a base if nested; at 16 bits round it to the format's dtype.
-    ValueError for weights that cannot be represented, or shapes that do not fit."""
+    """Quantize a matrix and pack it into its sections.
+
+    At 16 bits it is rounded to the format's dtype, in the format of a published checkpoint to its nearest numbers.
+    Raises ValueError for weights that cannot be represented, or shapes that do not fit.
+    """
     if not format.quantized:
         _check_shape(weight, format)
         section[format.weight_bytes :].zero_()
         _copy(weight, format.view(section).weight)
+        return
+    if format.encoding.floats or format.integer_zeros or format.act_order:
+        _check_shape(weight, format)
+        nearest(weight, format).pack(format, section, base)
         return
     codes = quantizer(weight, format)
     if base is None:
@@ -104,7 +112,7 @@ def quantize_matrix(
 
 
 def pack_bias(bias: Tensor, packed: PackedMatrix) -> None:
-    """Write a bias [rows] behind the weights of its section; ValueError for another shape, or what cannot be stored."""
+    """Write a bias [rows] into its section. Raises ValueError for another shape, or values that cannot be stored."""
     if tuple(bias.shape) != (packed.format.rows,):
         raise ValueError(f"the bias has shape {list(bias.shape)}, expected [{packed.format.rows}].")
     assert packed.bias is not None, "the format has no bias"
@@ -116,10 +124,12 @@ def quantize_groups(
     format: MatrixFormat,
     quantize: Callable[[Tensor, Tensor | None, Tensor, Tensor], tuple[Tensor, Tensor]],
 ) -> Codes:
-    """Cut a matrix into groups and quantize them some rows at a time, so that they stay in a cache: (groups, valid,
-    scales, zeros) -> codes, and zeros. groups is float32 [n, group_size]; a row's last one is filled up with its last
-    weight. valid is None, or like groups, 1 for each weight and 0 for what fills up. scales and zeros [n] cover each
-    group's range."""
+    """Divide a matrix into groups and quantize them some rows at a time, so that they stay in a cache.
+
+    ``quantize`` maps (groups, valid, scales, zeros) to codes and zeros. groups is float32 [n, group_size]; a row's last
+    group is padded with its last weight. valid is None, or shaped like groups, 1 for each weight and 0 for padding.
+    scales and zeros [n] cover each group's range.
+    """
     _check_shape(weight, format)
     missing = format.padded_columns - format.columns
     codes = weight.new_empty(format.rows, format.padded_columns, dtype=torch.uint8)
@@ -141,10 +151,10 @@ def quantize_groups(
 
 
 def group_ranges(groups: Tensor, format: MatrixFormat) -> tuple[Tensor, Tensor]:
-    """Scale and zero [n], in the format's dtype, that cover each group from its smallest to its largest weight.
+    """Return scale and zero [n], in the format's dtype, that cover each group from its smallest to its largest weight.
 
-    The scale is rounded up, so that rounding never cuts off an end. A group of equal weights gets scale 0 and the
-    weight as its zero. ValueError for weights that are not finite, or too large for the dtype.
+    The scale is rounded up, so that rounding never clips an end. A group of equal weights gets scale 0 and the weight
+    as its zero. Raises ValueError for weights that are not finite, or too large for the dtype.
     """
     low, high = groups.aminmax(dim=1)
     exact = (high - low) / (2**format.bits - 1)
@@ -160,7 +170,7 @@ def group_ranges(groups: Tensor, format: MatrixFormat) -> tuple[Tensor, Tensor]:
 
 
 def nearest_codes(groups: Tensor, scales: Tensor, zeros: Tensor, format: MatrixFormat) -> Tensor:
-    """The code nearest to each weight, float32 like groups; the middle one where the scale is 0."""
+    """Return the code nearest to each weight, float32, shaped like groups; the middle one where the scale is 0."""
     steps = torch.where(scales == 0, torch.inf, scales).float().unsqueeze(1)
     offsets = (groups - zeros.float().unsqueeze(1)).div_(steps).round_()
     return offsets.add_(format.encoding.midpoint).clamp_(0, 2**format.bits - 1)

@@ -1,9 +1,9 @@
-"""Recording what the experts of a running model read: the inputs and the routing of every MoE layer.
+"""Records what the experts of a running model read: inputs and routing of every MoE layer.
 
-A Hessian for each expert of Qwen3-30B-A3B would take 48 * 128 * (2048^2 + 768^2) * 4 bytes = 118 GB, and what down
-reads is inside of a kernel. The inputs of 131072 tokens take 26 GB, go to disk, and every Hessian follows from them and
-the weights, one expert at a time (``calibration``). A recording is a folder of parts, safetensors files with the inputs
-of some whole texts; each gets its name when it is complete and synced, so that a run that was killed goes on.
+A Hessian for each expert of Qwen3-30B-A3B would take 48 * 128 * (2048^2 + 768^2) * 4 bytes = 118 GB, and the inputs of
+down exist only inside a kernel. The inputs of 131072 tokens take 26 GB and go to disk; every Hessian follows from them
+and the weights, one expert at a time (``calibration``). A recording is a folder of parts, safetensors files with the
+inputs of some whole texts. A part gets its name when it is complete and synced, so that a run that was killed resumes.
 """
 
 import fcntl
@@ -18,8 +18,8 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from vllm_dymoe.cache.store.durable import create, replace_file, write_at
 from vllm_dymoe.cache.store.header import make_header
+from vllm_dymoe.durable import create, replace_file, write_at
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.units import too_small
 
@@ -54,7 +54,7 @@ class Recording:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of one layer: the input, and for each expert its number and its weight."""
+        """Bytes per token and layer: the input, and for each expert its id and weight."""
         return 2 * self.hidden_size + 6 * self.top_k
 
     def activation_of(self, layer: int) -> Activation:
@@ -71,7 +71,7 @@ class Recording:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read the manifest; CalibrationError if there is none that this version can read."""
+        """Read the manifest. Raises CalibrationError if there is none that this version can read."""
         path = folder / MANIFEST
         try:
             return TypeAdapter(cls).validate_json(path.read_bytes())
@@ -87,7 +87,7 @@ class Recording:
 
 
 def check_space(recording: Recording, folder: Path) -> None:
-    """CalibrationError if the disk is too small for the parts that are missing."""
+    """Raise CalibrationError if the disk is too small for the missing parts."""
     tokens = sum(recording.parts[number] for number in recording.missing(folder))
     needed = tokens * len(recording.layers) * recording.bytes_per_token
     free = shutil.disk_usage(folder).free
@@ -100,7 +100,9 @@ def check_space(recording: Recording, folder: Path) -> None:
 
 class PartWriter:
     """Takes the inputs of every layer, step by step, up to a number of tokens; only one step is in memory.
-    CalibrationError if the file cannot be written, or another process is writing it."""
+
+    Raises CalibrationError if the file cannot be written, or another process is writing it.
+    """
 
     def __init__(self, path: Path, layers: int, hidden_size: int, top_k: int, dtype: torch.dtype, tokens: int) -> None:
         self._path, self._tokens = path, tokens
@@ -126,7 +128,7 @@ class PartWriter:
             raise self._refused(error) from error
 
     def add(self, layer: int, inputs: Tensor, weights: Tensor, experts: Tensor) -> None:
-        """Record one step of a layer, by position: inputs [tokens, hidden], weights and experts [tokens, top_k]."""
+        """Record one step of a layer (an index): inputs [tokens, hidden], weights and experts [tokens, top_k]."""
         done = self._done[layer]
         rows = min(len(inputs), self._tokens - done)
         if rows <= 0:
@@ -141,7 +143,7 @@ class PartWriter:
         self._done[layer] += rows
 
     def finish(self) -> None:
-        """Sync the part and give it its name; CalibrationError if tokens are missing."""
+        """Sync the part and give it its name. Raises CalibrationError if tokens are missing."""
         if missing := self._tokens - min(self._done):
             self.discard()
             raise CalibrationError(

@@ -1,4 +1,4 @@
-"""Work on all cores, each piece on one: quantizing is many small operations, and spreading each costs too much."""
+"""Runs pieces of work concurrently, each on one core: quantizing is many small operations, too small to be split."""
 
 import contextlib
 import os
@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from vllm_dymoe.cache.pages import usable_cores
+from vllm_dymoe.cgroups import usable_cores
 
 # Needed by what waits or is worked on; with it a machine of many cores stays below 2 GiB beside what is packed.
 _MOST_BYTES = 1 << 30
 
 
 class SideBySide:
-    """Pieces of work that one thread hands out; it calls ``done`` with each one's arguments, in that order."""
+    """Pieces of work that one thread submits; ``done`` is called with each one's arguments, in that order."""
 
     def __init__(self, done: Callable[..., object]) -> None:
         self._done = done
@@ -27,19 +27,19 @@ class SideBySide:
         self._bytes = 0
 
     def submit(self, nbytes: int, do: Callable[..., object], *arguments: Any) -> None:
-        """Hand out a piece that needs so many bytes, once there is room for it. Raises what an earlier one raised."""
+        """Submit a piece that needs so many bytes, once there is room for it. Raises the error of an earlier piece."""
         while self._pending and (len(self._pending) == self._most or self._bytes + nbytes > _MOST_BYTES):
             self._finish_oldest()
         self._pending.append((self._pool.submit(do, *arguments), nbytes, arguments))
         self._bytes += nbytes
 
     def wait(self) -> None:
-        """Wait for all that is handed out. Raises what one of the pieces raised."""
+        """Wait for all submitted pieces. Raises the error of a piece."""
         while self._pending:
             self._finish_oldest()
 
     def close(self) -> None:
-        """Begin nothing more, and wait for what is being worked on."""
+        """Start nothing more, and wait for the running pieces."""
         self._pool.shutdown(cancel_futures=True)
 
     def _finish_oldest(self) -> None:
@@ -50,7 +50,7 @@ class SideBySide:
 
 
 def _one_core_each() -> tuple[ThreadPoolExecutor, int]:
-    """Threads whose tensor operations stay on one core, and how many."""
+    """Return threads whose tensor operations stay on one core, and their number."""
     cores = os.sched_getaffinity(0)
     with contextlib.suppress(OSError):
         for task in os.listdir("/proc/self/task"):  # those on which any thread of this process may run

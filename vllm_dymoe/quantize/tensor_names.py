@@ -2,10 +2,10 @@
 
 A tensor for each projection of each expert (``layers.3.mlp.experts.7.gate_proj``, Mixtral's ``w1``, ``w3``, ``w2``),
 or one for all experts of a layer, a stack: ``experts.gate_up_proj`` [E, 2 I, H] and
-``experts.down_proj`` [E, H, I]; Granite's are named ``input_linear`` and ``output_linear``. GPT-OSS's and Llama 4's
-stacks are transposed, [E, H, 2 I] and [E, I, H], and GPT-OSS has gate and up in turns, row by row. A bias is a tensor
-beside its weight, without the columns. Quantized stacks have the name of a part behind that of the weight, as in
-``gate_up_proj_blocks``, and are not transposed.
+``experts.down_proj`` [E, H, I]; Granite's are named ``input_linear`` and ``output_linear``. GPT-OSS's, Llama 4's and
+Qwen3-VL-MoE's stacks are transposed, [E, H, 2 I] and [E, I, H], which their shapes tell; GPT-OSS has gate and up in
+turns, row by row. A bias is a tensor beside its weight, without the columns. Quantized stacks have the name of a part
+behind that of the weight, as in ``gate_up_proj_blocks``, and are not transposed.
 """
 
 import re
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from vllm_dymoe.experts.format import Projection
 
+# Layers of drafts (multi-token prediction), and of Qwen3-Omni's second model, which vLLM serves apart.
+_OTHER_MODELS = frozenset(("mtp", "talker"))
 _NAME = re.compile(r"(?P<stack>(?:.+\.)?layers)\.(?P<layer>\d+)\.(?:[^.]+\.)*experts\.(?P<rest>.+)")
 _GRANITE = re.compile(r"(?P<stack>(?:.+\.)?layers)\.(?P<layer>\d+)\.block_sparse_moe\.(?P<rest>\w+_linear)\.weight")
 _GATE, _UP, _DOWN = (Projection.GATE,), (Projection.UP,), (Projection.DOWN,)
@@ -38,6 +40,11 @@ class ExpertName:
     expert: int | None  # which one; None for a stack of all the layer's experts
     projections: tuple[Projection, ...]  # what its rows are; none if the rest of the name is not known
     part: str  # "weight", "bias", or what else the name ends with ("qweight" in quantized checkpoints)
+
+    @property
+    def of_model(self) -> bool:
+        """Whether the layers are the model's own, and not a draft's or another model's beside it."""
+        return _OTHER_MODELS.isdisjoint(self.layers.split("."))
 
 
 def read_name(name: str) -> ExpertName | None:
@@ -63,10 +70,6 @@ class Stacking:
     transposed: bool = False
     interleaved: bool = False
 
-    @classmethod
-    def of(cls, model_type: object) -> "Stacking":
-        return _STACKINGS.get(model_type, cls())
-
     def shape(self, matrix: tuple[int, ...]) -> tuple[int, ...]:
         """What a matrix [rows, columns], or a bias [rows], looks like in a stack."""
         return matrix[::-1] if self.transposed else matrix
@@ -82,10 +85,3 @@ class Stacking:
         if self.interleaved:
             return slice(0, count, 2), slice(1, count, 2)
         return slice(0, count // 2), slice(count // 2, count)
-
-
-_STACKINGS: dict[object, Stacking] = {
-    "gpt_oss": Stacking(transposed=True, interleaved=True),
-    "llama4": Stacking(transposed=True),
-    "llama4_text": Stacking(transposed=True),
-}

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path, PurePosixPath
 
 from vllm_dymoe.cache.store import StoreError
-from vllm_dymoe.cache.store.durable import open_regular, read_regular, write_synced
-from vllm_dymoe.cache.store.header import TensorPlace, make_header, read_header, validate
+from vllm_dymoe.cache.store.header import TensorPlace, make_header, read_header
+from vllm_dymoe.durable import open_regular, read_regular, write_synced
 
 INDEX = "model.safetensors.index.json"
 
@@ -80,19 +80,23 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
 
 
-def check_own_files(folder: Path, files: Iterable[Path]) -> None:
-    """CheckpointError for a link that leads out of a checkpoint: what it leads to would be copied, and published.
+def check_own_files(folder: Path, files: Iterable[Path], *, hub: bool = False) -> None:
+    """CheckpointError for a link that leads out of a checkpoint: what it leads to would be copied, and published, or
+    served.
 
-    A snapshot of the Hugging Face hub has links into the blobs beside it, which are its own.
+    A snapshot of the Hugging Face hub has links into the blobs beside it, which are its own. With ``hub`` other blobs
+    of the hub's cache will do, too: `hf download --local-dir` linked to them before huggingface_hub 0.23.
     """
     whole, roots = folder.resolve(), [folder.resolve()]
     if whole.parent.name == "snapshots":
         roots.append(whole.parent.parent / "blobs")
     for path in files:
-        if not any(path.resolve().is_relative_to(root) for root in roots):
+        real = path.resolve()
+        blob = hub and real.parent.name == "blobs" and real.parent.parent.name.startswith("models--")
+        if not blob and not any(real.is_relative_to(root) for root in roots):
             raise CheckpointError(
-                f"{path} is a link to {path.resolve()}, which is no file of the checkpoint; put a copy of it there, or "
-                "remove the link."
+                f"{path} is a link to {real}, which is no file of the checkpoint; put a copy of it there, or remove "
+                "the link."
             )
 
 
@@ -109,7 +113,6 @@ def read_places(path: Path) -> dict[str, TensorPlace]:
     try:
         file = open_regular(path)
         try:
-            validate(path, file)  # the header, and that the file is as long as it says
             return read_header(path, file)
         finally:
             os.close(file)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_dymoe.durable import remove_given_up
 from vllm_dymoe.experts.identity import ModelIdentity
 from vllm_dymoe.trace.gates import GateWeights
 from vllm_dymoe.trace.trace import TraceError, columns, opened, write_file
@@ -219,6 +220,7 @@ class Recorder:
             raise TraceError(f"trace folder {self.folder} cannot be created ({error.strerror}).") from error
         if not os.access(self.folder, os.W_OK):
             raise TraceError(f"trace folder {self.folder} cannot be written to.")
+        remove_given_up(self.folder, "routing-*.safetensors.*")
         for path in sorted(self.folder.glob("*.safetensors"))[:1]:
             with opened(path) as (file, _, header):
                 inputs = "router_inputs" in file.keys()  # noqa: SIM118 - it is no dictionary

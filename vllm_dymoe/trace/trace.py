@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -11,13 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
+from vllm_dymoe.durable import PRIVATE_MODE, replace_file
 from vllm_dymoe.experts.identity import ModelIdentity
 from vllm_dymoe.trace.gates import GateWeights
 
 TRACE_FORMAT = 1
-INCOMPLETE = ".incomplete"  # ends the name of a file that is still being written
 _KIND = "vllm-dymoe trace"
 
 
@@ -148,7 +147,7 @@ class Trace:
 
 
 def write_file(path: Path, header: ModelIdentity, tensors: Mapping[str, torch.Tensor], run: str = "") -> None:
-    """Write one file under another name, and rename it when it is complete; TraceError if it cannot be written.
+    """Write one file, which is there whole or not at all, for this user alone; TraceError if it cannot be written.
 
     Tensors are named as in ``columns``; files of one ``run`` number their requests together.
     """
@@ -157,14 +156,10 @@ def write_file(path: Path, header: ModelIdentity, tensors: Mapping[str, torch.Te
         "header": json.dumps(asdict(header) | {"format": TRACE_FORMAT}),
         "run": run,
     }
-    incomplete = path.with_name(path.name + INCOMPLETE)
     try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, incomplete, metadata)
-        with incomplete.open("rb") as file:
-            os.fsync(file.fileno())
-        incomplete.replace(path)
+        content = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata)
+        replace_file(path, content, PRIVATE_MODE)
     except (OSError, SafetensorError) as error:
-        incomplete.unlink(missing_ok=True)
         raise TraceError(f"{path} cannot be written ({error}).") from error
 
 

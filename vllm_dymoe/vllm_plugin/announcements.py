@@ -1,4 +1,4 @@
-"""What people are told: the logger, the lines at start, and the summary for users of ``LLM()``."""
+"""Messages for users: the logger, the lines at start, and the summary for users of ``LLM()``."""
 
 import sys
 from dataclasses import dataclass
@@ -22,8 +22,7 @@ logger = init_logger("vllm.plugins.dymoe")
 
 
 def end_with_sentences() -> None:
-    """Where our refusal ends the command ``vllm``, its sentence is all that is printed; a program keeps its
-    traceback."""
+    """Make the command ``vllm`` print only the sentence if one of our errors ends it; programs keep their traceback."""
     if Path(sys.argv[0]).name != "vllm":
         return
     before = sys.excepthook
@@ -38,7 +37,7 @@ def end_with_sentences() -> None:
 
 
 def _version() -> str:
-    """Nothing for a checkout that is not installed, as a GPU host without a network may have it."""
+    """Return the version; empty for a checkout that is not installed, as on a GPU host without a network."""
     try:
         return f" {version('vllm-dymoe')}"
     except PackageNotFoundError:
@@ -85,7 +84,7 @@ def _planning(server: ExpertServer) -> str:
 
 
 def _prefetch(server: ExpertServer) -> str:
-    """What is fetched ahead, in each kind of step."""
+    """Return what is fetched ahead, in each kind of step."""
     if server.policy.prefetch is None:
         return "none"
     file = server.options.predictor_file
@@ -115,7 +114,7 @@ def _by_name(server: ExpertServer) -> str:
 
 
 def warnings(server: ExpertServer, expert_ranks: int = 1) -> list[str]:
-    """Sentences about settings that work, but badly, on one of so many ranks that share out the experts."""
+    """Return sentences about settings that work, but badly, on one of so many ranks that divide the experts."""
     experts, options, plan = server.experts, server.options, server.slot_plan
     shares = server.policy.precision.all_shares(experts)
     found = []
@@ -161,7 +160,7 @@ def warnings(server: ExpertServer, expert_ranks: int = 1) -> list[str]:
 
 @dataclass(frozen=True)
 class Summary:
-    """What all ranks counted since the start or the last reset, in vLLM's order; prints as aligned text."""
+    """Counts of all ranks since the start or the last reset, in vLLM's order; prints as aligned text."""
 
     ranks: tuple[ServerStats, ...]
 
@@ -176,7 +175,7 @@ class Summary:
 
 
 def in_words(stats: ServerStats) -> dict[str, str]:
-    """One rank's counts by name; of prefetch and of moves only where there were some."""
+    """Return one rank's counts by name; of prefetch and migration only if there were any."""
 
     def listed(counts: dict[str, int]) -> str:
         return ", ".join(f"{count} {outcome}" for outcome, count in counts.items())

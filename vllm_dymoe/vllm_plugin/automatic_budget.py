@@ -1,4 +1,4 @@
-"""How much device memory an automatic budget takes: vLLM's numbers for the rule in ``executor.device_share``."""
+"""The size of an automatic budget: vLLM's numbers for the rule in ``executor.device_share``."""
 
 import os
 from collections import Counter
@@ -21,11 +21,11 @@ _SHARE_OF_FREE_HOST_MEMORY = 0.5
 
 
 def automatic_budget(vllm_config: VllmConfig, device: torch.device, experts: ModelExperts, least: int) -> int:
-    """Bytes for this rank's experts, after the dense weights were loaded; ConfigError if there are less than ``least``.
+    """Return the bytes for this rank's experts, once the dense weights are loaded.
 
-    On CUDA what ``gpu_memory_utilization`` leaves beside the KV cache of one request of ``max_model_len`` tokens and
-    the activations of a step; on a CPU half of what is available after the KV cache's share, in equal parts for the
-    ranks.
+    On CUDA this is what ``gpu_memory_utilization`` leaves after the KV cache of one request of ``max_model_len`` tokens
+    and the activations of a step; on a CPU half of what is available after the KV cache, divided equally among the
+    ranks. Raises ConfigError if it is less than ``least``.
     """
     if device.type == "cpu":
         cache = int(float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 4) * 2**30)
@@ -43,7 +43,7 @@ def automatic_budget(vllm_config: VllmConfig, device: torch.device, experts: Mod
 
 
 def budget_in_host_memory(options: Options, experts: ModelExperts, automatic: int, workspace: int) -> int:
-    """On a CPU ``host_memory`` is the budget where no other was set; ConfigError for a larger one."""
+    """Return the budget on a CPU: ``host_memory`` where no other was set. ConfigError if the budget exceeds it."""
     allowed = host_memory_bytes(options.host_memory, experts)
     if allowed is None:
         return automatic
@@ -58,7 +58,7 @@ def budget_in_host_memory(options: Options, experts: ModelExperts, automatic: in
 
 
 def kv_cache_bytes(vllm_config: VllmConfig) -> int:
-    """Bytes of KV cache that one request of ``max_model_len`` tokens needs in this rank's layers, as they say."""
+    """Return the bytes of KV cache that one request of ``max_model_len`` tokens needs in this rank's layers."""
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
     own = (layer for layer in layers if not getattr(layer, "kv_sharing_target_layer_name", None))
     specs = [spec for layer in own if (spec := layer.get_kv_cache_spec(vllm_config)) is not None]

@@ -1,10 +1,10 @@
-"""Expert-parallel load balancing: vLLM moves experts between ranks, of which nothing moves here but their numbers.
+"""Expert-parallel load balancing (EPLB): vLLM moves experts between ranks; here only their ids move.
 
-A *physical* expert of vLLM's has a rank and stands for an expert of the model, a busy one for several. vLLM balances by
-sending the weights of physical experts from rank to rank (``rearrange_expert_weights_inplace``). Here every rank has
-all experts in its host store, so what a layer hands out as weights is the number of the expert that each physical one
-stands for. vLLM writes other numbers there between two steps, and the experts that they name are misses like any other.
-Physical experts of one rank that stand for the same expert share its slot.
+A *physical* expert of vLLM belongs to a rank and stands for an expert of the model; several may stand for a busy one.
+vLLM balances by sending the weights of physical experts from rank to rank (``rearrange_expert_weights_inplace``). Here
+every rank has all experts in its host store, so a layer passes, as weights, the id of the expert that each physical
+expert stands for. vLLM writes other ids there between two steps, and the experts that they name are misses like any
+other. Physical experts of one rank that stand for the same expert share its slot.
 """
 
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ from vllm_dymoe.options import ConfigError
 
 
 def owned(local: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which expert each physical one stands for on this rank, at first.
+    """Return which expert each physical one initially stands for on this rank.
 
-    ``local`` is int [physical experts], their numbers on this rank, in a row, and -1 for another rank's. Returns the
+    ``local`` is int [physical experts], their numbers on this rank, consecutive, and -1 for another rank's. Returns the
     map of a :class:`~.step.RankLayer`, and a view of this rank's part, [its physical experts, 1], for vLLM to write.
     """
     redundant = len(local) - experts
@@ -30,7 +30,7 @@ def owned(local: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def refuse_balancing(parallel: ParallelConfig, others: Mapping[str, bool]) -> None:
-    """ConfigError for what does not go with it: of vLLM's options, and ``others``."""
+    """Raise ConfigError for options of vLLM, and ``others``, that cannot be combined with load balancing."""
     refused = {
         "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
         "--enable-elastic-ep": getattr(parallel, "enable_elastic_ep", False),

@@ -1,8 +1,8 @@
-"""How many tokens a step may have, from what a chunk of a prompt costs on the link.
+"""Chooses the number of tokens of a step from the time that a chunk of a prompt takes on the link.
 
-Nearly every expert is active in a chunk, so that it brings each one that is not on the device, however many tokens it
-has: requests that decode beside it wait for that. With as many tokens as are computed meanwhile a prompt needs the
-fewest chunks, and no chunk takes longer than the link.
+Nearly every expert is active in a chunk. So a chunk fetches each expert that is not on the device, however many tokens
+it has, and concurrently decoding requests wait for it. With as many tokens as the device computes in that time a prompt
+needs the fewest chunks, and no chunk takes longer than the link.
 """
 
 from vllm.config import VllmConfig
@@ -21,14 +21,16 @@ _SHARE = 0.8  # of the memory that vLLM may use, for weights where the budget is
 
 
 def chunk_of(missing: int, shape: ModelShape, device: Device) -> int:
-    """Tokens that are computed while so many bytes of experts come, in steps of 512 up to 8192; 0 if none have to."""
+    """Return the tokens that are computed while so many bytes of experts arrive, in steps of 512 up to 8192; 0 for no
+    bytes.
+    """
     weights = shape.token_weights + shape.moe_layers * shape.top_k * 3 * shape.hidden * shape.intermediate
     tokens = missing / device.link * device.compute / (2 * weights)
     return min(_MOST, -(-int(tokens) // _STEP) * _STEP)
 
 
 def larger_chunk(config: VllmConfig, experts: ModelExperts | None, options: Options) -> int | None:
-    """What ``max_num_batched_tokens`` is to be where the user has set none; None for vLLM's own choice. Says why."""
+    """Return a value for ``max_num_batched_tokens`` if the user set none, and log why; None for vLLM's own choice."""
     scheduler, model = config.scheduler_config, config.model_config
     if current_platform.device_type != "cuda" or experts is None or not scheduler.enable_chunked_prefill:
         return None

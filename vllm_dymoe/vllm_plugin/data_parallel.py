@@ -1,8 +1,8 @@
-"""Data parallelism with expert parallelism: the tokens of all ranks meet at the experts of each.
+"""Data parallelism with expert parallelism: the tokens of all ranks meet at each rank's experts.
 
-vLLM runs the ranks' models in step: one that has no requests computes a dummy batch meanwhile. Each rank hands its rows
-to all others, computes what its own experts have for all of them, and gets the sums for its rows back. Only its own
-rank knows which rows are tokens, so they are marked on the way: what fills up a batch is no use of an expert.
+vLLM runs the ranks' models in lockstep: one without requests computes a dummy batch meanwhile. Each rank sends its rows
+to all others, computes its own experts for all rows, and receives the sums for its rows. Only a rank itself knows which
+of its rows are tokens, so they are marked before they are sent: padding is not a use of an expert.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ _NOTHING, _DECODED, _PREFILLED = range(3)
 
 
 class Gathered:
-    """Tokens of all ranks in a layer: x, weights, ids; the phase is prefill if a rank reads a prompt."""
+    """Tokens of all ranks in a layer: x, weights, ids; the phase is prefill if any rank reads a prompt."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Gathered:
         self.x, self.weights, self.ids = x[self._rows], weights[self._rows], ids[self._rows]
 
     def combine(self, out: torch.Tensor) -> torch.Tensor:
-        """Add what the experts of all ranks give: [tokens of all ranks, hidden] -> [rows of this rank, hidden]."""
+        """Add the outputs of all ranks' experts: [tokens of all ranks, hidden] to [rows of this rank, hidden]."""
         everything = out.new_zeros(self._shape)
         everything[self._rows] = out
         combined: torch.Tensor = get_ep_group().combine(everything, self._sequence_parallel)
@@ -46,12 +46,12 @@ class Gathered:
 
 
 def own_tokens(tokens: int, rows: int, rank: int) -> int:
-    """How many of a rank's rows are tokens, where ranks of tensor parallelism have one part of them after the other."""
+    """Return how many of a rank's rows are tokens, where ranks of tensor parallelism have consecutive parts of them."""
     return min(max(tokens - rank * rows, 0), rows)
 
 
 def gather_rows(group: Any, tensors: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
-    """Tensors [rows of this rank, ...] -> [rows of all ranks, ...] of these sizes, through a CpuCommunicator."""
+    """Gather tensors [rows of this rank, ...] into [rows of all ranks, ...], through a CpuCommunicator."""
     longest, found = max(sizes), []
     for tensor in tensors:
         padded = tensor.new_zeros(longest, *tensor.shape[1:])  # a collective of gloo has parts of one size
@@ -64,7 +64,7 @@ def gather_rows(group: Any, tensors: list[torch.Tensor], sizes: list[int]) -> li
 
 
 def add_rows(group: Any, tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """Tensor [rows of all ranks, hidden] -> [rows of this rank, hidden], added over ranks in their order."""
+    """Reduce a tensor [rows of all ranks, hidden] to [rows of this rank, hidden], added in the order of ranks."""
     rows, width = sizes[group.rank_in_group], tensor.shape[1:].numel() * tensor.itemsize
     parts = torch.empty(len(sizes) * rows, width, dtype=torch.uint8)
     sent = tensor.contiguous().view(len(tensor), -1).view(torch.uint8)

@@ -1,36 +1,46 @@
-"""Steps where the device plans about experts: what stands around the model then.
+"""Steps with device-side planning: what happens before and after the model runs.
 
-Such a step may be the replay of a CUDA graph, in which nothing of Python runs. Before the model it is told how many
-rows are tokens, behind it observers hear what routers chose.
-
-Steps of few rows are *narrow*, the others *wide*; and so are those with a prompt's tokens, where these count otherwise.
+Such a step may be the replay of a CUDA graph, in which no Python runs. Before the model it is told how many rows are
+tokens; after the model observers are told what routers chose. Steps of few rows are small batches, others large
+batches; so are steps with prompt tokens, if the policy treats these differently.
 """
 
 import torch
 
+from vllm_dymoe.cache.device_table import OutsideIds
 from vllm_dymoe.executor.small_batch import SmallBatches
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.planner.routing import Routing
+from vllm_dymoe.planner.table import Table
 from vllm_dymoe.server import ExpertServer
 from vllm_dymoe.vllm_plugin.observers import Observation, Observer
 from vllm_dymoe.vllm_plugin.step import PromptTap, RankLayer, RunningStep
 
 
 class DecodeSteps:
-    """Those of one rank; a request has at most ``longest`` tokens where it decodes, its own and those drafted."""
+    """The device-planned steps of one rank; a decoding request has at most ``longest`` tokens: its own and drafted
+    ones.
+    """
 
     def __init__(
-        self, server: ExpertServer, path: SmallBatches, step: RunningStep, observation: Observation, longest: int,
+        self, server: ExpertServer, table: Table, step: RunningStep, observation: Observation, longest: int,
         prompts: PromptTap | None = None,
     ) -> None:  # fmt: skip
-        self._server, self.path, self._step, self._observation = server, path, step, observation
-        self._longest, self._table = longest, path.table
+        self._server, self._table, self._step, self._observation = server, table, step, observation
+        self._longest = longest
         self._prompts = prompts
+        self._outside = OutsideIds(table)
         self._tokens, self._large = 0, False  # of the running step
         self._recording = False
 
+    @property
+    def path(self) -> SmallBatches:
+        """What runs the layers now: a resize replaces it."""
+        assert self._server.small_batches is not None
+        return self._server.small_batches
+
     def enter_layer(self, rows: int, *, capturing: bool) -> bool:
-        """Whether a layer of so many rows is a small-batch step's; what vLLM computes to warm up has no tokens."""
+        """Return whether a layer of so many rows belongs to a small batch; vLLM's warm-up runs have no tokens."""
         step = self._step
         if not capturing:
             self.path.tell(0 if step.warming_up else step.real(rows))
@@ -40,21 +50,27 @@ class DecodeSteps:
         self, layer: RankLayer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, here: torch.Tensor,
         *, capturing: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """A layer of a large-batch step, of which observers hear here; experts are those of all ranks, and of this
-        one."""
+        """Run a layer of a large batch, and tell observers; experts are given for all ranks, and for this one."""
         step, rows, path = self._step, len(x), self.path
         self._large = True
         if capturing or step.warming_up:
             return path.forward_large(layer.position, x, weights, here, layer.activation, captured=capturing)
         tokens, marks = step.real(rows), None if self._prompts is None else self._prompts.marks(rows, x.device)
         out = path.forward_large(layer.position, x, weights, here, layer.activation, marks)
-        at = self._routing(layer.position, x[:tokens], here[:tokens], weights[:tokens])
-        at.global_ids = None if here is ids else ids[:tokens]
-        if self._server.host_planned.records_actions:
-            at.actions = path.large.actions(at.ids)
+        everywhere, own = None if here is ids else ids[:tokens], here[:tokens]
+        if self._observation.observers or self._server.host_planned.migration is not None:
+            own = self._known(own)
+        actions = path.large.actions(own) if self._server.host_planned.records_actions else None
+        at = self._routing(layer.position, x[:tokens], own, weights[:tokens], everywhere, actions)
+        if (migration := self._server.host_planned.migration) is not None:
+            migration.see(at)  # a small step has no inputs that the host could read
         for observer in self._observation.observers:
             observer.see(at)
         return out
+
+    def _known(self, ids: torch.Tensor) -> torch.Tensor:
+        """The same with -1 for what is no expert: observers index by it before the step is found to have failed."""
+        return torch.where(ids < self._table.experts, ids, -1)
 
     @property
     def _asks(self) -> bool:
@@ -75,16 +91,24 @@ class DecodeSteps:
         if not tokens:
             return
         self.path.tell(0)
+        self._outside.send(self._step.number)
         self._server.host_planned.end_decode(tokens, large=self._large)
         for observer in () if self._large else self._listeners:
             for layer in range(self._table.layers):
                 ids, weights = self._table.ring_ids[0, layer, :tokens], self._table.ring_weights[0, layer, :tokens]
-                at = self._routing(layer, torch.empty(tokens, 0, device=ids.device), ids, weights)
-                at.actions = self.path.actions(layer, ids)
-                observer.see(at)
+                actions, x = self.path.actions(layer, ids), torch.empty(tokens, 0, device=ids.device)
+                observer.see(self._routing(layer, x, ids, weights, actions=actions))
 
-    def _routing(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Routing:
-        return Routing(layer, self._table.layers, x, ids, weights, self._step.phase)
+    def failure(self, step: int) -> str:
+        """Return why a step up to this number, if it has ended, failed on the device; empty if none did."""
+        return str(self._outside.take(step) or "")
+
+    def _routing(
+        self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
+        everywhere: torch.Tensor | None = None, actions: torch.Tensor | None = None,
+    ) -> Routing:  # fmt: skip
+        layers, phase = self._table.layers, self._step.phase
+        return Routing(layer, layers, x, ids, weights, phase, global_ids=everywhere, actions=actions)
 
     @property
     def _decodes(self) -> bool:

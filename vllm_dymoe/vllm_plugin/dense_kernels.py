@@ -1,7 +1,7 @@
-"""Kernels for a checkpoint's quantized dense layers on a CPU, among those from which vLLM chooses.
+"""Kernels for a checkpoint's quantized dense layers on a CPU, offered to vLLM's choice of kernels.
 
-vLLM's own need AMX for FP8 and its AVX-512 build for AWQ and GPTQ; with AMX they come first. Codes and scales are taken
-as they are; activations keep their 16 bits, and a token's bits depend on no other.
+vLLM's own kernels need AMX for FP8, and its AVX-512 build for AWQ and GPTQ; on machines with AMX they come first. Codes
+and scales are used as they are, activations keep their 16 bits, and a token's bits do not depend on other tokens.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ _REGISTERS = {
 
 
 def register_kernels() -> None:
-    """Offer them to vLLM in this process, once; nothing without the native library."""
+    """Register the kernels with vLLM in this process, once; does nothing without the native library."""
     if native.load() is None:
         return
     for name, kernel in _REGISTERS.items():
@@ -42,19 +42,19 @@ def register_kernels() -> None:
 
 
 def _asked_for() -> bool:
-    """Whether the model that is made is served with this plugin; another one keeps vLLM's kernels."""
+    """Return whether the model under construction is served with this plugin; other models keep vLLM's kernels."""
     config = get_current_vllm_config().quant_config
     return config is not None and config.get_name() == "dymoe"
 
 
 def _group_size(columns: int, shared: int) -> int | None:
-    """The longest that a format has of columns of which so many share a scale; None if there is none."""
+    """Return the largest group size of a format whose groups divide those of the checkpoint; None if there is none."""
     fitting = [size for size in GROUP_SIZES if shared >= columns or shared % size == 0]
     return max(fitting, default=None)
 
 
 def _take(layer: Any, held: Held, dtype: torch.dtype, shared: int, *names: str, zeros: bool = False) -> None:
-    """Pack a layer, and give back what its parameters held; MLA reads those of kv_b_proj by itself."""
+    """Pack a layer and free its parameters; MLA reads those of kv_b_proj by itself."""
     rows, columns = held.shape
     size = _group_size(columns, shared)
     assert size is not None, "can_implement has refused it"
@@ -68,7 +68,7 @@ def _take(layer: Any, held: Held, dtype: torch.dtype, shared: int, *names: str, 
 
 
 class IntegerKernel(MPLinearKernel):
-    """AWQ, GPTQ and compressed-tensors with 8 or 4 bits, whose columns are in their own order."""
+    """AWQ, GPTQ and compressed-tensors at 8 or 4 bits, with columns in their original order."""
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -86,7 +86,7 @@ class IntegerKernel(MPLinearKernel):
         return not getattr(c, "has_g_idx", False), "columns are in another order"
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Words of w_q hold neighbouring inputs, [columns / n, rows] or the other way round, as its dimensions say."""
+        """Pack w_q, whose words hold neighbouring inputs: [columns / n, rows] or transposed, as its dimensions say."""
         columns, rows = self.config.partition_weight_shape
         words, scales, zeros = self._get_weight_params(layer)
         bits = _BITS[self.config.weight_type]
@@ -121,7 +121,7 @@ class _Fp8:
         return multiply(layer, x, bias)
 
     def _read(self, layer: Any, names: tuple[str, str], weight: torch.Tensor, block: tuple[int, int]) -> None:
-        """Pack a weight [rows, columns] with a scale for each block."""
+        """Pack a weight [rows, columns] with one scale per block."""
         scales = getattr(layer, names[1]).data
         if scales.dtype is torch.uint8:
             scales = scales.view(torch.float8_e8m0fnu)
@@ -133,7 +133,7 @@ class _Fp8:
 
 
 class Fp8BlockKernel(_Fp8, Fp8BlockScaledMMLinearKernel):
-    """E4m3 with a scale for each block."""
+    """E4m3 with one scale per block."""
 
     apply_input_quant = False
 
@@ -154,7 +154,7 @@ class Fp8BlockKernel(_Fp8, Fp8BlockScaledMMLinearKernel):
 
 
 class Fp8Kernel(_Fp8, FP8ScaledMMLinearKernel):
-    """E4m3 with a scale for each row, or for all of them."""
+    """E4m3 with one scale per row, or one for all rows."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
         names = tuple(self.layer_param_names[:2])

@@ -1,14 +1,14 @@
 """From vLLM's weight loaders to the store: which expert, which projection, which slice of it.
 
-vLLM's models hand experts over in several ways, and all of them end here:
+vLLM's models hand over experts in several ways, and all of them end here:
 
 - one projection of one expert, [rows, columns], through ``param.weight_loader``: most models;
 - one projection of all local experts, [experts, rows, columns], the same way: Llama 4;
 - gate and up of one expert, transposed and interleaved, the same way: GPT-OSS (vLLM 0.32);
 - gate and up, or down, of all local experts, sliced already: GPT-OSS, at 16 bits through ``param.copy_``, quantized
-  through ``param.weight_loader`` without an expert's number; ranks have whole groups of 32 inputs of the down
-  projection, the last one what is left, and zeros fill it up (``GptOssModel._load_weights_mxfp4``);
-- one projection of all experts, [experts * intermediate, hidden], without an expert's number: DBRX.
+  through ``param.weight_loader`` without an expert id; ranks have whole groups of 32 inputs of the down projection, the
+  last rank has the remainder, padded with zeros (``GptOssModel._load_weights_mxfp4``);
+- one projection of all experts, [experts * intermediate, hidden], without an expert id: DBRX.
 
 Parts of a quantized matrix wait for each other.
 """
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.model_executor.utils import set_weight_attrs
 
 from vllm_dymoe.experts.format import Projection
@@ -38,7 +39,7 @@ _STACKED_KINDS = ("weight", "weight_scale")
 
 
 class ExpertLoader:
-    """Takes the experts of one layer from vLLM's loaders, in any order; this rank's part goes to a store."""
+    """Takes the experts of one layer from vLLM's loaders, in any order; writes this rank's part to a store."""
 
     __name__ = "load_expert"  # vLLM asks for that of a function
 
@@ -52,20 +53,21 @@ class ExpertLoader:
         all_experts: int | None = None,  # so many, where any of them may become this rank's (EPLB)
     ) -> None:
         parallel = layer.moe_config.moe_parallel_config
-        self._layer, self._reader, self._balanced = layer, reader, all_experts is not None
+        self._layer, self._readers, self._balanced = layer, reader, all_experts is not None
+        self._number = extract_layer_index(layer.layer_name) if reader.mixed else 0
         self._store, self._place = place
         self._here: Callable[[int], int] = layer._map_global_expert_id_to_local_expert_id
         if all_experts is not None:  # vLLM counts copies behind the last
             self._here = lambda number: number if number < all_experts else -1
         self._name: str = layer.layer_name
         self._rank, self._ranks = parallel.tp_rank, parallel.tp_size
-        self._stacked = reader.ranks_take_groups
+        self._stacked, self._held = reader.ranks_take_groups, reader.held
         self._projections = _PROJECTIONS if layer.moe_config.activation.is_gated else _WITHOUT_GATE
         self._hidden, self._intermediate = hidden, intermediate
         self._waiting: dict[tuple[int, Projection], dict[str, Tensor]] = {}
 
     def register(self, layer: Any, dtype: torch.dtype, *, bias: bool) -> None:
-        kinds = ["weight", *(_STACKED_KINDS if self._stacked else self._reader.known_parts)]
+        kinds = ["weight", *(_STACKED_KINDS if self._stacked else self._readers.known_parts)]
         for kind in dict.fromkeys(kinds + ["bias"] * bias):
             for name in (f"w13_{kind}", f"w2_{kind}"):
                 placeholder = _Placeholder(torch.empty(0, dtype=dtype), requires_grad=False)
@@ -90,10 +92,10 @@ class ExpertLoader:
         return taken if return_success else None
 
     def _take_layer(self, stack: str, tensor: Tensor, name: str) -> None:
-        """Without an expert's number come gpt-oss's quantized stacks, or DBRX's."""
+        """Take a stack without an expert id: gpt-oss's quantized stacks, or DBRX's."""
         if self._stacked:
             self.take_stack(stack, tensor)
-        elif self._reader.held:
+        elif self._held or self._readers.mixed:
             raise _error(f"{name} holds quantized experts of DBRX, which are not supported yet.")
         else:
             # [experts * intermediate, hidden]; down lies transposed
@@ -103,15 +105,17 @@ class ExpertLoader:
                     self._take_weight(expert, _DBRX[name], matrix.t() if name == "w2" else matrix)
 
     def _take_expert(self, stack: str, tensor: Tensor, name: str, shard: str | None, number: int) -> bool:
-        """Take an expert's tensor; False if the expert is another rank's."""
+        """Take an expert's tensor; return False if the expert is another rank's."""
         kind = "bias" if name.endswith("bias") else stack.partition("_")[2]
         if self._stacked:
             raise _error(
-                f"{name} of {self._name} is one expert's, and a {self._reader.method} checkpoint holds all experts of "
+                f"{name} of {self._name} is one expert's, and a {self._readers.method} checkpoint holds all experts of "
                 "a layer in one tensor; use a checkpoint of that form."
             )
+        projection = self._projections.get(str(shard))
+        reader = self._readers if projection is None else self._reader(projection)
         if tensor.dim() == 3 and kind != "bias":
-            if self._reader.held:
+            if reader.held:
                 raise _error(
                     f"{name} of {self._name} holds quantized experts of a whole layer, which is not supported for this "
                     "model yet; use one with tensors for each expert, as compressed-tensors has."
@@ -123,7 +127,7 @@ class ExpertLoader:
         expert = self._here(number)
         if expert == -1:
             return False
-        if self._reader.held and kind != "bias":
+        if reader.held and kind != "bias":
             self._take_part(number, expert, self._projections[str(shard)], kind, tensor)
             return True
         known = kind == "bias" or name.endswith("weight")
@@ -150,20 +154,20 @@ class ExpertLoader:
                 if kind == "bias":
                     missing = self._shape(projection)[0] - len(part)
                     self._store.put(self._place, expert, projection, F.pad(part, (0, missing)), bias=True)
-                elif not self._reader.held:
+                elif not self._held:
                     self._store.put(self._place, expert, projection, part)
                 else:
-                    named = self._reader.parts[_STACKED_KINDS.index(kind)]
+                    named = self._readers.parts[_STACKED_KINDS.index(kind)]
                     self._take_part(expert, expert, projection, named, part)
 
     def check_complete(self) -> None:
-        """Refuse quantized matrices of which a tensor is missing, with a ConfigError."""
+        """Raise ConfigError for a quantized matrix of which a tensor is missing."""
         for (expert, projection), parts in sorted(self._waiting.items()):
-            missing = " and ".join(part for part in self._reader.parts if part not in parts)
+            missing = " and ".join(part for part in self._reader(projection).parts if part not in parts)
             raise _error(f"{self._describe(expert, projection)} lacks {missing} in the checkpoint; download it again.")
 
     def _take_part(self, number: int, expert: int, projection: Projection, kind: str, tensor: Tensor) -> None:
-        reader = self._reader
+        reader = self._reader(projection)
         if kind in reader.checks:
             try:
                 reader.checks[kind](kind, tensor.cpu(), *self._shape(projection, self._ranks))
@@ -182,7 +186,7 @@ class ExpertLoader:
                 )
 
     def _read(self, number: int, projection: Projection, parts: dict[str, Tensor]) -> Held:
-        reader = self._reader
+        reader = self._reader(projection)
         try:
             if self._stacked:
                 codes = parts[reader.parts[0]]
@@ -205,31 +209,35 @@ class ExpertLoader:
         self._store.put(self._place, expert, projection, bias, bias=True)
 
     def _share(self, projection: Projection, size: int) -> tuple[int, slice]:
-        """What tensor parallelism gives this rank of a dimension: rows of gate and up, columns of down."""
+        """Return this rank's range of a dimension under tensor parallelism: rows of gate and up, columns of down."""
         width = size // self._ranks
         return int(projection is Projection.DOWN), slice(self._rank * width, (self._rank + 1) * width)
 
+    def _reader(self, projection: Projection) -> Reader:
+        return self._readers.at(self._number, projection)
+
     def _shape(self, projection: Projection, ranks: int = 1) -> tuple[int, int]:
-        """[rows, columns] on so many ranks together."""
+        """Return [rows, columns] on so many ranks together."""
         sizes = self._intermediate * ranks, self._hidden
         return sizes[::-1] if projection is Projection.DOWN else sizes
 
     def _split(self, stem: str, rows: Tensor) -> Iterable[tuple[Projection, Tensor]]:
-        """The projections of one expert's w13 or w2, whose rows are the first dimension."""
+        """Return the projections of one expert's w13 or w2, whose rows are the first dimension."""
         projections = (Projection.DOWN,) if stem == "w2" else (Projection.GATE, Projection.UP)
         interleaved = self._layer.moe_config.activation is MoEActivation.SWIGLUOAI
         return zip(projections, Stacking(interleaved=interleaved).split(rows, projections), strict=True)
 
     def _unreadable(self, number: int, projection: Projection, why: object) -> ConfigError:
         what = self._describe(number, projection)
-        return _error(f"{what} cannot be read from the {self._reader.method} checkpoint: {why}")
+        method = self._reader(projection).method
+        return _error(f"{what} cannot be read from the {method} checkpoint: {why}")
 
     def _describe(self, number: int, projection: Projection) -> str:
         return f"the {projection.name.lower()} projection of expert {number} in {self._name}"
 
 
 def _check_parts(name: str, balanced: bool) -> None:
-    """A stack has the experts of vLLM's placement on one rank."""
+    """Check that a stack has the experts of vLLM's placement on one rank."""
     if balanced:
         raise _error(
             f"--enable-eplb needs all experts on every machine, and vLLM hands over those of one rank of {name}; leave "
@@ -242,12 +250,12 @@ def _error(sentence: str) -> ConfigError:
 
 
 class _Placeholder(Parameter):
-    """An empty parameter in the place of a layer's experts."""
+    """An empty parameter that stands for a layer's experts."""
 
     weight_loader: ExpertLoader
     stack_name: str
 
     def copy_(self, source: Tensor, non_blocking: bool = False) -> "_Placeholder":
-        """What GPT-OSS's loader does instead of calling weight_loader."""
+        """Take what GPT-OSS's loader copies instead of calling weight_loader."""
         self.weight_loader.take_stack(self.stack_name, source)
         return self

@@ -1,11 +1,11 @@
-"""What becomes of a step in which an expert could not be fetched: in its worker, in the scheduler, at the front end.
+"""Handles a step in which an expert could not be fetched: in its worker, in the scheduler, at the front end.
 
-An exception in a model's forward would end the engine, and other ranks would wait in their next all-reduce for ever. So
-the layer that failed returns zeros and notes a sentence here, the layers behind it do no work, and the sentence leaves
-the worker with the step's output. The scheduler ends the requests of that step, with the sentence as ``stop_reason``.
+An exception in a model's forward would end the engine, and other ranks would wait for ever in their next all-reduce. So
+the layer that failed returns zeros and records a sentence here, later layers do no work, and the sentence leaves the
+worker with the step's output. The scheduler ends the requests of that step, with the sentence as ``stop_reason``.
 
-The output of one rank only is collected. Another rank leaves its sentence at the process group's key-value store
-*before* it takes part in the step's next collective, so it is there when the output rank has the step's tokens.
+Only one rank's output is collected. Another rank leaves its sentence in the process group's key-value store *before* it
+takes part in the step's next collective, so it is there when the output rank has the step's tokens.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class FailedStep(ModelRunnerOutput):
 
     @classmethod
     def of(cls, output: ModelRunnerOutput, failure: str) -> "FailedStep":
-        """The same output, declared failed; ``output`` may be shared by many steps and stays as it is."""
+        """Return the same output, marked as failed; ``output`` may be shared by many steps and is not changed."""
         return cls(**{field.name: getattr(output, field.name) for field in fields(output)}, failure=failure)
 
 
@@ -44,12 +44,15 @@ class StepFailures:
         collects: bool = True,  # this rank's output is the one that vLLM collects
         shared: bool = False,  # other engines compute the same steps with these experts, and have to find the sentence
         engine: int = 0,  # whose steps these are, where they are not shared
+        late: bool = False,  # whether a step that has run on the host may still fail on the device
+        on_failure: Callable[[int], None] = lambda step: None,
+        # Called with the number of a step that failed on any rank, when its output is complete.
+        on_device: Callable[[int], str] = lambda step: "",
+        # Called with the number of a step; returns why it failed on the device, or empty.
     ) -> None:
         self.sentence: str | None = None
-        # Called with the number of a step that failed on any rank, when its output is complete.
-        self.on_failure: Callable[[int], None] = lambda step: None
-        self.late = False  # whether a step that has run on the host may still fail on the device
-        self._failed_through = 0, ""
+        self._late, self._on_failure, self._failed_through = late, on_failure, (0, "")
+        self._on_device, self._seen = on_device, 0  # failures of any rank that this one has seen
         self._step, self._store, self._collects, self._shared, self._engine = step, store, collects, shared, engine
 
     @property
@@ -61,29 +64,42 @@ class StepFailures:
         if self.sentence is None:
             self.sentence = sentence
             if self._store is not None:
+                self._store.add(self._count_key, 1)
                 self._store.set(self._key(self._step.number), sentence)
                 self._store.check([self._key(self._step.number)])  # writing alone does not wait for the server
 
+    def any_new(self) -> bool:
+        """Whether a step has failed on any rank since the last time; asks the store, between two steps."""
+        if self._store is None:
+            return False
+        before, self._seen = self._seen, int(self._store.add(self._count_key, 0))
+        return self._seen != before
+
     def record_late(self, sentence: str) -> None:
-        """A step of the device fails while it runs: every step that has begun and whose output is not complete does."""
+        """Record the failure of a device's step while it runs: every step fails that has begun and whose output is
+        incomplete.
+        """
         self._failed_through = self._step.number, f"vllm-dymoe: {sentence}"
         for step in range(max(1, self._step.number - 1), self._step.number + 1):  # vLLM schedules one step ahead
             if self._store is not None:
                 self._store.set(self._key(step), f"vllm-dymoe: {sentence}")
 
     def finish(self, output: Any) -> Any:
-        """The step ends: declare its output failed if the step is; this rank may have none."""
+        """End the step: mark its output as failed if the step is; this rank may have no output."""
         step, mine = self._step.number, self.sentence
         self.sentence = None
         self._step.end()
-        if output is None or not self._collects or (mine is None and self._store is None and not self.late):
+        if not self._collects and (why := self._on_device(step - 1)):
+            self.record_late(why)  # nobody waits for this rank's output, so it was not known before
+        if output is None or not self._collects or (mine is None and self._store is None and not self._late):
             return output
 
         def checked(complete: ModelRunnerOutput) -> ModelRunnerOutput:
             through, sentence = self._failed_through
-            failure = mine or self._taken(step) or (sentence if step <= through else "")
+            late = f"vllm-dymoe: {why}" if (why := self._on_device(step)) else ""
+            failure = mine or self._taken(step) or late or (sentence if step <= through else "")
             if failure:
-                self.on_failure(step)
+                self._on_failure(step)
             return FailedStep.of(complete, failure) if failure else complete
 
         # An output that is still being computed says nothing yet about the other ranks.
@@ -98,12 +114,16 @@ class StepFailures:
             self._store.delete_key(key)
         return sentence
 
+    @property
+    def _count_key(self) -> str:
+        return f"vllm_dymoe/failed_steps/{self._engine}"
+
     def _key(self, step: int) -> str:
         return f"vllm_dymoe/failed_step/{self._engine}/{step}"
 
 
 class _Checked(AsyncModelRunnerOutput):
-    """An asynchronous output that is checked when it is there."""
+    """An asynchronous output that is checked when it arrives."""
 
     def __init__(self, output: AsyncModelRunnerOutput, check: Callable[[ModelRunnerOutput], ModelRunnerOutput]) -> None:
         self._output = output
@@ -113,31 +133,36 @@ class _Checked(AsyncModelRunnerOutput):
         return self._check(self._output.get_output())
 
     def get_kv_connector_output(self) -> Any:
-        """What vLLM asks for from 0.33 on."""
+        """Return what vLLM asks for from 0.33 on."""
         return self._output.get_kv_connector_output()
 
 
-def make_step_failures(step: RunningStep, *, shared: bool) -> StepFailures:
-    """For this worker, after vLLM has set up its process groups; ``shared`` as above."""
+def make_step_failures(
+    step: RunningStep, *, shared: bool, late: bool, on_failure: Callable[[int], None], on_device: Callable[[int], str]
+) -> StepFailures:
+    """Make the object for this worker, after vLLM has set up its process groups; arguments as above."""
     from torch.distributed import distributed_c10d
     from vllm.distributed.parallel_state import get_dp_group, get_pp_group, get_tp_group, get_world_group
 
     engines = get_dp_group()
     if not shared and get_world_group().world_size == engines.world_size:  # an engine is one rank
-        return StepFailures(step)
+        return StepFailures(step, late=late, on_failure=on_failure, on_device=on_device)
     collects = get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0
     engine = 0 if shared else engines.rank_in_group
     store = distributed_c10d._get_default_store()
-    return StepFailures(step, store, collects=collects, shared=shared, engine=engine)
+    return StepFailures(
+        step, store, collects=collects, shared=shared, engine=engine, late=late, on_failure=on_failure,
+        on_device=on_device,
+    )  # fmt: skip
 
 
 def update_from_output(
     update: Callable[..., dict[int, EngineCoreOutputs]], scheduler: Any, step: SchedulerOutput, output: Any
 ) -> dict[int, EngineCoreOutputs]:
-    """The requests of a failed step have to end, and nothing that it wrote may stay in the prefix cache.
+    """End the requests of a failed step, and remove everything that it wrote from the prefix cache.
 
-    vLLM enters a block there when it is scheduled, before it is computed. Which of them the failed step should have
-    filled is not known for requests that were aborted or preempted meanwhile, so none is kept.
+    vLLM enters a block into the cache when it is scheduled, before it is computed. For requests that were aborted or
+    preempted meanwhile it is unknown which blocks the failed step should have filled, so none is kept.
     """
     if not isinstance(output, FailedStep):
         return update(scheduler, step, output)
@@ -170,7 +195,7 @@ def raise_failure(output: Any) -> None:
 
 
 def _blocks_written(scheduler: Any, step: SchedulerOutput) -> set[int]:
-    """Blocks of the KV cache that the step wrote to, and those behind them."""
+    """Return the blocks of the KV cache that the step wrote to, and those after them."""
     cached = step.scheduled_cached_reqs
     computed = {request.req_id: request.num_computed_tokens for request in step.scheduled_new_reqs}
     computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -184,7 +209,7 @@ def _blocks_written(scheduler: Any, step: SchedulerOutput) -> set[int]:
 
 
 def _readers_of(scheduler: Any, blocks: set[int]) -> set[str]:
-    """Running requests that use one of ``blocks``: one that was scheduled since may have found them in the cache."""
+    """Return running requests that use one of ``blocks``: one scheduled since may have found them in the cache."""
     return {
         request.request_id
         for request in scheduler.running

@@ -1,8 +1,8 @@
-"""What predicts experts on one rank, and the gates it needs: found without knowing the architecture, then checked.
+"""The predictor of one rank and the gates it needs: found without knowing the architecture, then checked.
 
-A block of a model owns its experts and, next to them, the linear layer that routes to them, under names and at depths
-that differ: the way leads from the experts up to the first module with a linear layer from the hidden size to the
-number of experts. When the layer runs for the first request, the gate has to choose as vLLM.
+A block of a model owns its experts and the linear layer that routes to them, under names and at depths that differ. The
+search leads from the experts up to the first module with a linear layer from the hidden size to the number of experts.
+When the layer runs for the first request, the gate has to choose as vLLM does.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,16 +33,16 @@ class GateError(ValueError):
 
 
 def _logits(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """Of a gate module that stays vLLM's, with whatever kernels and adapters vLLM gives it."""
+    """Compute logits with a gate module of vLLM's, with whatever kernels and adapters vLLM gives it."""
     dtype = module.params_dtype if hasattr(module, "params_dtype") else module.weight.dtype
     out = module(x if x.dtype == dtype else x.to(dtype))
     return out[0] if isinstance(out, tuple) else out
 
 
 def find_gate(experts: Any, model: torch.nn.Module) -> Gate:
-    """The gate of vLLM's RoutedExperts, which are a part of their model.
+    """Return the gate of a RoutedExperts of vLLM, which is a part of its model.
 
-    GateError if no linear layer could be it, or several, or its scores are used in an unknown way.
+    Raises GateError if no linear layer qualifies, or several, or if its scores are used in an unknown way.
     """
     sizes = hidden, num_experts = experts.hidden_size, experts.moe_config.num_experts
     within = set(experts.modules())
@@ -76,9 +76,9 @@ def _sizes(module: torch.nn.Module) -> tuple[Any, Any]:
 
 
 def checked(gate: Gate, name: str, x: torch.Tensor, ids: torch.Tensor) -> Gate:
-    """The gate of a layer, without a correction that vLLM does not apply (its CPU build routes Ernie-4.5 like that).
+    """Return the gate of a layer, without a correction that vLLM does not apply (as its CPU build does for Ernie-4.5).
 
-    GateError if it would have chosen for the experts' input x [tokens, hidden] otherwise than vLLM: ids
+    Raises GateError if, for the experts' input x [tokens, hidden], it would have chosen otherwise than vLLM: ids
     [tokens, top_k], negative for another rank's.
     """
     share = gate.agreement(x, ids, NEAR_TIE)
@@ -131,7 +131,9 @@ class PredictorObserver(Observer):
         return () if self._unchecked else self.gates
 
     def predictor(self, model: RoutedModel) -> Predictor | None:
-        """That of the loaded model; None without one or its gates, ConfigError if a trained one cannot be used."""
+        """Return the predictor of the loaded model, None without one or its gates. ConfigError if a trained one is
+        unusable.
+        """
         if self._wanted:
             self._model = None
             self.gates = [self._found[position][1] for position in range(model.num_layers)]

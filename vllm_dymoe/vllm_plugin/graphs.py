@@ -1,11 +1,11 @@
-"""Which CUDA graphs run around or over MoE layers, and the line at start that says so.
+"""Chooses the CUDA graphs around or over MoE layers, and the line at start that announces them.
 
-Host code in a captured graph would never run again. Where the device plans about experts there is none, and a decode
-step is one graph. Steps that read prompts run without, unless every expert is there: outside of a graph experts come
+Host code in a captured graph would never run again. With device-side planning there is none, and a decode step is one
+graph. Steps that read prompts run without graphs, unless every expert is resident: outside of a graph experts arrive
 for one layer while another is computed.
 
-Where the host plans no graph may reach over a MoE layer: vLLM's piecewise graphs are cut at its operator, in any
-case, since workers fall back to them if attention cannot be captured; its breakable graphs are interrupted by it
+With host-side planning no graph may contain a MoE layer. vLLM's piecewise graphs are always split at its operator,
+because workers fall back to them if attention cannot be captured; its breakable graphs are interrupted by it
 (``moe_method``).
 """
 
@@ -27,7 +27,7 @@ def settle_graphs(
     recorded: bool = False,  # what routers choose is recorded, which graphs of small-batch steps keep alone
     complete: bool = False,  # every expert is there in some version, and prompts are computed as other tokens are
 ) -> None:
-    """Set the graphs of a finished configuration, with everything that vLLM has derived from them, and say so."""
+    """Set the graphs of a finished configuration, with all that vLLM has derived from them, and log the choice."""
     settings = config.compilation_config
     asked = settings.cudagraph_mode
     sizes = _decode_sizes(config, recorded=recorded) if plans_on_device else []
@@ -50,7 +50,7 @@ def settle_graphs(
 
 
 def leave_layers_out(config: VllmConfig, why: str) -> None:
-    """In a worker, before it captures: no graph over MoE layers after all, because the device does not decide."""
+    """Exclude MoE layers from graphs after all, in a worker before it captures, because the device does not plan."""
     settings = config.compilation_config
     before = settings.cudagraph_mode
     if before in OVER_STEPS:
@@ -75,7 +75,7 @@ def refused_capture(layer_name: str) -> ConfigError:
 
 
 def _choose(config: VllmConfig, asked: CUDAGraphMode, *, over_steps: bool) -> tuple[CUDAGraphMode, str]:
-    """FULL_DECODE_ONLY, or PIECEWISE where every MoE layer can stand between graphs, else NONE and why."""
+    """Return FULL_DECODE_ONLY, or PIECEWISE where every MoE layer can stand between graphs, else NONE and why."""
     settings = config.compilation_config
     cut_by_inductor = settings.use_inductor_graph_partition
     if asked == CUDAGraphMode.NONE:
@@ -106,11 +106,11 @@ def _breakable() -> bool:
 
 
 def _decode_sizes(config: VllmConfig, *, recorded: bool) -> list[int]:
-    """Of the sizes that vLLM captures those whose MoE layers need no host.
+    """Return the sizes that vLLM captures whose MoE layers need no host.
 
-    A step of few rows has to find a graph of a small-batch step, or nothing would be known of what its routers choose.
-    With speculative decoding a size is of whole requests, rounded up as vLLM's two runners do, and dropped if it gets
-    too large.
+    A step of few rows has to find a graph of a small batch, or what its routers choose would remain unknown. With
+    speculative decoding a size is a number of whole requests, rounded up as vLLM's two runners do, and dropped if it
+    gets too large.
     """
     speculative = config.speculative_config
     if speculative is not None and speculative.method == "ngram_gpu":

@@ -52,8 +52,9 @@ class Loading:
         options: Options,
         checkpoint: Mapping[str, Any] | None,  # its quantization_config, if it is ours
         reader: Reader = PLAIN_READER,
+        draft_reader: Callable[[], Reader] = lambda: PLAIN_READER,
     ) -> None:
-        self.options, self.reader = options, reader
+        self.options, self.reader, self._draft_reader = options, reader, draft_reader
         self.rank_server: RankServer | None = None  # until the last layer of the first model is loaded
         self.config = vllm_config
         moving = "experts move from rank to rank (--enable-eplb)" if vllm_config.parallel_config.enable_eplb else ""
@@ -74,12 +75,19 @@ class Loading:
         if self._draft is None:
             self._begin = time.perf_counter()
             taken = held_bytes(self._model.store)
-            self._draft = ModelStore(self.config, self.options, None, self.reader, self._host_memory, taken)
+            reader, formats = self._draft_reader(), self._model.experts.formats
+            other = reader.format != self.reader.format
+            self._draft = ModelStore(
+                self.config, self.options, None, reader, self._host_memory, taken, formats, requantize=other
+            )
         if self._draft.place is not None:
             raise ConfigError(f"vllm-dymoe: {spec.name} belongs to a third model with MoE layers; two are supported.")
         self._draft.add(spec)
         draft, model = self._draft.experts, self._model.experts
-        if (draft.formats, draft.num_experts, draft.top_k) != (model.formats, model.num_experts, model.top_k):
+        fmt = next(iter(model.formats.values()))
+        shape = spec.hidden, spec.dtype, spec.bias, spec.activation.has_gate, draft.num_experts, draft.top_k
+        wanted = fmt.hidden, fmt.dtype, fmt.bias, fmt.has_gate, model.num_experts, model.top_k
+        if shape != wanted or spec.intermediate > fmt.intermediate:
             raise ConfigError(
                 f"vllm-dymoe: the experts of {spec.name}, a draft's, have another shape than the model's, which is not "
                 "supported yet; leave --speculative-config out."
@@ -120,16 +128,19 @@ class Loading:
     @property
     def not_readable_again(self) -> str:
         """Why dense weights cannot be read again from the checkpoint; empty if they can be."""
-        if self.reader.held or self.options.dense != 16:
+        if self.reader.held or self.reader.mixed or self.options.dense != 16:
             return "its dense layers are quantized, and were not tried with that; start again"
         return "" if self._model.unchanged() else "the files of its checkpoint have changed; start again"
 
     def close(self) -> None:
         """The engine shuts down, and serves no more; another one may start in this process."""
-        rank_server = self.rank_server
+        rank_server, models = self.rank_server, (self._model, self._draft)
         vars(self).clear()  # vLLM may keep a layer, which names this object, and would keep stores and gates
         if rank_server is not None:
             rank_server.close()
+        for model in models:
+            if model is not None:
+                model.close(served=rank_server is not None)
 
     def _run(self, num_experts: int) -> None:
         options, config, spec, store = self.options, self.config, self._model.layers[0], self._model.store
@@ -138,7 +149,14 @@ class Loading:
         predictor = self._predictor_observer.predictor(self._routed_model())
         if options.trace is not None and config.parallel_config.enable_expert_parallel:
             options = without_device(options)
-        server = self._server(store, options, device, predictor, self._obstacle)
+        observation, step = Observation(self._recordable()), RunningStep()
+        plain_cpu = device.type == "cpu" and options.link_gbps is None and options.planning != "device"
+        late = options.computes_misses or not plain_cpu
+        failures = make_step_failures(
+            step, shared=meets(config.parallel_config), late=late, on_failure=observation.forget,
+            on_device=lambda number: "" if self.rank_server is None else self.rank_server.device_failure(number),
+        )  # fmt: skip
+        server = self._server(store, options, device, predictor, self._obstacle, failures.record_late)
         if server.small_batches is not None:
             for activation in dict.fromkeys(layer.activation for layer in self._model.layers):
                 server.small_batches.warm_up(activation)
@@ -151,16 +169,10 @@ class Loading:
             return ModelIdentity(*model, len(self._model.layers), num_experts, spec.top_k, spec.hidden)
 
         training = self._make_training(header, predictor, device)
-
-        observation = Observation(self._recordable())
-        observation.trace = observe_trace(options, header, lambda: self._predictor_observer.gates)
-        if observation.trace is not None:
-            observation.join(observation.trace)
-        speculative, step = config.speculative_config, RunningStep()
+        observation.start_trace(observe_trace(options, header, lambda: self._predictor_observer.gates))
+        speculative = config.speculative_config
         drafted = speculative.num_speculative_tokens if speculative else 0
-        failures = make_step_failures(step, shared=meets(config.parallel_config))
-        self.rank_server = RankServer(server, step, failures, self._predictor_observer, observation, drafted,
-                                      training)  # fmt: skip
+        self.rank_server = RankServer(server, step, failures, self._predictor_observer, observation, drafted, training)
 
     def _extend(self, rank_server: RankServer, draft: ModelStore) -> None:
         """Add a draft's layers behind the model's; the slots are shared out again among all of them."""
@@ -169,7 +181,7 @@ class Loading:
         before.close(keep_store=True)  # two arenas at a time would exceed the budget
         store = join(before.store, draft.store)
         predictor = None if before.predictor is None else before.predictor.predictor
-        server = self._server(store, self.options, before.device, predictor, DRAFTED)
+        server = self._server(store, self.options, before.device, predictor, DRAFTED, rank_server.failures.record_late)
         leave_layers_out(self.config, DRAFTED)
         rank_server.extend(server)
         self._announce(server, draft)
@@ -185,7 +197,7 @@ class Loading:
     def _announce(self, server: ExpertServer, store: ModelStore) -> None:
         """Say in one line what is active, where numbers come from and why the host store is where it is; and warn."""
         source, place = "", store.place.reason if store.place is not None else ""
-        if self.reader.held and not store.dummy:
+        if (self.reader.held or self.reader.mixed) and not store.dummy:
             source = f" Experts: {describe(self.reader, self.options.stored_bits, self.options.quantizer)}."
         parallel = self.config.parallel_config
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
@@ -198,8 +210,9 @@ class Loading:
             logger.warning("vllm-dymoe: %s", warning)
 
     def _server(
-        self, store: HostStore, options: Options, device: torch.device, predictor: Predictor | None, obstacle: str
-    ) -> ExpertServer:
+        self, store: HostStore, options: Options, device: torch.device, predictor: Predictor | None, obstacle: str,
+        on_late: Callable[[str], None],
+    ) -> ExpertServer:  # fmt: skip
         experts, config = store.experts, self.config
         mine = self.options
         policy = make_policy(mine).of_stage(*self.around)
@@ -220,6 +233,7 @@ class Loading:
             "obstacle": obstacle,
             "agree": _agreement(config),
             "around": self.around,
+            "on_late": on_late,
         }
         given["rates"] = self._model.rates
         if options.train_predictor is not None:

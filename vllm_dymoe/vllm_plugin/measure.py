@@ -1,6 +1,6 @@
-"""What requests cost in one engine: the child process of ``vllm-dymoe bench``, ``python -m`` this module with a job.
+"""Measures requests in one engine: the child process of ``vllm-dymoe bench``, run with ``python -m`` and a job.
 
-Of data parallelism each engine is a process of its own with requests of its own, and the first one writes rows of all.
+With data parallelism each engine is a process of its own with requests of its own; the first one writes rows for all.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ def run(job: Mapping[str, Any]) -> None:
 
 
 def run_one_of(rank: int, job: Mapping[str, Any], engines: int, port: int) -> None:
-    """One engine of several, which vLLM's environment tells of each other."""
+    """Run one engine of several, which vLLM's environment tells of each other."""
     os.environ |= {"VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank), "VLLM_DP_SIZE": str(engines)}
     os.environ |= {"VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port)}
     run(job)
@@ -71,7 +71,7 @@ def start(job: Mapping[str, Any]) -> LLM:
 
 
 def token_ids(llm: LLM, job: Mapping[str, Any], workload: Mapping[str, Any]) -> list[Request]:
-    """Prompts as numbers with the lengths of their answers; SystemExit if too few fit into the model."""
+    """Return prompts as token ids with the lengths of their answers. SystemExit if too few fit into the model."""
     config = llm.llm_engine.vllm_config.model_config
     wanted = workload["requests"] + workload["warm_up"]
     if workload["random"]:
@@ -95,8 +95,7 @@ def token_ids(llm: LLM, job: Mapping[str, Any], workload: Mapping[str, Any]) -> 
 def measure(
     llm: LLM, prompts: Sequence[Request], batch: int, workload: Mapping[str, Any], label: str, *, ours: bool
 ) -> dict[str, Any]:
-    """One case: warm up with the first prompts, then answer the others, ``batch`` at a time in each engine, of which
-    all have as many."""
+    """Measure one case: warm up with the first prompts, then answer the others, ``batch`` at a time in each engine."""
     parallel = llm.llm_engine.vllm_config.parallel_config
     rank, engines = parallel.data_parallel_rank, parallel.data_parallel_size
     cold, warm = (
@@ -122,7 +121,7 @@ def measure(
 
 
 def _of_engines(llm: LLM, value: _Value) -> list[_Value]:
-    """What each engine of data parallelism has here, in their order; all of them have to ask."""
+    """Return a value of each engine of data parallelism, in their order; all of them have to ask."""
     group = getattr(llm.llm_engine, "dp_group", None)
     if group is None:
         return [value]
@@ -132,7 +131,7 @@ def _of_engines(llm: LLM, value: _Value) -> list[_Value]:
 
 
 def answer(llm: LLM, requests: Sequence[Request], label: str, *, ours: bool) -> Answers:
-    """Answer requests that arrive together; what is counted begins when each has its first token."""
+    """Answer requests that arrive together; counting begins when each has its first token."""
     engine, found = llm.llm_engine, Answers()
     begin = time.perf_counter()
     for number, (prompt, length) in enumerate(requests):
@@ -174,7 +173,9 @@ def _fill_worker(worker: Any) -> None:
 
 
 def fill(server: ExpertServer) -> None:
-    """Bring every expert to the device: what prompts alone leave out would be fetched while full load is measured."""
+    """Bring every expert to the device, so that full load is not measured with fetches of experts that prompts left
+    out.
+    """
     if Precision.HIGH not in server.policy.precision.precisions or not server.policy.residency.keeps:
         return
     experts, top_k = server.experts, server.experts.top_k
@@ -188,7 +189,7 @@ def fill(server: ExpertServer) -> None:
 
 
 def _chunks(requests: Sequence[Request], batch: int) -> Iterator[Sequence[Request]]:
-    """Groups of ``batch``; what is left over has none, because a smaller batch is another measurement."""
+    """Yield groups of ``batch``; a remainder is dropped, because a smaller batch is another measurement."""
     ends = range(batch, len(requests) + 1, batch)
     return (requests[end - batch : end] for end in ends) if len(requests) >= batch else iter([requests])
 

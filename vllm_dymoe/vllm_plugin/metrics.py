@@ -1,4 +1,4 @@
-"""The server's counts on vLLM's own ``/metrics``, and as one line in its log.
+"""The server's counters on vLLM's own ``/metrics``, and as one line in its log.
 
 At vLLM's statistics interval the front end asks the workers through ``collective_rpc``, which adds no work to a step.
 ``PROMETHEUS_MULTIPROC_DIR`` would change how all of vLLM's metrics are kept.
@@ -25,7 +25,7 @@ NAMESPACE = "vllm_dymoe"
 
 @dataclass(frozen=True)
 class Metric:
-    """A field of ServerStats as a metric, for each rank; a Counter unless it is a gauge."""
+    """A field of ServerStats as a metric with a label for the rank; a Counter unless it is a gauge."""
 
     field: str
     meaning: str
@@ -53,7 +53,7 @@ _GAUGES = frozenset(metric.field for metric in METRICS if metric.gauge)
 
 
 def difference(after: Answer, before: Answer) -> Answer:
-    """What a rank counted between two answers: a count that fell was set to zero, gauges are those of ``after``."""
+    """Return what a rank counted between two answers: a counter that fell was reset, gauges are those of ``after``."""
 
     def change(value: Any, earlier: Any, gauge: bool) -> Any:
         if isinstance(value, dict):
@@ -79,7 +79,7 @@ class Statistics:
             logger.info("%s", text)
 
     def record(self, answers: list[Answer], now: float) -> str | None:
-        """Publish at a time in seconds; returns the interval in a line, None for the first and without experts."""
+        """Publish at a time in seconds; return the interval as a line, None for the first one and without experts."""
         before = self._before or [{} for _ in answers]
         changes = [difference(answer, earlier) for answer, earlier in zip(answers, before, strict=True)]
         for rank, changed in enumerate(changes):
@@ -97,7 +97,9 @@ class Statistics:
 
 
 def statistics_of(engine: Any) -> Statistics | None:
-    """Of an AsyncLLM or LLMEngine; None for another model, and where they are off or another process has them."""
+    """Return the statistics of an AsyncLLM or LLMEngine; None for other models, or if they are off or another
+    process's.
+    """
     config = engine.vllm_config.model_config
     if engine.logger_manager is None or config.quantization != "dymoe":
         return None
@@ -126,14 +128,15 @@ async def _publish_later(engine: Any, logged: Awaitable[None]) -> None:
 
 
 def _patience() -> float:
-    """Seconds that vLLM waits for a step, and we for counts: a node that has died never answers, and requests wait
-    behind the question."""
+    """Return the seconds that vLLM waits for a step, and we for counts: a dead node never answers, and requests wait
+    too.
+    """
     return float(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
 
 
 @contextlib.contextmanager
 def _serving_goes_on() -> Iterator[None]:
-    """Say what went wrong inside instead of raising it: vLLM's own statistics, and in ``LLM()`` its steps, go on."""
+    """Log an error inside this context instead of raising it: vLLM's statistics, and steps in ``LLM()``, go on."""
     try:
         yield
     except Exception as error:

@@ -5,43 +5,77 @@ from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from vllm import envs
 from vllm.config import ParallelConfig, VllmConfig
+from vllm.model_executor.model_loader.weight_utils import maybe_download_from_modelscope
+from vllm.transformers_utils.config import get_safetensors_params_metadata
+from vllm.transformers_utils.utils import convert_model_repo_to_path
 
 from vllm_dymoe.cache.store import MANIFEST, Manifest, StoreError
 from vllm_dymoe.executor.device_planning import DRAFTED, MET
 from vllm_dymoe.quantize.checkpoint import group_experts
 from vllm_dymoe.quantize.readers import Reader
+from vllm_dymoe.quantize.readers.modules import modules_of
 from vllm_dymoe.quantize.tensor_names import read_name
-from vllm_dymoe.quantize.tensors import check_files, weight_files
+from vllm_dymoe.quantize.tensors import check_files, check_own_files, weight_files
 
 
 def local_folder(vllm_config: VllmConfig) -> Path:
-    """The model's path, or its snapshot in the hub's cache."""
-    model = vllm_config.model_config.model
-    if Path(model).is_dir():
-        return Path(model).resolve()
+    """The model's path, or its snapshot in the cache of the hub that vLLM takes models from; of an object store's model
+    vLLM's mirror of its small files."""
+    model = vllm_config.model_config
+    if Path(model.model).is_dir():
+        return Path(model.model).resolve()
     # vLLM's loader has downloaded the weights; it does not know our shards and manifest.
-    return _snapshot(vllm_config, allow_patterns=["*.json", "dymoe-experts-*.safetensors"])
+    patterns = ["*.json", "dymoe-experts-*.safetensors"]
+    if found := maybe_download_from_modelscope(model.model, model.revision, allow_patterns=patterns):
+        return Path(found).resolve()
+    return _snapshot(vllm_config, allow_patterns=patterns)
+
+
+def read_dtypes(model: str, revision: str | None) -> dict[str, str]:
+    """Dtypes of a checkpoint's tensors, as safetensors names them, by name; none where they cannot be had before vLLM
+    loads it. CheckpointError for damaged files."""
+    if (folder := Path(model)).is_dir():
+        whole = all(path.is_file() for path in weight_files(folder))  # not in a mirror of an object store
+        return {place.name: place.dtype for place in check_files(folder)} if whole else {}
+    try:
+        told = get_safetensors_params_metadata(model, revision=revision)
+        return {name: about["dtype"] for name, about in told.items()}
+    except (OSError, ValueError, HFValidationError):  # it is not of the hub, or that cannot be reached
+        return {}
 
 
 def check_checkpoint(vllm_config: VllmConfig, reader: Reader) -> None:
-    """Refuse (CheckpointError) files that are cut off or not what config.json says, if all of them are here."""
+    """Refuse (CheckpointError) files that are cut off, not what config.json says, or links that lead elsewhere, if all
+    of them are here."""
     folder = Path(vllm_config.model_config.model)
     if vllm_config.load_config.load_format not in ("auto", "hf", "safetensors"):
         return
     if not folder.is_dir():
-        try:
-            folder = _snapshot(vllm_config, local_files_only=True)
-        except (LocalEntryNotFoundError, HFValidationError):  # not here, or not from there
+        if envs.VLLM_USE_MODELSCOPE:
+            folder = Path(convert_model_repo_to_path(vllm_config.model_config.model))
+        else:
+            try:
+                folder = _snapshot(vllm_config, local_files_only=True)
+            except (LocalEntryNotFoundError, HFValidationError):  # not here, or not from there
+                return
+        if not folder.is_dir() or not all(path.is_file() for path in weight_files(folder)):
             return
-        if not all(path.is_file() for path in weight_files(folder)):
-            return
+    check_own_files(folder, {*weight_files(folder), *folder.glob("*.safetensors")}, hub=True)
     places = {place.name: place for place in check_files(folder)}
-    if reader.held and (layers := getattr(vllm_config.model_config.hf_text_config, "num_hidden_layers", 0)):
-        named = ((read_name(name), place) for name, place in places.items() if "mtp" not in name.split("."))
-        # Layers behind the model's last, of multi-token prediction, may be quantized otherwise.
-        known = ((name, place) for name, place in named if name and name.projections and name.layer < layers)
-        group_experts(folder, reader, known)
+    if (reader.held or reader.mixed) and (
+        layers := getattr(vllm_config.model_config.hf_text_config, "num_hidden_layers", 0)
+    ):
+        named = ((read_name(name), place) for name, place in places.items())
+        # Layers of drafts, which may lie behind the model's last, may be quantized otherwise.
+        known = [(name, place) for name, place in named if name and name.projections and name.of_model]
+        group_experts(folder, reader, ((name, place) for name, place in known if name.layer < layers))
+
+
+def has_drafts(folder: Path, layers: int) -> bool:
+    """Whether a local checkpoint of a model with so many layers has experts that propose its tokens."""
+    return bool(modules_of({place.name: place.dtype for place in check_files(folder)}, layers)[1])
 
 
 def check_ranks(folder: Path, ranks: int) -> None:

@@ -33,10 +33,10 @@ from vllm_dymoe.cache.store import (
     choose_host_place,
 )
 from vllm_dymoe.cache.store.disk import Reading
-from vllm_dymoe.cache.store.durable import all_leftovers, clean, read_regular, write_synced
 from vllm_dymoe.cache.store.page_lock import CudaPageLock
 from vllm_dymoe.cache.store.shared import SharedMemory, Turn
 from vllm_dymoe.cache.store.writer import StoreWriter
+from vllm_dymoe.durable import all_leftovers, clean, read_regular, write_synced
 from vllm_dymoe.executor.rates import RATES
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, Projection, stored_formats
 from vllm_dymoe.kernels import Activation
@@ -44,7 +44,8 @@ from vllm_dymoe.options import ConfigError, Options, store_root
 from vllm_dymoe.quantize import QUANTIZERS
 from vllm_dymoe.quantize.checkpoint import content_fingerprint
 from vllm_dymoe.quantize.dummy import random_store
-from vllm_dymoe.quantize.packer import ExpertPacker, Given
+from vllm_dymoe.quantize.held import Held
+from vllm_dymoe.quantize.packer import FALLBACK, ExpertPacker, Given
 from vllm_dymoe.quantize.readers import Reader
 from vllm_dymoe.quantize.readers.base import format_fields, quantizer_name
 from vllm_dymoe.quantize.tensors import CheckpointError
@@ -98,12 +99,15 @@ class ModelStore:
         reader: Reader,
         host_memory: int,  # bytes that all ranks of this machine can get
         taken: int = 0,  # of them by another model's experts on this rank
+        formats: Mapping[int, ExpertFormat] | None = None,  # of that model, whose slots a draft's experts share
+        requantize: bool = False,  # the experts are quantized otherwise than these formats
     ) -> None:
         self.layers: list[LayerSpec] = []
         self.place: HostPlace | None = None  # before the first weight came
         self.rates: Path | None = None  # where they are kept, likewise
         self.store: HostStore | None = None  # before the last layer is loaded
-        self._vllm_config, self._options, self._reader = vllm_config, options, reader
+        self._vllm_config, self._options, self.reader, self._formats = vllm_config, options, reader, formats
+        self._requantize = requantize or reader.mixed
         self._checkpoint = checkpoint
         self._host_memory, self._taken = host_memory, taken
         self._packed_for = ""  # fingerprint of the model that the checkpoint's own store was made from
@@ -128,7 +132,7 @@ class ModelStore:
                 "(hidden size, dtype, biases or gates differ), which is not supported yet; serve this model without "
                 "--quantization dymoe."
             )
-        if self._reader.held and spec.intermediate != first.intermediate:
+        if self.reader.held and spec.intermediate != first.intermediate:
             raise ConfigError(
                 f"vllm-dymoe: the quantized experts of {spec.name} are {spec.intermediate} wide and those of "
                 f"{first.name} {first.intermediate}, which is supported for 16-bit checkpoints only; "
@@ -156,18 +160,30 @@ class ModelStore:
             if packer is None:
                 return
             if isinstance(weight, Tensor):
-                missing = max(spec.intermediate for spec in self.layers) - self.layers[layer].intermediate
+                missing = self._width - self.layers[layer].intermediate
                 weight = _widened(weight, projection, missing)
                 if bias:
                     packer.put_bias(layer, expert, projection, weight)
                     return
-            packer.put(layer, expert, projection, weight)
+            if callable(weight) and self._requantize:
+                missing = self._width - self.layers[layer].intermediate
+                dtype = self.layers[layer].dtype
+                packer.put(layer, expert, projection, lambda: _widened(_plain(weight(), dtype), projection, missing))
+            else:
+                packer.put(layer, expert, projection, weight)
+
+    @property
+    def _width(self) -> int:
+        """Of the packed experts, the widest one's."""
+        if self._formats is not None:
+            return next(iter(self._formats.values())).intermediate
+        return max(layer.intermediate for layer in self.layers)
 
     @property
     def experts(self) -> ModelExperts:
-        spec, reader, ours = self.layers[0], self._reader, self._checkpoint or {}
-        width = max(layer.intermediate for layer in self.layers)
-        formats = stored_formats(
+        spec, reader, ours = self.layers[0], self.reader, self._checkpoint or {}
+        width = self._width
+        formats = self._formats or stored_formats(
             self._options.stored_bits,
             lambda bits: ExpertFormat(
                 spec.hidden, width, group_size=self._options.group_size, dtype=spec.dtype, bias=spec.bias,
@@ -242,6 +258,12 @@ class ModelStore:
             return ""
         return content_fingerprint(local_folder(self._vllm_config))
 
+    def close(self, *, served: bool) -> None:
+        """Forget everything. Of a model that was not ``served`` no server closes the store: close it."""
+        if self.store is not None and not served:
+            self.store.close()
+        vars(self).clear()  # a layer's loader names this object
+
     def unchanged(self) -> bool:
         """Whether the checkpoint's files are those that were read at start."""
         return self.dummy or self._read == _times(local_folder(self._vllm_config))
@@ -249,7 +271,7 @@ class ModelStore:
     @cached_property
     def _manifest(self) -> Manifest:
         options, spec, experts = self._options, self.layers[0], self.experts
-        quantizer = quantizer_name(self._reader, options.stored_bits, options.quantizer)
+        quantizer = quantizer_name(self.reader, options.stored_bits, options.quantizer)
         ranks = spec.rank, spec.ranks, spec.expert_rank, spec.expert_ranks
         described = json.dumps([Manifest(experts, quantizer, "").to_json(), ranks])
         config = self._vllm_config.model_config
@@ -305,7 +327,8 @@ class ModelStore:
         if self.dummy:
             self.store = self._placed(random_store(experts, writer, config.model_config.seed, self._progress.update))
         else:
-            quantizer = QUANTIZERS[self._options.quantizer]
+            # A draft's experts come without a calibration.
+            quantizer = QUANTIZERS.get(self._options.quantizer, QUANTIZERS[FALLBACK])
             self._packer = ExpertPacker(experts, quantizer, writer, self._progress.update)
 
     @cached_property
@@ -351,6 +374,17 @@ class ModelStore:
         rates = files.rates()
         direct = rates.read_past_cache(held)
         return replace(plain, direct=direct, depth=rates.depth, drops=not (direct or options.host_memory.is_auto))
+
+
+def _plain(weight: Tensor | Held, dtype: torch.dtype) -> Tensor:
+    """The weights; StoreError for scales that the model's dtype would round."""
+    if not isinstance(weight, Held):
+        return weight
+    try:
+        weight.check_scales(dtype)
+    except ValueError as error:
+        raise StoreError(f"an expert cannot be dequantized: {error}") from error
+    return weight.dequantize()
 
 
 def _widened(part: Tensor, projection: Projection, missing: int) -> Tensor:
@@ -449,7 +483,7 @@ def place_experts(
     """Make host memory a level over files, and fill it, with progress, if all of them are to be there.
 
     Returns:
-        The store, and where it is. What cannot be locked whole, and was not asked for, is locked as far as the policy
+        The store, and where it is. What cannot be locked whole, and was not asked for, is locked as far as the system
         allows; where there is no memory after all, experts stay in files.
 
     Raises:

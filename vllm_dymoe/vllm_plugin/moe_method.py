@@ -1,10 +1,10 @@
-"""vLLM's seam for one MoE layer: create (almost) no weights, take the checkpoint's, and enter the rank that runs.
+"""vLLM's interface for one MoE layer: create placeholders, take the checkpoint's weights, call the rank's server.
 
-Two operators keep the host's code out of what vLLM compiles and captures. ``moe`` stands for the routed experts in a
-compiled model. Where CUDA graphs stand around the layer, ``moe_forward_into`` takes the place of ``vllm::moe_forward``,
-which returns fresh tensors: a graph behind it would read those of its capture, step after step. Here the caller
-allocates the outputs, which makes them a part of the graph before the layer; the operator runs between graphs and
-writes into them, as ``vllm::unified_attention_with_output`` does. The price is a copy of the layer's output.
+Two operators keep host code out of what vLLM compiles and captures. ``moe`` stands for the routed experts in a compiled
+model. Where CUDA graphs stand around the layer, ``moe_forward_into`` replaces ``vllm::moe_forward``, which returns new
+tensors: the next graph would read those of its capture, step after step. Here the caller allocates the outputs, which
+makes them a part of the graph before the layer; the operator runs between graphs and writes into them, as
+``vllm::unified_attention_with_output`` does. The price is a copy of the layer's output.
 """
 
 from collections.abc import Callable
@@ -51,17 +51,17 @@ class DymoeMoEMethod(FusedMoEMethodBase):
 
     @property
     def supports_internal_mk(self) -> bool:
-        """Data-parallel ranks exchange their rows behind this seam, where it is known which of them are tokens."""
+        """True: data-parallel ranks exchange their rows inside ``apply``, where it is known which rows are tokens."""
         return True
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> FusedMoEQuantConfig | None:
-        """None: vLLM's own kernels never see our weights."""
+        """Return None: vLLM's own kernels never see our weights."""
         return None
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
     ) -> tuple[int, int]:
-        """Whole groups for each rank where vLLM's loader cuts a checkpoint so; otherwise the sizes as they are."""
+        """Round sizes up to whole groups per rank where vLLM's loader cuts a checkpoint so; else leave them."""
         reader = self.loading.reader
         if reader.ranks_take_groups and reader.group_size is not None:
             groups = -(-intermediate_size_per_partition // reader.group_size)
@@ -79,7 +79,9 @@ class DymoeMoEMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Register empty placeholders that vLLM's loaders hand experts' weights to; ConfigError for an activation."""
+        """Register empty placeholders that vLLM's loaders pass experts' weights to. ConfigError for an unsupported
+        activation.
+        """
         parallel, activation = self.moe.moe_parallel_config, activation_of(layer)
         weights_on_input = layer.apply_router_weight_on_input
         self._balanced = parallel.enable_eplb
@@ -107,7 +109,7 @@ class DymoeMoEMethod(FusedMoEMethodBase):
             layer.layer_name, position, activation, None, weights_on_input, parallel.dp_size > 1, part
         )
         place, sizes = self.loading.place(position), (hidden_size, intermediate_size_per_partition)
-        self._loader = ExpertLoader(layer, place, *sizes, self.loading.reader, num_experts if self._balanced else None)
+        self._loader = ExpertLoader(layer, place, *sizes, place[0].reader, num_experts if self._balanced else None)
         self._loader.register(layer, params_dtype, bias=self.moe.has_bias)
         # The operator finds its layer by name in the forward context, as vLLM's own does.
         get_current_vllm_config().compilation_config.static_forward_context[_context_key(layer.layer_name)] = self
@@ -139,7 +141,7 @@ class DymoeMoEMethod(FusedMoEMethodBase):
         shared_experts: Any = None,
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run the routed experts: x [tokens, hidden] -> [tokens, hidden]."""
+        """Run the routed experts: x [tokens, hidden] to [tokens, hidden]."""
         if torch.compiler.is_compiling():
             return torch.ops.vllm_dymoe.moe(x, topk_weights, topk_ids, layer.layer_name)
         rank_server = self.loading.rank_server
@@ -148,13 +150,15 @@ class DymoeMoEMethod(FusedMoEMethodBase):
 
 
 def loading_of(config: VllmConfig) -> Loading | None:
-    """Whose layers an engine has already: some drafts (Step-3.5's) get a quantization config of their own."""
+    """Return the engine's existing loader, if it has one: some drafts (Step-3.5's) get a quantization config of their
+    own.
+    """
     layers = config.compilation_config.static_forward_context.values()
     return next((layer.loading for layer in layers if isinstance(layer, DymoeMoEMethod)), None)
 
 
 def model_made(config: VllmConfig, model: torch.nn.Module, *, draft: bool) -> None:
-    """vLLM has made a model; ConfigError if no layer came to us, as for a draft or a stage of a pipeline may be."""
+    """Handle that vLLM has made a model. ConfigError if no layer came to us (drafts and stages may have none)."""
     loading, ours = loading_of(config), config.model_config.quantization == "dymoe"
     stages = ours and config.parallel_config.pipeline_parallel_size > 1
     if stages and not draft:  # only the last one has a draft
@@ -187,7 +191,7 @@ def _moe_fake(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tenso
 
 
 def entry_with_buffers(runner: Any) -> Callable[..., Any] | None:
-    """What a MoERunner calls in place of vLLM's operator; None for another layer than ours, and without graphs."""
+    """Return what a MoERunner calls instead of vLLM's operator; None for others' layers, and without graphs."""
     if not isinstance(runner.routed_experts.quant_method, DymoeMoEMethod):
         return None
     if get_current_vllm_config().compilation_config.cudagraph_mode == CUDAGraphMode.NONE:
@@ -201,7 +205,9 @@ def entry_with_buffers(runner: Any) -> Callable[..., Any] | None:
 
 
 def _entry(*, shared: bool) -> Callable[..., Any]:
-    """In place of ``vllm::moe_forward``, or of ``vllm::moe_forward_shared``, which returns the shared output, too."""
+    """Return the replacement of ``vllm::moe_forward``, or of ``vllm::moe_forward_shared``, which returns the shared
+    output too.
+    """
     allocate = _moe_forward_shared_fake if shared else _moe_forward_fake  # vLLM's rule for the shapes
 
     def entry(

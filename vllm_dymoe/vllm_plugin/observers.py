@@ -1,6 +1,6 @@
-"""Observers of what routers say while a rank serves: traces, calibrations, and the check of gates (``gates``).
+"""Observers of routing while a rank serves: traces, calibrations, and the check of gates (``gates``).
 
-vLLM's scheduler says which requests have how many tokens in a step, its model runner where they lie.
+vLLM's scheduler tells which requests have how many tokens in a step, its model runner where their rows are.
 """
 
 import itertools
@@ -24,10 +24,10 @@ from vllm_dymoe.vllm_plugin.announcements import logger
 
 
 class Observer:
-    """Hears what the routers of a rank say in the steps of requests; never in a warm-up, and nothing of padding.
+    """Is told what the routers of a rank choose in the steps of requests; never in a warm-up, and nothing of padding.
 
-    Those that need routers' inputs hear nothing of a step that the device plans, which does not keep them; others
-    hear of all its layers when the model has run.
+    Observers that need the routers' inputs are told nothing of a device-planned step, which does not keep them; others
+    are told of all its layers when the model has run.
     """
 
     needs_inputs: ClassVar[bool] = False
@@ -35,21 +35,21 @@ class Observer:
     """It hears of a layer when that has run; others before, as a gate is checked before it predicts."""
 
     def begin_step(self, scheduler_output: Any) -> None:
-        """A step begins, or, without tokens, only ends some requests."""
+        """A step begins or, if it has no tokens, only ends some requests."""
 
     def see(self, routing: Routing) -> None:
         """One layer is about to run, or has run; not called any more in a step that has failed."""
         raise NotImplementedError
 
     def end_step(self, runner: Any, scheduler_output: Any, step: int, *, failed: bool) -> None:
-        """vLLM's model runner has run the step of this number; if it failed, what was heard of it means nothing."""
+        """vLLM's model runner has run the step with this number; if it failed, discard what was seen of it."""
 
     def forget(self, step: int) -> None:
-        """A step failed on another rank, which is known when its tokens are there."""
+        """A step failed on another rank, which becomes known when its tokens arrive."""
 
 
 class Observation:
-    """The observers of one rank, in the order in which they hear."""
+    """The observers of one rank, in the order in which they are told."""
 
     def __init__(self, recordable: dict[str, Any] | None = None) -> None:
         # What a calibration of this rank's inputs holds; None on ranks that see what another one records.
@@ -58,11 +58,17 @@ class Observation:
         self.trace: TraceObserver | None = None
         self._calibration: CalibrationObserver | None = None
 
+    def start_trace(self, trace: "TraceObserver | None") -> None:
+        """Record a trace from now on, if this rank has one."""
+        self.trace = trace
+        if trace is not None:
+            self.join(trace)
+
     def join(self, observer: Observer) -> None:
         self.observers = (*self.observers, observer)
 
     def leave(self, observer: Observer) -> None:
-        """Remove an observer, if it is there; it may ask for that while it hears."""
+        """Remove an observer, if it is registered; it may call this while it is being told something."""
         self.observers = tuple(other for other in self.observers if other is not observer)
 
     def forget(self, step: int) -> None:
@@ -70,7 +76,7 @@ class Observation:
             observer.forget(step)
 
     def record(self, path: Path, tokens: int) -> None:
-        """Record the inputs of the next tokens as one part of a calibration, or raise CalibrationError."""
+        """Record the inputs of the next tokens as one part of a calibration. Raises CalibrationError."""
         if self.recordable is None:
             return
         if self._calibration is not None:  # of a caller that went away
@@ -81,7 +87,7 @@ class Observation:
         self.join(self._calibration)
 
     def end_record(self) -> None:
-        """Complete the part, or raise CalibrationError: it could not be written, or tokens are missing."""
+        """Complete the part. Raises CalibrationError if it could not be written, or tokens are missing."""
         calibration, self._calibration = self._calibration, None
         if calibration is not None:
             self.leave(calibration)
@@ -89,7 +95,7 @@ class Observation:
 
 
 class CalibrationObserver(Observer):
-    """Hands every layer's inputs to one part; what goes wrong is said at the end, and fails no request."""
+    """Passes every layer's inputs to one part; errors are reported at the end and fail no request."""
 
     needs_inputs = True
 
@@ -118,7 +124,7 @@ class _Request(NamedTuple):
 
 
 class TraceObserver(Observer):
-    """Records a trace, and follows requests for it from first to last step; gates are asked for anew each time."""
+    """Records a trace, following requests from first to last step; gates are looked up anew each time."""
 
     needs_actions = True
 
@@ -176,7 +182,9 @@ class TraceObserver(Observer):
 def observe_trace(
     options: Options, header: Callable[[], ModelIdentity], gates: Callable[[], Sequence[Gate]]
 ) -> TraceObserver | None:
-    """The observer that records a trace on this rank, if that is wanted and no other does; ConfigError if it cannot."""
+    """Return the observer that records a trace on this rank, if wanted and no other rank does. ConfigError if it
+    cannot.
+    """
     if options.trace is None or get_tp_group().rank_in_group != 0:
         return None
     folder = options.trace.folder.resolve()
@@ -195,5 +203,5 @@ def observe_trace(
 
 
 def _chosen(routing: Routing) -> torch.Tensor:
-    """Experts as the router numbers them: those of other ranks too."""
+    """Return expert ids as the router numbers them, including those of other ranks."""
     return routing.ids if routing.global_ids is None else routing.global_ids

@@ -1,4 +1,4 @@
-"""What users of ``LLM()`` call: a calibration, a trace of prompts, and a summary."""
+"""Functions for users of ``LLM()``: a calibration, a trace of prompts, and a summary."""
 
 import hashlib
 import itertools
@@ -19,7 +19,7 @@ PART_TOKENS = 8192  # what a run that is killed has to compute again
 
 
 def summary(llm: Any) -> Summary:
-    """What an ``LLM`` did since its first request or the last reset: print it, or take ``to_dict()``."""
+    """Return what an ``LLM`` did since its first request or the last reset: print it, or call ``to_dict()``."""
     return Summary(tuple(ServerStats(**answer) for answer in llm.collective_rpc("dymoe_stats")))
 
 
@@ -34,7 +34,7 @@ def record_trace(
     options: Mapping[str, Any] | None = None,  # the plugin's
     engine: Mapping[str, Any] | None = None,  # arguments of ``LLM``
 ) -> dict[str, Any]:
-    """Answer prompts greedily, and record what routers choose; returns what ``dymoe_trace`` says."""
+    """Answer prompts greedily and record what routers choose; return what ``dymoe_trace`` returns."""
     trace = {"folder": str(folder), "limit": limit, "inputs": inputs}
     # Tokens that the prefix cache has are not computed, and what is not computed is not recorded.
     settings = {"enable_prefix_caching": False, **(engine or {})}
@@ -57,8 +57,8 @@ def calibrate(
 ) -> Recording:
     """Record what the experts of a model read while it reads texts, for ``vllm-dymoe quantize --calibration``.
 
-    Interrupted, it goes on with the first part that is not complete. CalibrationError if the folder has another
-    calibration or cannot be written, or the model failed.
+    After an interruption it resumes with the first incomplete part. Raises CalibrationError if the folder holds another
+    calibration or cannot be written, or if the model failed.
     """
     llm = _start(str(model), length, options) if isinstance(model, str | Path) else model
     config = llm.llm_engine.vllm_config
@@ -96,7 +96,7 @@ def _start(model: str, length: int, options: Mapping[str, Any]) -> LLM:
 
 
 def _pieces(tokenizer: Any, texts: Iterable[str], tokens: int, length: int) -> list[list[int]]:
-    """Token numbers of the texts in pieces of at most ``length``; as many, evenly spread, as ``tokens`` allow."""
+    """Return the texts as token ids in pieces of at most ``length``; as many, evenly spread, as ``tokens`` allows."""
     encoded = (tokenizer.encode(text) for text in texts)
     pieces: list[list[int]] = [ids[begin : begin + length] for ids in encoded for begin in range(0, len(ids), length)]
     if not pieces:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm import envs
 from vllm.config import LoRAConfig, VllmConfig
 from vllm.model_executor.model_loader import get_model_loader
@@ -14,11 +15,13 @@ from vllm_dymoe.cache.budget import limit_in_bytes, plan_slots, workspace_bytes
 from vllm_dymoe.cache.pages import available_host_memory
 from vllm_dymoe.cache.store import HostRoom, StoreError, choose_host_place
 from vllm_dymoe.executor.device_planning import plans_on_device, without_device
+from vllm_dymoe.experts.encoding import LATTICES
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, stored_formats
 from vllm_dymoe.options import ConfigError, Options
 from vllm_dymoe.plan.model import is_moe
 from vllm_dymoe.policies import make_policy
 from vllm_dymoe.prefetch.checkpoint import PredictorError, read_card
+from vllm_dymoe.quantize.model_config import EXPERT_INPUTS, TOP_K, has_gate
 from vllm_dymoe.quantize.readers.base import PLAIN_READER, format_fields
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.vllm_plugin.announcements import logger
@@ -30,7 +33,9 @@ from vllm_dymoe.vllm_plugin.model_files import (
     check_ranks,
     drafted_by_experts,
     expert_ranks,
+    has_drafts,
     host_needed,
+    local_folder,
     meets,
     ranks_of_machine,
     replicas_of_machine,
@@ -48,12 +53,14 @@ def prepare(config: VllmConfig) -> None:
     try:
         _refuse_model(config)
         refuse_unsupported_features(config)
-        if ours is not None and drafted_by_experts(config):
-            raise ConfigError(
-                "vllm-dymoe: this checkpoint was written by `vllm-dymoe quantize`, which leaves out the layers of "
-                "multi-token prediction; serve the checkpoint that it was made from, or leave --speculative-config out."
-            )
+        if drafted_by_experts(config):
+            _refuse_drafts(config, ours, options)
         if ours is not None and config.load_config.load_format != "dummy":
+            if away := config.model_config.model_weights:
+                raise ConfigError(
+                    f"vllm-dymoe: packed experts are read from a disk, and {away} is in an object store; copy the "
+                    "checkpoint to a folder and serve that."
+                )
             check_ranks(Path(config.model_config.model), config.parallel_config.tensor_parallel_size)
         _refuse_data_parallel(config, options)
         _refuse_training(config, options)
@@ -116,21 +123,18 @@ def experts_of(config: VllmConfig, options: Options) -> ModelExperts | None:
     text, experts = model.hf_text_config, model.get_num_experts()
     if not parallel.enable_eplb:
         experts = -(-experts // expert_ranks(parallel))
-    # Latent experts read fewer numbers than the model is wide (Nemotron-H, Kimi-K3).
-    narrow = (getattr(text, name, None) for name in ("moe_latent_size", "routed_expert_hidden_size"))
-    hidden = next((size for size in narrow if size), model.get_hidden_size())
-    has_gate = not str(getattr(text, "model_type", "")).startswith("nemotron_h")
+    hidden = next((size for name in EXPERT_INPUTS if (size := getattr(text, name, None))), model.get_hidden_size())
+    gated = has_gate(getattr(text, "model_type", ""))
+    top_k = next((count for name in TOP_K if isinstance(count := getattr(text, name, None), int)), 1)
     ours, reader = _quantized(config)
 
     def make(bits: int) -> ExpertFormat:
         fields = format_fields(reader, ours or {}, bits)
-        return ExpertFormat(
-            hidden, width, group_size=options.group_size, dtype=model.dtype, has_gate=has_gate, **fields
-        )
+        return ExpertFormat(hidden, width, group_size=options.group_size, dtype=model.dtype, has_gate=gated, **fields)
 
     formats = stored_formats(options.stored_bits, make)
     layers = tuple(range(model.get_num_layers(parallel)))
-    return ModelExperts(layers, experts, getattr(text, "num_experts_per_tok", None) or 1, formats)
+    return ModelExperts(layers, experts, top_k, formats)
 
 
 def _quantized(config: VllmConfig) -> tuple[Any, Any]:
@@ -140,11 +144,33 @@ def _quantized(config: VllmConfig) -> tuple[Any, Any]:
 
 def _refuse_model(config: VllmConfig) -> None:
     model = config.model_config
+    if model.dtype == torch.float32:
+        raise ConfigError(
+            "vllm-dymoe: --dtype float32 cannot be honoured: packed experts have weights and scales of 16 bits; leave "
+            "it out, or use --dtype bfloat16."
+        )
     if model.get_num_experts() == 0:
         raise ConfigError(
             f"vllm-dymoe: vLLM finds no experts in the config.json of {model.model}; leave --quantization dymoe out "
             "for it."
         )
+
+
+def _refuse_drafts(config: VllmConfig, ours: Mapping[str, Any] | None, options: Options) -> None:
+    """Refuse (ConfigError) drafts whose experts cannot join the model's slots, before anything is loaded."""
+    _ = getattr(config.quant_config, "draft_reader", PLAIN_READER)  # can they be read?
+    if ours is None or config.load_config.load_format == "dummy":
+        return
+    layers = getattr(config.model_config.hf_text_config, "num_hidden_layers", 0)
+    if options.quantizer in LATTICES:
+        why = f"experts of {options.quantizer} need a calibration, which there is none of for drafts"
+    elif not has_drafts(local_folder(config), layers):
+        why = "this checkpoint has no layers of multi-token prediction: an earlier `vllm-dymoe quantize` left them out"
+    else:
+        return
+    raise ConfigError(
+        f"vllm-dymoe: {why}; serve the checkpoint that it was made from, or leave --speculative-config out."
+    )
 
 
 def _refuse_data_parallel(config: VllmConfig, options: Options) -> None:

@@ -2,7 +2,8 @@
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,18 +13,30 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.weight_utils import maybe_download_from_modelscope
 from vllm.platforms import current_platform
+from vllm.transformers_utils.config import get_hf_text_config
 
 from vllm_dymoe.options import CALIBRATED, CHECKPOINT_OPTIONS, ConfigError, Options
+from vllm_dymoe.quantize.model_config import INTERMEDIATE
 from vllm_dymoe.quantize.readers import PLAIN_READER, Reader, make_reader
 from vllm_dymoe.quantize.readers.base import check_compatible, store_group_sizes
-from vllm_dymoe.quantize.readers.configurations import EXPERT_DTYPE, describe_modelopt, with_expert_dtype
+from vllm_dymoe.quantize.readers.configurations import (
+    EXPERT_DTYPE,
+    check_method,
+    describe_modelopt,
+    with_expert_dtype,
+)
+from vllm_dymoe.quantize.readers.modules import ExpertModule, modules_of, representatives
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.resolve import resolve_options
 from vllm_dymoe.vllm_plugin.dense import check_dense, packed_method
 from vllm_dymoe.vllm_plugin.loading import Loading
+from vllm_dymoe.vllm_plugin.model_files import ranks_of_machine, read_dtypes
 from vllm_dymoe.vllm_plugin.rank_server import RankServer
+from vllm_dymoe.vllm_plugin.threads import keep_to_quota
 
+_ANY_LAYER = 1 << 14  # more than a model has
 _DENSE_G_IDX = re.compile(r"^(?!.*\.experts\.).*\.g_idx$")
 
 
@@ -33,29 +46,64 @@ class DymoeConfig(QuantizationConfig):
     ConfigError for a variant that cannot be read, or whose dense layers this vLLM cannot run.
     """
 
+    _dense: QuantizationConfig | None = None  # before it is set, QuantizationConfig sets what is asked of it
+
     def __init__(
         self,
         checkpoint: dict[str, Any] | None = None,  # its quantization_config, if it is ours
-        reader: Reader = PLAIN_READER,  # of the experts of a checkpoint that another tool has quantized
-        dense: Mapping[str, Any] | None = None,  # that tool's, by which vLLM runs the other layers
+        said: Mapping[str, Any] | None = None,  # that of another tool, which has quantized all or the other layers
+        dense: QuantizationConfig | None = None,  # what vLLM makes of that, by which it runs the other layers
+        refusal: str | None = None,  # why none of them may be quantized, if none may
     ) -> None:
-        self._dense: QuantizationConfig | None = None
-        self._dense_refusal: str | None = None
-        if dense is not None:
-            self._dense, self._dense_refusal = _read_dense(dense)
-        super().__init__()
-        self.checkpoint = checkpoint
-        self.reader = reader
+        QuantizationConfig.__init__(self)
+        self.checkpoint, self._said = checkpoint, said
         self.loading: Loading | None = None  # until the first MoE layer is created, where the weights are
         self._options: Options | None = None
+        self._modules: tuple[Sequence[ExpertModule] | None, Sequence[ExpertModule] | None] = None, None
+        self._reader: Reader | None = None
+        self._dense_refusal, self._dense = refusal, dense
+
+    def __reduce__(self) -> Any:
+        """vLLM sends a configuration to its workers."""
+        return _received, (None if self._dense is None else type(self._dense), self.__dict__)
+
+    @property
+    def reader(self) -> Reader:
+        """Of the model's experts: those that another tool has quantized are taken as they are. ConfigError if they
+        cannot be read."""
+        if self._reader is None:
+            with _as_config_error():
+                ours = self.checkpoint is not None
+                self._reader = PLAIN_READER if ours else make_reader(self._said, self._modules[0])
+        return self._reader
+
+    @property
+    def draft_reader(self) -> Reader:
+        """Of the experts of layers that propose tokens, which the tool may have quantized otherwise, or left alone."""
+        with _as_config_error():
+            return make_reader(self._said, self._modules[1])
 
     def get_name(self) -> str:
-        return "dymoe"
+        """The checkpoint's method, where it has one: vLLM's models ask for it, to work around what its tools do."""
+        return "dymoe" if self._dense is None else self._dense.get_name()
+
+    def __getattr__(self, name: str) -> Any:
+        """What vLLM's models read of the checkpoint's own configuration."""
+        dense = self.__dict__.get("_dense")
+        if dense is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name}")
+        return getattr(dense, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What vLLM's models change is the checkpoint's own configuration, by which it runs the other layers."""
+        dense = self.__dict__.get("_dense")
+        own = dense is None or name in self.__dict__ or hasattr(DymoeConfig, name)
+        (object.__setattr__ if own else setattr)(self if own else dense, name, value)
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        dtypes = [torch.bfloat16, torch.float16]
-        dense = dtypes if self._dense is None else self._dense.get_supported_act_dtypes()
-        return [dtype for dtype in dtypes if dtype in dense]
+        if self._dense is None:
+            return [torch.bfloat16, torch.float16, torch.float32]  # the last is refused with a sentence of ours
+        return [dtype for dtype in (torch.bfloat16, torch.float16) if dtype in self._dense.get_supported_act_dtypes()]
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -67,11 +115,14 @@ class DymoeConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "DymoeConfig":
-        if config.get("quant_method") == "dymoe":
-            return cls(dict(config), dense=config.get("dense"))
+        ours = dict(config) if config.get("quant_method") == "dymoe" else None
+        said = config if ours is None else config.get("dense")
+        if said is None:
+            return DymoeConfig(ours)
         with _as_config_error():
-            reader = make_reader(config)
-        return cls(reader=reader, dense=config)
+            check_method(said)
+        dense, refusal = _read_dense(said)
+        return _joined(type(dense))(ours, said, dense, refusal)
 
     @classmethod
     def override_quantization_method(
@@ -83,8 +134,10 @@ class DymoeConfig(QuantizationConfig):
         # vLLM gives this very dictionary to from_config, and no more of the model.
         model = {key: getattr(hf_config, key, None) for key in ("model_type", EXPERT_DTYPE)}
         hf_quant_cfg.update(with_expert_dtype(hf_quant_cfg, model))
+        if rules := hf_quant_cfg.get("dynamic"):
+            hf_quant_cfg["dynamic"] = {_shown_to_drafts(pattern): rule for pattern, rule in rules.items()}
         with _as_config_error():
-            make_reader(hf_quant_cfg)
+            check_method(hf_quant_cfg)
         return "dymoe"
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
@@ -95,7 +148,10 @@ class DymoeConfig(QuantizationConfig):
             config = get_current_vllm_config()
             self.loading = self.loading or loading_of(config)
             if self.loading is None:
-                self.loading = Loading(config, self._read_options(config), self.checkpoint, self.reader)
+                keep_to_quota(config.device_config.device_type, ranks_of_machine(config.parallel_config))
+                self.loading = Loading(
+                    config, self._read_options(config), self.checkpoint, self.reader, lambda: self.draft_reader
+                )
             return DymoeMoEMethod(layer.moe_config, self.loading)
         if self._dense is not None:
             return _dense_method(self._dense, self._dense_refusal, layer, prefix)
@@ -128,9 +184,20 @@ class DymoeConfig(QuantizationConfig):
         if self._dense is not None:
             self._dense.apply_vllm_mapper(hf_to_vllm_mapper)
 
-    def maybe_update_config(self, *args: Any, **kwargs: Any) -> None:
-        if self._dense is not None:
-            self._dense.maybe_update_config(*args, **kwargs)
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        """Learn which experts the checkpoint has: rules are read by their names and by what their tensors are.
+        ConfigError if the experts cannot be read."""
+        if self._dense is None or self._said is None:
+            return
+        model_name = maybe_download_from_modelscope(model_name, revision) or model_name
+        self._dense.maybe_update_config(model_name, hf_config=hf_config, revision=revision)
+        with _as_config_error():
+            tensors = read_dtypes(model_name, revision)
+        layers = getattr(hf_config and get_hf_text_config(hf_config), "num_hidden_layers", None) or _ANY_LAYER
+        if tensors:
+            model, drafts = (representatives(self._said, modules) for modules in modules_of(tensors, layers))
+            self._modules, self._reader = (model, drafts), None
+        _ = self.reader  # refused here, before anything loads
 
     def get_cache_scale_mapper(self) -> Any:
         return super().get_cache_scale_mapper() if self._dense is None else self._dense.get_cache_scale_mapper()
@@ -154,11 +221,28 @@ class DymoeConfig(QuantizationConfig):
         return self.loading.rank_server
 
 
+def _shown_to_drafts(pattern: str) -> str:
+    """The same rule of GPTQ in words that vLLM does not look for: Qwen3.5's draft gets no quantization configuration at
+    all where a rule leaves out "mtp", so that its experts would not come to us and lie outside of the budget."""
+    return pattern.replace("mtp", "mt[p]") if pattern.startswith("-:") else pattern
+
+
+@cache
+def _joined(dense: type[QuantizationConfig]) -> type[DymoeConfig]:
+    """Our configuration as an instance of the checkpoint's own class, which vLLM's models ask it for."""
+    return type(f"Dymoe{dense.__name__}", (DymoeConfig, dense), {})
+
+
+def _received(dense: type[QuantizationConfig] | None, state: dict[str, Any]) -> DymoeConfig:
+    made: DymoeConfig = object.__new__(DymoeConfig if dense is None else _joined(dense))
+    made.__dict__.update(state)
+    return made
+
+
 def expert_width(config: VllmConfig) -> int | None:
     """Width of one expert on one rank, as config.json says; None where it names none."""
     text = config.model_config.hf_text_config
-    names = "moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size"
-    width = next((width for name in names if (width := getattr(text, name, None))), None)
+    width = next((width for name in INTERMEDIATE if (width := getattr(text, name, None))), None)
     return width // _ranks_of_an_expert(config) if isinstance(width, int) else None
 
 
@@ -180,7 +264,8 @@ def read_options(
         with _as_config_error():
             check_compatible(reader, options.stored_bits, options.group_size, *columns)
         return options
-    options = resolve_options(asked, checkpoint)
+    # Of several formats the dequantized weights are exact, and anything less has to be asked for.
+    options = resolve_options(asked, {"hi": 16} if reader.mixed else checkpoint)
     if checkpoint is None and options.quantizer in CALIBRATED:
         raise ConfigError(
             f'vllm-dymoe: quantizer "{options.quantizer}" needs a calibration, which there is none of while a model '

@@ -1,4 +1,4 @@
-"""One rank that serves: the forward of its MoE layers, in the steps of requests and while vLLM warms up."""
+"""One serving rank: the forward of its MoE layers, in the steps of requests and while vLLM warms up."""
 
 import contextlib
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from vllm_dymoe.vllm_plugin.training import ServedTraining
 
 
 class RankServer:
-    """What vLLM's layers, worker and attention talk to on a rank that has loaded its model."""
+    """What vLLM's layers, worker and attention call on a rank that has loaded its model."""
 
     def __init__(
         self,
@@ -43,11 +43,8 @@ class RankServer:
             self.prompts = PromptTap(lambda: self.server.policy, step, drafted, self._predictor_asks)
         self._decode: DecodeSteps | None = None
         if server.small_batches is not None:
-            self._decode = DecodeSteps(server, server.small_batches, step, observation, 1 + drafted, self.prompts)
+            self._decode = DecodeSteps(server, server.small_batches.table, step, observation, 1 + drafted, self.prompts)
         self._num_layers = len(server.experts.layers)  # without a draft's, which come later
-        failures.on_failure = observation.forget
-        if (cpu_queue := server.cpu_execution.cpu_queue) is not None:
-            failures.late, cpu_queue.on_failure = True, failures.record_late
         predictor_observer.listen(observation, lambda: self.server.drop_predictor())
 
     def _predictor_asks(self) -> bool:
@@ -55,14 +52,14 @@ class RankServer:
         return predictor is not None and predictor.predictor.tells_phases
 
     def forward(self, layer: RankLayer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Run the routed experts of one MoE layer, outside of any compilation: x [rows, hidden] -> [rows, hidden].
+        """Run the routed experts of one MoE layer, outside of any compilation: x [rows, hidden] to [rows, hidden].
 
-        Weights are float32 [rows, top_k], ids int [rows, top_k] of the experts of all ranks. Rows that only fill up a
-        captured graph's batch come out as zeros and are not seen, wherever vLLM has routed them: to expert -1 from 0.32
-        on, before that to some expert. What vLLM makes up to warm up is neither counted nor learnt from.
+        Weights are float32 [rows, top_k], ids int [rows, top_k] over the experts of all ranks. Rows that pad a captured
+        graph's batch give zeros and are ignored, wherever vLLM has routed them: to expert -1 from 0.32 on, before that
+        to some expert. vLLM's warm-up rows are neither counted nor learnt from.
 
-        A layer that cannot be computed gives zeros and fails the step (``failures``); TransferError in a warm-up that
-        no other rank waits for, ConfigError for a captured layer.
+        A layer that cannot be computed returns zeros and fails the step (``failures``). Raises TransferError in a
+        warm-up that no other rank waits for, and ConfigError for a captured layer.
         """
         server, step, rows = self.server, self.step, x.shape[0]
         tokens, capturing = step.real(rows), is_captured(x)
@@ -90,8 +87,8 @@ class RankServer:
         prompts = self.prompts if reads_prompts else None
         prompt = None if prompts is None else prompts.tokens(tokens, x.device)
         everywhere = None if here is ids else ids
-        routing = Routing(layer.position, self._num_layers, x, here, weights, phase, prompt, everywhere)
-        routing.weights_on_input = layer.weights_on_input
+        told = phase, prompt, everywhere, layer.weights_on_input
+        routing = Routing(layer.position, self._num_layers, x, here, weights, *told)
         try:
             if not x.shape[0] or (self.failures.sentence is not None and not step.warming_up):
                 out = torch.zeros_like(x)  # no engine has requests, or the step has failed already
@@ -122,14 +119,22 @@ class RankServer:
         if scheduler_output.total_num_scheduled_tokens == 0:
             return False
         self.step.begin(scheduler_output)
+        # Where ranks add up parts of the same experts, one that failed has learnt less than the others, and would give
+        # some experts another precision.
+        if self.server.ranks_add_up and self.failures.any_new():
+            self.server.start_over()
         self.server.host_planned.begin_step(self.step.phase)
         if self._decode is not None:
             self._decode.begin()
         return True
 
     @contextlib.contextmanager
+    def device_failure(self, step: int) -> str:
+        """Return why a step up to this number, if it has ended, failed on the device; empty if none did."""
+        return "" if self._decode is None else self._decode.failure(step)
+
     def idle_step(self) -> Iterator[None]:
-        """This rank has no requests and computes a dummy batch: its experts serve the tokens of other ranks."""
+        """Run a step without requests, a dummy batch: this rank's experts serve the tokens of other ranks."""
         self.step.begin_idle()
         self.server.host_planned.begin_step(self.step.phase)
         try:
@@ -138,7 +143,7 @@ class RankServer:
             self.failures.finish(None)
 
     def end_model(self, runner: Any, scheduler_output: Any, output: Any) -> Any:
-        """The model of a step has run; returns its output, declared failed if the step is."""
+        """End a step's model; return its output, marked as failed if the step is."""
         failed = self.failures.sentence is not None
         if self._decode is not None:
             self._decode.end()
@@ -149,11 +154,11 @@ class RankServer:
         return None if output is None else self.failures.finish(output)  # without one, sample_tokens comes next
 
     def end_step(self, output: Any) -> Any:
-        """A step has sampled its tokens; returns its output as ``end_model`` does. Observers were told there."""
+        """End a step after sampling; return its output as ``end_model`` does. Observers were told there."""
         return output if self.step.warming_up else self.failures.finish(output)
 
     def extend(self, server: ExpertServer) -> None:
-        """Go on with a draft's layers behind the model's; the host plans in all of them."""
+        """Append a draft's layers to the model's; the host plans in all of them."""
         assert server.small_batches is None
         self.server, self._decode = server, None
 
@@ -165,7 +170,7 @@ class RankServer:
             self.server.use_predictor(predictor)
 
     def close(self) -> None:
-        """The engine shuts down: end threads, give memory and descriptors back, and write what is to be recorded."""
+        """Shut down: end threads, free memory and descriptors, and write what is being recorded."""
         if self.observation.trace is not None:
             self.observation.trace.recorder.close()
         if self.training is not None:

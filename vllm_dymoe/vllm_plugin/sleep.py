@@ -1,8 +1,8 @@
-"""Sleep and wake, and what follows: slots go and come back beside vLLM's weights and KV cache.
+"""Sleep and wake: slots are freed and allocated again together with vLLM's weights and KV cache.
 
 On CUDA vLLM makes a model in a memory pool, which it unmaps while the engine sleeps: at level 1 with a copy in host
-memory, at level 2 without. Slots are made past it, since their bytes are in the store: they need no copy. So is what a
-device decides by, whose values captured graphs go on reading behind a sleep at level 2.
+memory, at level 2 without. Slots are allocated outside of the pool and need no copy, since their bytes are in the
+store. So are the tables for device-side planning, whose values captured graphs go on reading after a sleep at level 2.
 """
 
 import contextvars
@@ -20,8 +20,7 @@ Made = TypeVar("Made")
 
 
 def past_the_pool(config: VllmConfig, make: Callable[[], Made]) -> Made:
-    """What ``make`` returns, whose device memory is not vLLM's pool's: ``torch.cuda.use_mem_pool`` is for the thread
-    that entered it."""
+    """Return ``make()``, run with device memory outside of vLLM's pool; ``torch.cuda.use_mem_pool`` is per thread."""
     pooled = getattr(config.model_config, "enable_cumem_allocator", False)
     if not pooled or config.device_config.device_type != "cuda":
         return make()
@@ -36,8 +35,10 @@ def past_the_pool(config: VllmConfig, make: Callable[[], Made]) -> Made:
 
 
 def check_reloading(config: VllmConfig, rank: RankServer | None, *, other: bool) -> None:
-    """Refuse (ConfigError) to read weights again, unless they are those of 16 bits that are served, which a sleep at
-    level 2 has lost: the experts stay as they are packed."""
+    """Raise ConfigError for reloading weights, unless they are the served 16-bit ones, lost in a sleep at level 2.
+
+    Experts stay as they are packed.
+    """
     why = "its experts are packed in a store; start again with the new checkpoint"
     if not other:
         why = "" if rank is None else config.quant_config.loading.not_readable_again

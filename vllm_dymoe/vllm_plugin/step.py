@@ -1,13 +1,13 @@
-"""The running step of a rank: which of its rows are requests' tokens, its phase, and what its prompts dwell on.
+"""The running step of a rank: which of its rows are requests' tokens, its phase, and the heavy hitters of its prompts.
 
-vLLM also runs the model for no request: to profile, compile, capture graphs and warm kernels up. What executors ask for
-comes through the worker's wrapper, and nothing else does: a step begins there, and what runs outside of one is warm-up.
+vLLM also runs the model without requests: to profile, compile, capture graphs and warm up kernels. Requests' steps come
+through the worker's wrapper, and nothing else does: a step begins there, and what runs outside of one is warm-up.
 
-Which tokens of a prompt attention dwells on (DyMoE Eq. 1) is read off queries and keys, since vLLM's attention kernels
-return no scores: the last queries of each prompt are asked once more. What they say holds until the next attention
-layer. Only keys of the running step are there, so attention is compared among the tokens of a chunk. Where no attention
-layer hands them over (MLA), every token counts as a heavy hitter, and an expert's importance is its load, which the
-paper finds to follow its heavy hitters closely (3.3).
+Heavy hitters, the tokens of a prompt that attention concentrates on (DyMoE Eq. 1), are computed from queries and keys,
+since vLLM's attention kernels return no scores: the last queries of each prompt are scored once more. The result holds
+until the next attention layer. Only keys of the running step are available, so attention is compared among the tokens
+of a chunk. Where an attention layer does not pass them (MLA), every token counts as a heavy hitter, and an expert's
+importance is its load, which the paper finds to follow its heavy hitters closely (3.3).
 """
 
 import itertools
@@ -51,6 +51,7 @@ class RunningStep:
         self.number = 0  # of the last step that began; all ranks see the same steps, so they count alike
         self.longest = 0  # most tokens of one request in the step; 0 while vLLM warms up
         self.phase = Phase.DECODE  # also while vLLM warms up
+        self.computed = dict.fromkeys(Phase, 0)  # requests' tokens since the start: of prompts, and decoded or drafted
         self._scheduled: Any = None
 
     @property
@@ -59,30 +60,35 @@ class RunningStep:
 
     @property
     def tokens(self) -> int:
-        """Rows that requests asked for, which come first; 0 while vLLM warms up.
+        """Number of rows that requests asked for, which come first; 0 while vLLM warms up.
 
-        Asked anew each time: drafts that a GPU's n-grams did not find are taken off after the step has begun.
+        Computed anew each time: drafts that a GPU's n-grams did not find are removed after the step has begun.
         """
         return 0 if self._scheduled is None else int(self._scheduled.total_num_scheduled_tokens)
 
     def begin(self, scheduler_output: Any) -> None:
-        """A step of at least one token begins: a prefill if a request computes more than one token that is not drafted,
-        or a token of its prompt, of which chunks or a cached prefix may have left a single one.
+        """Begin a step of at least one token. It is a prefill if a request computes several tokens that are not drafts.
+
+        So it is if a request computes a prompt token: chunks or a cached prefix may have left a single one.
         """
         drafted = scheduler_output.scheduled_spec_decode_tokens
         counts = scheduler_output.num_scheduled_tokens.items()
         new = {request.req_id for request in scheduler_output.scheduled_new_reqs}
         reads = scheduler_output.scheduled_cached_reqs.is_context_phase
-        prefill = any(
-            count - len(drafted.get(request, ())) > 1 or request in new or reads(request) for request, count in counts
+        prompts = sum(
+            count
+            for request, count in counts
+            if count - len(drafted.get(request, ())) > 1 or request in new or reads(request)
         )
+        self.computed[Phase.PREFILL] += prompts
+        self.computed[Phase.DECODE] += scheduler_output.total_num_scheduled_tokens - prompts
         self.number += 1
         self.longest = max(scheduler_output.num_scheduled_tokens.values())
         self._scheduled = scheduler_output
-        self.phase = Phase.PREFILL if prefill else Phase.DECODE
+        self.phase = Phase.PREFILL if prompts else Phase.DECODE
 
     def begin_idle(self) -> None:
-        """A step begins in which only other data-parallel ranks have tokens; they count it, too."""
+        """Begin a step in which only other data-parallel ranks have tokens; they count it, too."""
         self.number += 1
         self._scheduled = SchedulerOutput.make_empty()
 
@@ -90,14 +96,14 @@ class RunningStep:
         self._scheduled, self.phase, self.longest = None, Phase.DECODE, 0
 
     def real(self, rows: int) -> int:
-        """How many of a layer's rows are tokens; the others, behind them, fill up a captured graph's batch."""
+        """Return how many of a layer's rows are tokens; the others, after them, pad a captured graph's batch."""
         scheduled = self._scheduled  # and not the properties: this is asked in every layer
         return rows if scheduled is None else min(rows, int(scheduled.total_num_scheduled_tokens))
 
 
 @dataclass
 class _Prompts:
-    """Those of one forward of the model."""
+    """The prompts of one forward of the model."""
 
     spans: list[tuple[int, int]]  # rows of each prompt
     heavy: torch.Tensor | None = None  # bool [tokens], as the last attention layer left it; None before the first
@@ -105,7 +111,7 @@ class _Prompts:
 
 
 class PromptTap:
-    """The prompts of each step, for a policy that asks for them."""
+    """The prompts of each step, for a policy that uses them."""
 
     def __init__(
         self,
@@ -136,7 +142,7 @@ class PromptTap:
             mark_heavy_hitters(mass, share, prompts.heavy[first:last])
 
     def tokens(self, count: int, device: torch.device) -> PromptTokens | None:
-        """Those among a MoE layer's tokens; None without, if nothing asks, or for only some of the step's tokens."""
+        """Return the prompt tokens among a MoE layer's; None without any, if no policy asks, or for part of a step."""
         prompts = self.running() if self._share is not None or self._asked() else None
         if prompts is None or not prompts.spans or count != self._step.tokens:
             return None
@@ -150,11 +156,12 @@ class PromptTap:
 
     @property
     def asks(self) -> bool:
-        """Whether a prompt's tokens count otherwise than others."""
+        """Whether the policy treats prompt tokens differently."""
         return self._policy().precision.heavy_hitters is not None and len(self._policy().precision.precisions) > 1
 
     def marks(self, rows: int, device: torch.device) -> torch.Tensor | None:
-        """What :meth:`tokens` says, without waiting for the device: int8 [rows], 2 for heavy hitters, 1 for the others.
+        """Return what :meth:`tokens` does without waiting for the device: int8 [rows], 2 for heavy hitters, 1 for
+        others.
 
         None in a step that only decodes, or if the policy does not ask.
         """
@@ -184,7 +191,7 @@ class PromptTap:
         return policy.precision.heavy_hitters if len(policy.precision.precisions) > 1 else None
 
     def running(self) -> _Prompts | None:
-        """The prompts of the running step, if any; None while vLLM warms up."""
+        """Return the prompts of the running step, if any; None while vLLM warms up."""
         if self._step.warming_up:
             return None
         context = get_forward_context()
@@ -201,6 +208,6 @@ class PromptTap:
 
 
 def _described(attention: Any) -> Any:
-    """What an attention layer is told of the step's requests; None where no layer is."""
+    """Return what an attention layer is told of the step's requests; None if there is no attention layer."""
     layers = attention[0] if isinstance(attention, list) else attention or {}
     return next((told for told in layers.values() if getattr(told, "query_start_loc", None) is not None), None)

@@ -1,22 +1,15 @@
-"""Methods that every vLLM worker gets, for ``LLM.collective_rpc`` and ``/collective_rpc``, and an HTTP route to one.
-
-vLLM loads routes only if ``VLLM_PLUGINS`` names them. The path begins with ``/v1``, which is what ``--api-key`` guards.
-"""
+"""Methods that every vLLM worker gets, for ``LLM.collective_rpc``, ``/collective_rpc`` and :mod:`~.endpoint`."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, HTTPException, Request
-
 from vllm_dymoe.options import ConfigError
 from vllm_dymoe.prefetch import PredictorError
 from vllm_dymoe.quantize.recording import CalibrationError
 from vllm_dymoe.server import ExpertServer, precision_of
-from vllm_dymoe.server.expert_server import resize_host_memory
+from vllm_dymoe.server.live import live_state
 from vllm_dymoe.vllm_plugin.rank_server import RankServer
-
-PATH, PREDICTOR_PATH = "/v1/dymoe/precision", "/v1/dymoe/predictor"
 
 
 class DymoeWorkerExtension:
@@ -38,7 +31,7 @@ class DymoeWorkerExtension:
         """
         server = _server(self)
         if host_memory is not None:
-            resize_host_memory(server, host_memory)
+            server.resize_host_memory(host_memory)
         if expert_budget is not None:
             server.resize(expert_budget)
         return {**server.stats().to_dict(), "free_device_bytes": server.cache.pools.available}
@@ -52,6 +45,11 @@ class DymoeWorkerExtension:
         if changes:
             server.set_precision(**changes)
         return dict(precision_of(server))
+
+    def dymoe_live(self) -> dict[str, Any]:
+        """Return what the live page shows; see :func:`~vllm_dymoe.server.live.live_state`."""
+        rank = _rank(self)
+        return live_state(rank.server, rank.step.computed)
 
     def dymoe_recordable(self) -> dict[str, Any] | None:
         """What a calibration of this model is about; None on all ranks but the one that records."""
@@ -112,39 +110,3 @@ def _problem(action: Callable[[], None]) -> str | None:
     except CalibrationError as error:
         return str(error)
     return None
-
-
-class PrecisionEndpoint:
-    """Precision: ``GET`` asks what is in force, ``POST`` with an object of changes makes them (``dymoe_precision``).
-    Predictor: ``POST`` writes what was trained (``dymoe_predictor``)."""
-
-    name = "dymoe"
-    required_tasks = ("generate",)
-
-    def attach_router(self, app: FastAPI) -> None:
-        @app.get(PATH)
-        async def ask(request: Request) -> dict[str, Any]:
-            return await _call(request.app.state, "dymoe_precision", {})
-
-        @app.post(PATH)
-        async def change(request: Request, changes: dict[str, Any]) -> dict[str, Any]:
-            return await _call(request.app.state, "dymoe_precision", changes)
-
-        @app.post(PREDICTOR_PATH)
-        async def write(request: Request) -> dict[str, Any]:
-            return await _call(request.app.state, "dymoe_predictor", {})
-
-    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        state.dymoe_engine = engine_client
-
-
-async def _call(state: Any, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The answers of all ranks; a sentence of ours is the client's mistake."""
-    try:
-        return {"ranks": await state.dymoe_engine.collective_rpc(method, kwargs=arguments)}
-    except Exception as error:
-        _, ours, sentence = str(error).partition("vllm-dymoe: ")
-        if not ours:
-            raise
-        # What vLLM's executor adds is of no use to the client.
-        raise HTTPException(400, ours + sentence.partition("', please check the stack trace")[0]) from error

@@ -10,3 +10,9 @@ def store(tmp_path):
     store = write(tmp_path / "store")
     yield store
     store.close()
+
+
+@pytest.fixture(autouse=True)
+def own_runtime_folder(tmp_path_factory, monkeypatch):
+    """Where replicated ranks have their sockets."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))

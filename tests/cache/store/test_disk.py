@@ -6,7 +6,9 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +17,7 @@ import torch
 
 from tests.cache.store.stores import as_older, read, write
 from tests.small_model import make_experts, make_store
-from vllm_dymoe.cache.store import MANIFEST, DamagedStoreError, FileStore, StoreError
+from vllm_dymoe.cache.store import MANIFEST, DamagedStoreError, FileStore, StoreError, files
 from vllm_dymoe.cache.store.disk import (
     RATES,
     DiskRates,
@@ -26,9 +28,9 @@ from vllm_dymoe.cache.store.disk import (
     set_direct,
     storage_of,
 )
-from vllm_dymoe.cache.store.durable import open_regular
 from vllm_dymoe.cache.store.files import file_name
 from vllm_dymoe.cache.store.header import read_header
+from vllm_dymoe.durable import open_regular
 from vllm_dymoe.experts.format import SliceKey, all_keys
 
 WAYS = [Reading(direct=True, depth=4), Reading(drops=True), Reading(check="always"), Reading(bytes_per_second=1e9)]
@@ -278,3 +280,38 @@ def test_a_process_that_is_killed_while_memory_fills_leaves_the_store_as_it_was(
     assert {path.name: path.read_bytes() for path in store.folder.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
     read(store, SliceKey(1, 3, 4))
+
+
+def test_a_disk_that_wants_one_read_at_a_time_does_not_wait_for_checksums(tmp_path, monkeypatch):
+    """Another thread reads the next expert while one is checked; never do two read at once."""
+    store = write(tmp_path / "store")
+    store.reading = Reading(direct=True, depth=1)
+    if not store._direct:
+        pytest.skip("this file system cannot be read past the page cache")
+    keys = list(all_keys(store.experts))[:2]
+    real, under_way, most, begun = files.read_direct, 0, 0, [threading.Event() for _ in keys]
+    lock, check = threading.Lock(), store.check
+
+    def read(file, destination, offset):
+        nonlocal under_way, most
+        with lock:
+            under_way += 1
+            most = max(most, under_way)
+            next(event for event in begun if not event.is_set()).set()
+        try:
+            return real(file, destination, offset)
+        finally:
+            with lock:
+                under_way -= 1
+
+    def checked(*arguments):
+        assert begun[1].wait(20), "the second read waits for the first one's checksums"
+        check(*arguments)
+
+    monkeypatch.setattr(files, "read_direct", read)
+    monkeypatch.setattr(store, "check", checked)
+    with ThreadPoolExecutor(store.depth) as pool:
+        slots = [torch.empty(store.experts.formats[key.bits].nbytes, dtype=torch.uint8) for key in keys]
+        list(pool.map(store.read_into, keys, slots))
+    assert most == 1
+    store.close()

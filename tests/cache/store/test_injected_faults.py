@@ -1,4 +1,4 @@
-"""Every policy call and allocation of the store fails once, in turn: a sentence, a good store, and nothing left behind.
+"""Every system call and allocation of the store fails once, in turn: a sentence, a good store, and nothing left behind.
 
 ``STEPS`` are what a start does with a store. Each is run once to count its calls, and then once for each call, which
 fails. A start may fail with a StoreError only; a store that was good before is the same files afterwards; and no
@@ -12,18 +12,19 @@ import gc
 import mmap
 import os
 import shutil
+import socket
 
 import pytest
 import torch
 
 from tests.small_model import make_experts
 from vllm_dymoe.cache.host_cache import HostCache
-from vllm_dymoe.cache.store import FileStore, Manifest, StoreError, whole_host_cache
+from vllm_dymoe.cache.store import FileStore, Manifest, StoreError, shared, whole_host_cache
 from vllm_dymoe.cache.store import mapped as mapping
 from vllm_dymoe.cache.store.disk import RATES, Reading
-from vllm_dymoe.cache.store.durable import all_leftovers, clean, is_temporary
 from vllm_dymoe.cache.store.shared import SharedMemory, Turn
 from vllm_dymoe.cache.store.writer import StoreWriter
+from vllm_dymoe.durable import all_leftovers, clean, is_temporary
 from vllm_dymoe.experts.format import all_keys
 from vllm_dymoe.quantize.dummy import random_store
 
@@ -32,7 +33,8 @@ CALLS = [
     (os, "open"), (os, "close"), (os, "fstat"), (os, "stat"), (os, "pread"), (os, "preadv"), (os, "pwrite"),
     (os, "fsync"), (os, "ftruncate"), (os, "rename"), (os, "mkdir"), (os, "unlink"), (os, "fchmod"), (os, "chmod"),
     (os, "listdir"), (os, "memfd_create"), (os, "posix_fadvise"), (fcntl, "flock"), (fcntl, "fcntl"), (mmap, "mmap"),
-    (shutil, "disk_usage"), (mapping, "map_file"),
+    (shutil, "disk_usage"), (mapping, "map_file"), (shared, "_unix_socket"), (socket, "send_fds"),
+    (socket, "recv_fds"),
 ]  # fmt: skip
 ALLOCATIONS = [(torch, "empty"), (torch, "frombuffer"), (mmap, "mmap")]
 
@@ -70,13 +72,14 @@ def measure(folder):
 
 
 def share(folder):
-    files = FileStore(folder)
-    try:
-        level = HostCache(files, whole_host_cache(EXPERTS), shared=SharedMemory(folder, Turn(folder)))
-        level.fill()
-        level.release()
-    finally:
-        files.close()
+    """A rank fills the copy, and another one takes it."""
+    with contextlib.ExitStack() as ranks:
+        for _ in range(2):
+            files = FileStore(folder)
+            ranks.callback(files.close)
+            level = HostCache(files, whole_host_cache(EXPERTS), shared=SharedMemory(folder, Turn(folder)))
+            level.fill()
+            ranks.callback(level.release)
 
 
 def write_again(folder):

@@ -20,7 +20,7 @@ from tests.small_model import make_experts
 from vllm_dymoe.experts.format import SliceKey
 from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.cache.store import FileStore, Manifest
-from vllm_dymoe.cache.store.durable import all_leftovers, clean
+from vllm_dymoe.durable import all_leftovers, clean
 from vllm_dymoe.cache.store.writer import StoreWriter
 
 root, kills, namespace = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "1"

@@ -1,8 +1,10 @@
 """Experts that several ranks of a machine have are in its memory once, as the kernel counts, and go with the last."""
 
+import contextlib
 import fcntl
 import multiprocessing
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -11,12 +13,18 @@ import xxhash
 from tests.cache.store.stores import write
 from tests.small_model import make_experts
 from vllm_dymoe.cache.host_cache import HostCache
-from vllm_dymoe.cache.store import DamagedStoreError, FileStore, StoreError, whole_host_cache
-from vllm_dymoe.cache.store.shared import SharedMemory, Turn
+from vllm_dymoe.cache.store import DamagedStoreError, FileStore, HostMemoryError, StoreError, whole_host_cache
+from vllm_dymoe.cache.store.shared import Offer, SharedMemory, Turn
 from vllm_dymoe.experts.format import all_keys
 
 EXPERTS = make_experts(layers=3, num_experts=16, hidden=256, intermediate=256)
 KEYS = list(all_keys(EXPERTS))
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs another user's files and processes")
+
+
+def runtime_folder():
+    """Where sockets are."""
+    return Path(os.environ["XDG_RUNTIME_DIR"]) / f"vllm-dymoe-{os.geteuid()}"
 
 
 def make_host_cache(folder):
@@ -127,52 +135,159 @@ def folder(tmp_path):
     return tmp_path / "rank-0-0"
 
 
-def plant(folder, *, seals=0, content=b""):
-    """A copy that another user has put where ranks look for one, filled with something else."""
+def make_memfd(folder, *, seals=0, content=b"", owner=-1):
+    """A file as a copy of the experts is, by its name and its size."""
     shared = SharedMemory(folder, Turn(folder))
     file = os.memfd_create(shared._name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(file, whole_host_cache(EXPERTS))
     os.pwrite(file, content, 0)
+    os.fchown(file, owner, -1)
     fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
-    return file
+    return shared._name, file
 
 
-def seals_of_ours(folder):
+@contextlib.contextmanager
+def offered(folder, **how):
+    """A copy that some process of this user offers, filled with something else."""
+    name, file = make_memfd(folder, **how)
+    offer = Offer(name, file)
+    yield name
+    offer.close()
+    os.close(file)
+
+
+def sealed_and_content(folder):
     host_cache, shared = make_host_cache(folder)
     try:
-        return fcntl.fcntl(shared._file, fcntl.F_GET_SEALS)
+        return fcntl.fcntl(shared._file, fcntl.F_GET_SEALS), os.pread(shared._file, whole_host_cache(EXPERTS), 0)
     finally:
         host_cache.close()
 
 
-def test_a_copy_that_is_not_complete_is_not_taken(folder):
-    """Nor one that can be cut off, which would end its readers with SIGBUS."""
-    files = [plant(folder), plant(folder, seals=fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)]
+def is_found(folder):
     host_cache, shared = make_host_cache(folder)
-    assert not shared.found
     host_cache.close()
-    for file in files:
-        os.close(file)
+    return shared.found
 
 
-def test_a_copy_of_another_user_is_not_taken(folder, monkeypatch):
-    file = plant(folder, seals=seals_of_ours(folder))
-    os.fchown(file, 12345, -1) if os.geteuid() == 0 else monkeypatch.setattr(os, "geteuid", lambda: 12345)
+def test_a_copy_is_taken_from_the_private_folder_and_from_nowhere_else(folder):
+    """What a process makes by the same name, with the same seals and bytes, is no copy: any process could."""
+    seals, content = sealed_and_content(folder)
+    _, file = make_memfd(folder, seals=seals, content=content)
+    assert not is_found(folder)
+    os.close(file)
+    with offered(folder, seals=seals, content=content):
+        assert is_found(folder)
+
+
+@pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK])
+def test_a_copy_that_is_not_complete_is_not_taken(folder, seals):
+    """Nor one that can be cut off, which would end its readers with SIGBUS."""
+    with offered(folder, seals=seals):
+        assert not is_found(folder)
+
+
+@as_root
+def test_a_copy_of_another_user_is_not_taken(folder):
+    seals, content = sealed_and_content(folder)
+    with offered(folder, seals=seals, content=content, owner=12345):
+        assert not is_found(folder)
+
+
+def offer_and_ask(sockets, planted, file, pipe):
+    """Offer a copy to one process; when told to, ask for one at every other socket, and tell what came."""
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(f"{sockets}/{planted}")
+        listening.listen()
+        pipe.send("listens")
+        asking, _ = listening.accept()
+        with contextlib.suppress(OSError):
+            socket.send_fds(asking, [b"."], [file])
+        pipe.recv()
+    received = []
+    for path in sockets.iterdir():
+        if path.name != planted:
+            with socket.socket(socket.AF_UNIX) as asking:
+                asking.connect(str(path))
+                received += socket.recv_fds(asking, 1, 1)[1]
+    pipe.send(received)
+
+
+@as_root
+def test_another_user_neither_offers_a_copy_nor_gets_one(folder):
+    """Also where they could enter the folder, whose mode keeps them out."""
+    seals, content = sealed_and_content(folder)
+    name, file = make_memfd(folder, seals=seals, content=content)
+    sockets = runtime_folder()
+    for part in (sockets, *sockets.parents):  # of pytest's folders, too
+        if part.stat().st_mode & 0o077 == 0:
+            part.chmod(0o777)
+    pipe, theirs = multiprocessing.Pipe()
+    if (child := os.fork()) == 0:
+        try:
+            os.setuid(12345)
+            offer_and_ask(sockets, f"{name}.planted", file, theirs)
+        except BaseException as error:
+            theirs.send(repr(error))
+        finally:
+            os._exit(0)
+    assert pipe.poll(60)
+    assert pipe.recv() == "listens"
+    sockets.chmod(0o700)
     host_cache, shared = make_host_cache(folder)
     assert not shared.found
+    for part in (sockets, *sockets.iterdir()):
+        part.chmod(0o777)
+    pipe.send("ask")
+    assert pipe.poll(60)
+    assert pipe.recv() == []
+    os.waitpid(child, 0)
+    sockets.chmod(0o700)
     host_cache.close()
     os.close(file)
+
+
+@pytest.mark.parametrize("how", ["mode", "link", "file"])
+def test_a_folder_of_sockets_that_others_can_use_is_refused(folder, tmp_path, how):
+    place = runtime_folder()
+    if how == "mode":
+        place.mkdir()
+        place.chmod(0o777)
+    elif how == "link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        place.symlink_to(tmp_path / "elsewhere")
+    else:
+        place.touch()
+    files = FileStore(folder)
+    with pytest.raises(HostMemoryError):
+        HostCache(files, whole_host_cache(EXPERTS), shared=SharedMemory(folder, Turn(folder)))
+    files.close()
+
+
+def test_a_long_path_to_the_folder_of_sockets_will_do(folder, tmp_path, monkeypatch):
+    (tmp_path / ("long" * 50)).mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / ("long" * 50)))
+    host_cache, _ = make_host_cache(folder)
+    assert is_found(folder)
+    host_cache.close()
+
+
+def test_a_socket_whose_process_has_died_is_removed(folder):
+    name, _ = make_memfd(folder)
+    runtime_folder().mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(f"{runtime_folder()}/{name}.dead")
+    assert not is_found(folder)
+    assert list(runtime_folder().iterdir()) == []
 
 
 def test_a_copy_with_other_bytes_is_refused(folder):
-    file = plant(folder, seals=seals_of_ours(folder), content=b"\x00" * 5000)
-    with pytest.raises(StoreError) as caught:
-        make_host_cache(folder)
-    assert not isinstance(caught.value, DamagedStoreError), "the store itself is good"
-    os.close(file)
-    host_cache, shared = make_host_cache(folder)
-    assert not shared.found
-    host_cache.close()
+    seals, _ = sealed_and_content(folder)
+    with offered(folder, seals=seals, content=b"\x00" * 5000):
+        with pytest.raises(StoreError) as caught:
+            make_host_cache(folder)
+        assert not isinstance(caught.value, DamagedStoreError), "the store itself is good"
+    assert not is_found(folder)
 
 
 def test_what_is_published_can_neither_be_cut_off_nor_written_to(folder):

@@ -11,11 +11,12 @@ import torch
 
 from tests.cache.store.stores import read, write
 from tests.small_model import fill, make_experts, make_store
-from vllm_dymoe.cache.store import MANIFEST, Manifest, StoreError, durable, files
+from vllm_dymoe import durable
+from vllm_dymoe.cache.store import MANIFEST, Manifest, StoreError, files
 from vllm_dymoe.cache.store.disk import RATES, DiskRates
-from vllm_dymoe.cache.store.durable import clean, is_temporary, keep_beside, replace_file
 from vllm_dymoe.cache.store.files import file_name
 from vllm_dymoe.cache.store.writer import StoreWriter
+from vllm_dymoe.durable import clean, is_temporary, keep_beside, replace_file
 from vllm_dymoe.experts.format import Projection, SliceKey
 from vllm_dymoe.quantize import QUANTIZERS
 from vllm_dymoe.quantize.packer import ExpertPacker

@@ -82,6 +82,14 @@ def compressed_tensors(matrix, *, symmetric=True):
     return parts
 
 
+def int_quantized(matrix, *, symmetric=True):
+    """compressed-tensors' signed bytes."""
+    parts = {"weight": (matrix.codes.short() - 128).to(torch.int8), "weight_scale": matrix.scales}
+    if not symmetric:
+        parts["weight_zero_point"] = (matrix.zero_points.short() - 128).to(torch.int8)
+    return parts
+
+
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
 _WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
 _HALVES = {"dtype": torch.float16, "symmetric": True}
@@ -104,6 +112,23 @@ INTEGERS = {
         },
         compressed_tensors,
         {"dtype": torch.bfloat16, "symmetric": True},
+    ),
+    # W8A8, of which the weights alone are taken.
+    "int8": (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "ignore": ["lm_head", "re:.*gate$"],
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": _WEIGHTS | {"num_bits": 8},
+                    "input_activations": {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True},
+                }
+            },
+        },
+        int_quantized,
+        {"dtype": torch.bfloat16, "symmetric": True, "bits": 8},
     ),
 }
 

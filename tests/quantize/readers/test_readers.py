@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import dequantize as dequantize_by_tool
 from safetensors.torch import load_file
 
 from tests.quantize.readers.kinds import (
@@ -18,14 +20,16 @@ from tests.quantize.readers.kinds import (
     compressed_tensors,
     float_parts,
     gptq,
+    int_quantized,
     random_floats,
     random_integers,
 )
 from tests.quantize.readers.test_configurations import AWQ, CHANNEL8, GPTQ, GROUP4, ROUND, pack_quantized
-from vllm_dymoe.experts.encoding import FP8
+from vllm_dymoe.experts.encoding import FP8, STEPS
 from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels import dequantize, unpack
 from vllm_dymoe.quantize.readers import make_reader
+from vllm_dymoe.quantize.readers.base import describe
 
 LAST = "compressed-tensors-4-asymmetric"
 INTEGERS = {
@@ -249,3 +253,30 @@ def test_tensors_that_are_damaged_or_disagree_are_named(kind, changes, part, cha
     tensors, reader = golden(kind, **changes)
     with pytest.raises(ValueError, match=sentence):
         reader.read(tensors | {part: change(tensors[part])}, *tensors["weights"].shape)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("strategy", "group_size"), [("channel", None), ("group", 64), ("tensor", None)])
+def test_signed_bytes_are_what_compressed_tensors_makes_of_them(strategy, group_size, symmetric):
+    """W8A8 checkpoints, whose weights alone are taken, beside the tool's own dequantization."""
+    weights = CHANNEL8 | {"strategy": strategy, "group_size": group_size, "symmetric": symmetric}
+    matrix = random_integers(48, 128, group_size, bits=8, symmetric=symmetric, dtype=torch.bfloat16)
+    config = pack_quantized(weights, format="int-quantized", input_activations={"num_bits": 8, "dynamic": True})
+    tensors = int_quantized(matrix, symmetric=symmetric)
+    if strategy == "tensor":
+        tensors = {part: tensor if part == "weight" else tensor[:1, 0] for part, tensor in tensors.items()}
+        if not symmetric:
+            return  # vLLM and the tool have one zero point for a tensor only of activations
+    reader = make_reader(config)
+    found = reader.read(tensors, 48, 128)
+    args = QuantizationArgs(num_bits=8, type="int", strategy=strategy, group_size=group_size, symmetric=symmetric)
+    scale = tensors["weight_scale"] if strategy != "tensor" else tensors["weight_scale"].view(1)
+    want = dequantize_by_tool(tensors["weight"], scale, tensors.get("weight_zero_point"), args)
+    assert torch.equal(found.dequantize(), want)
+    form = MatrixFormat(48, 128, STEPS[8], 32, torch.bfloat16, integer_zeros=not symmetric)
+    section = torch.empty(form.nbytes, dtype=torch.uint8)
+    found.pack(form, section)
+    assert torch.equal(dequantize(form.view(section), torch.bfloat16), want)
+    assert "activations stay at 16 bits" in describe(reader, (8,), "rtn")
+    with pytest.raises(ValueError, match="weight_scale has shape"):
+        reader.read(tensors | {"weight_scale": torch.ones(48, 7)}, 48, 128)

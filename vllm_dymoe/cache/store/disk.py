@@ -23,8 +23,8 @@ from typing import Literal
 import torch
 
 from vllm_dymoe.cache.pages import machine
-from vllm_dymoe.cache.store.durable import keep_beside, kept_beside
 from vllm_dymoe.cache.store.manifest import BLOCK
+from vllm_dymoe.durable import keep_beside, kept_beside
 
 RATES = "disk.json"
 MEASURED_STARTS = 3
@@ -200,7 +200,7 @@ def _mounted(folder: Path) -> str:
 
 
 def _block_device(number: str) -> str:
-    """Model, serial number and size of a local disk, as far as the policy names them."""
+    """Model, serial number and size of a local disk, as far as the system names them."""
     device = _BLOCK_DEVICES / number
     said = []
     for name in ("device/model", "device/serial", "size"):

@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import resource
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -34,10 +35,10 @@ from vllm_dymoe.cache.store.disk import (
     read_direct,
     set_direct,
 )
-from vllm_dymoe.cache.store.durable import close_file, open_regular, replace_file
-from vllm_dymoe.cache.store.header import TensorPlace, read_header, read_metadata, validate
+from vllm_dymoe.cache.store.header import TensorPlace, read_header, read_metadata
 from vllm_dymoe.cache.store.manifest import MANIFEST, STORE_VERSION, Manifest
 from vllm_dymoe.cache.store.mapped import MappedFile, lost_pages
+from vllm_dymoe.durable import close_file, open_regular, replace_file
 from vllm_dymoe.experts.format import EVERY_PROJECTION, ModelExperts, Projection, SliceKey, SlicePlace, all_keys
 from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels import native
@@ -104,7 +105,7 @@ class FileStore(HostStore):
             )
         self.experts = held if layers is None else replace(held, layers=layers)
         self.counts, self._pacer = DiskCounts(), Pacer()
-        self._reading, self._direct = Reading(), False
+        self._reading, self._direct, self._turns = Reading(), False, threading.Semaphore()
         self._layers: list[_Layer] = []
         self._descriptors: list[int] = []
         self._verified: dict[SliceKey, frozenset[int]] = {}
@@ -133,7 +134,7 @@ class FileStore(HostStore):
 
     @reading.setter
     def reading(self, way: Reading) -> None:
-        self._reading = way
+        self._reading, self._turns = way, threading.Semaphore(way.depth)
         self._direct = all([set_direct(layer.file, direct=way.direct) for layer in self._layers])
         if not self._direct:
             for layer in self._layers:
@@ -141,7 +142,9 @@ class FileStore(HostStore):
 
     @property
     def depth(self) -> int:
-        return self.reading.depth
+        """One thread more than the disk wants reads at once, where each of them also checks what it has read: the disk
+        does not wait for that."""
+        return self.reading.depth + self._direct
 
     @property
     def occupies_cores(self) -> bool:
@@ -282,7 +285,8 @@ class FileStore(HostStore):
             raise BlockingIOError(errno.EAGAIN, "a disk has to be waited for")
         try:
             if direct:
-                done, from_disk = read_direct(file, destination, offset), True
+                with self._turns:
+                    done, from_disk = read_direct(file, destination, offset), True
             else:
                 done, from_disk = _read_cached(file, destination, offset, wait=wait)
         except BlockingIOError:
@@ -341,15 +345,7 @@ class FileStore(HostStore):
             raise _cannot_read(path, error) from error
 
     def _read_tables(self, layer_index: int, path: Path, file: int, slices: Mapping[int, SlicePlace]) -> _Layer:
-        size = self._stamps[-1].size
         places = read_header(path, file)
-        reserved = max((place.end for place in places.values()), default=0)
-        if reserved > size:
-            raise DamagedStoreError(
-                f"{path} has {size} bytes where its header promises {reserved}; "
-                f"the file was truncated: {_again(path.parent)}."
-            )
-        validate(path, file)
         count, begins, expected = self.experts.num_experts, {}, {}
         for bits, (packed, stride, start, number, parts) in slices.items():
             begins[bits] = _locate(path, places, f"{packed}bit.blobs", count * stride).begin + start, stride

@@ -51,8 +51,8 @@ def make_header(
 
 
 def read_header(path: Path, file: int) -> dict[str, TensorPlace]:
-    """Where the tensors of a safetensors file lie, by name; DamagedStoreError if it is none, OSError if it cannot be
-    read."""
+    """Where the tensors of a safetensors file lie, by name, once safetensors itself has checked the header and the
+    file's length; DamagedStoreError if something is wrong, StoreError if it cannot be read."""
     length = int.from_bytes(os.pread(file, 8, 0), "little")
     try:
         if not 0 < length <= _MOST_HEADER_BYTES:
@@ -65,24 +65,31 @@ def read_header(path: Path, file: int) -> dict[str, TensorPlace]:
             if not 8 + length <= begin <= end:
                 raise ValueError(f"a tensor from byte {begin} to {end}")
             places[name] = TensorPlace(name, path, tensor["dtype"], tuple(tensor["shape"]), begin, end)
-        return places
+        size, reserved = os.fstat(file).st_size, max((place.end for place in places.values()), default=0)
     except OSError as error:
         raise StoreError(f"{path} cannot be read ({error.strerror or error}); check its disk.") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedStoreError(f"{path} is not a safetensors file ({error}); write the store again.") from error
+    if reserved > size:
+        raise DamagedStoreError(
+            f"{path} has {size} bytes where its header promises {reserved}; the file was truncated: write the store "
+            "again."
+        )
+    _validate(path, file)
+    return places
 
 
 def read_metadata(file: int) -> dict[str, str]:
     """What a safetensors file says of itself; empty if it says nothing, or is none."""
     try:
         length = int.from_bytes(os.pread(file, 8, 0), "little")
-        found: dict[str, str] = json.loads(os.pread(file, min(length, _MOST_HEADER_BYTES), 8))["__metadata__"]
-        return found
+        found = json.loads(os.pread(file, min(length, _MOST_HEADER_BYTES), 8))["__metadata__"]
+        return found if isinstance(found, dict) else {}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
 
 
-def validate(path: Path, file: int) -> None:
+def _validate(path: Path, file: int) -> None:
     """Have safetensors check the header of an open file, whose tensors fill it without a gap; DamagedStoreError if it
     is refused, StoreError if it could not be read."""
     try:

@@ -11,7 +11,7 @@ import torch
 from pydantic import PlainSerializer, TypeAdapter
 
 from vllm_dymoe.cache.store.base import DamagedStoreError, StoreError
-from vllm_dymoe.cache.store.durable import read_regular
+from vllm_dymoe.durable import read_regular
 from vllm_dymoe.experts.encoding import CODEBOOKS, LATTICES, encoding_of
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, nested
 

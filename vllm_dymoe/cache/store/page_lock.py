@@ -17,7 +17,7 @@ class CudaPageLock:
     """Locks host memory for one device, by ``cudaHostRegister``.
 
     Attributes:
-        node: the NUMA node that is nearest to the device; None where there is one node, or the policy names none.
+        node: the NUMA node that is nearest to the device; None where there is one node, or the system names none.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,7 +50,7 @@ class CudaPageLock:
 
 
 def node_of(pci_address: str) -> int | None:
-    """NUMA node of a PCI device; None where there is only one node, or the policy names none."""
+    """NUMA node of a PCI device; None where there is only one node, or the system names none."""
     if not several_nodes():
         return None
     try:

@@ -1,27 +1,38 @@
 """One copy of experts in host memory for the ranks of a machine that have the same: one reads them, others map it.
 
 The copy is a file in no folder (``memfd``), which goes with the last process that has it, however that ends. Ranks take
-turns behind a lock beside the store, so that a copy that is found is filled.
+turns behind a lock beside the store, so that a copy that is found is filled. Every rank that has it offers it to the
+next one at a Unix socket of its own, in a folder that only this user can enter:
+
+    $XDG_RUNTIME_DIR or /tmp / vllm-dymoe-UID / COPY.RANDOM
 """
 
 import contextlib
 import errno
 import fcntl
-import glob
 import hashlib
 import os
+import secrets
+import socket
+import struct
+import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from vllm_dymoe.cache.store.base import HostMemoryError, StoreError
-from vllm_dymoe.cache.store.durable import close_file, make_folders
 from vllm_dymoe.cache.store.manifest import MANIFEST
 from vllm_dymoe.cache.store.mapped import map_file
+from vllm_dymoe.durable import close_file, make_folders, open_private
 
 _WHOLE = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK  # no process can cut it off, which would end its readers with SIGBUS
 _FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE, linux/fcntl.h: mappings that are there may write, and no others
+_SECONDS = 5.0  # in which a process that lives hands a descriptor over; one that is stopped is not waited for
+_PAUSE = 0.05
+_CREDENTIALS = struct.Struct("3i")  # process, user and group, ``struct ucred`` of unix(7)
 
 
 class Turn:
@@ -61,6 +72,95 @@ class Turn:
             self._file = -1
 
 
+class Offer:
+    """Hands a descriptor to this user's processes that ask for it by a name, until it is closed."""
+
+    def __init__(self, name: str, file: int) -> None:
+        self._file, self._closed, path = file, False, f"{name}.{secrets.token_hex(4)}"
+        with contextlib.ExitStack() as undo:
+            folder = _sockets()
+            undo.callback(close_file, folder)
+            self._socket = undo.enter_context(_unix_socket())
+            self._socket.bind(_inside(folder, path))
+            undo.callback(_remove, folder, path)
+            self._socket.listen()
+            self._thread = threading.Thread(target=self._answer, name="vllm-dymoe shared experts", daemon=True)
+            self._thread.start()
+            self._undo = undo.pop_all()
+
+    def close(self) -> None:
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # which ends the thread's waiting
+        self._thread.join()
+        self._undo.close()
+
+    def _answer(self) -> None:
+        while not self._closed:
+            try:
+                asking, _ = self._socket.accept()
+            except OSError:  # no descriptor is left, or it is closed
+                time.sleep(_PAUSE)
+                continue
+            with asking, contextlib.suppress(OSError):  # who asks may have ended meanwhile
+                asking.settimeout(_SECONDS)
+                if _user_of(asking) == os.geteuid():
+                    socket.send_fds(asking, [b"."], [self._file])
+
+
+def ask_for(name: str) -> Iterator[int]:
+    """Descriptors that this user's processes offer by a name, which are the caller's; OSError if the folder of their
+    sockets is not this user's alone. Sockets of processes that have died are removed."""
+    folder = _sockets()
+    try:
+        for path in sorted(os.listdir(folder)):
+            if path.startswith(f"{name}."):
+                yield from _received(folder, path)
+    finally:
+        close_file(folder)
+
+
+def _received(folder: int, path: str) -> list[int]:
+    """A descriptor from one socket; none if no process of this user hands one over."""
+    with contextlib.suppress(OSError), _unix_socket() as asking:
+        asking.settimeout(_SECONDS)
+        try:
+            asking.connect(_inside(folder, path))
+        except ConnectionRefusedError:
+            _remove(folder, path)
+            return []
+        if _user_of(asking) == os.geteuid():
+            return list(socket.recv_fds(asking, 1, 1, socket.MSG_CMSG_CLOEXEC)[1])
+    return []
+
+
+def _remove(folder: int, path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path, dir_fd=folder)
+
+
+def _unix_socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+
+
+def _sockets() -> int:
+    """The folder of this user's sockets, opened."""
+    given = os.environ.get("XDG_RUNTIME_DIR", "")
+    root = given if given and os.access(given, os.W_OK) else tempfile.gettempdir()
+    return open_private(Path(root) / f"vllm-dymoe-{os.geteuid()}")
+
+
+def _inside(folder: int, path: str) -> str:
+    """An address of a socket in a folder that is open: the folder's own path may be too long for one."""
+    return f"/proc/self/fd/{folder}/{path}"
+
+
+def _user_of(connected: socket.socket) -> int:
+    """The user whose process is at the other end."""
+    told = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(told)[1])
+
+
 class SharedMemory:
     """The copy that a store's processes share; ``begin``, ``map`` all of it in order, ``publish`` when it is filled.
 
@@ -79,6 +179,7 @@ class SharedMemory:
         said = f"{folder.resolve()} {status.st_ino} {status.st_mtime_ns}"
         self._name = f"dymoe-{hashlib.sha256(said.encode()).hexdigest()[:16]}"
         self._turn, self._file, self._begin, self.found = turn, -1, 0, False
+        self._offer: Offer | None = None  # once it is published
         self._locked = False  # a driver has locked it, which takes only memory that is writable
 
     def begin(self, nbytes: int) -> None:
@@ -86,7 +187,8 @@ class SharedMemory:
         room."""
         self.close()
         self._turn.begin()
-        self._file, self._begin, self._locked = self._find(nbytes), 0, False
+        with self._refusals():
+            self._file, self._begin, self._locked = self._find(nbytes), 0, False
         self.found = self._file >= 0
         if not self.found:
             with self._refusals():
@@ -104,14 +206,18 @@ class SharedMemory:
 
     def publish(self) -> None:
         """It is filled, and what it holds is checked: others may take their turn, and find it."""
-        if not self.found:
-            with self._refusals():
+        with self._refusals():
+            if not self.found:
                 seals = fcntl.F_SEAL_SEAL | (0 if self._locked else _FUTURE_WRITE)
                 fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, seals)
+            self._offer = Offer(self._name, self._file)
         self._turn.end()
 
     def close(self) -> None:
         """Not to be found here any more; memory that is mapped stays."""
+        if self._offer is not None:
+            self._offer.close()
+            self._offer = None
         if self._file >= 0:
             close_file(self._file)
             self._file = -1
@@ -126,16 +232,12 @@ class SharedMemory:
             raise HostMemoryError(f"memory that ranks share could not be had ({error.strerror})") from error
 
     def _find(self, nbytes: int) -> int:
-        """A descriptor of the copy in whatever process has it, which the kernel shows by its name; -1 without one."""
-        for place in glob.iglob("/proc/[0-9]*/fd/*"):
-            try:
-                if os.readlink(place).startswith(f"/memfd:{self._name} "):
-                    found = os.open(place, os.O_RDWR | os.O_CLOEXEC)
-                    if _is_published(found, nbytes):
-                        return found
-                    close_file(found)
-            except OSError:  # it has ended meanwhile, or belongs to another user
-                continue
+        """A descriptor of the copy from any process that has it; -1 without one."""
+        for found in ask_for(self._name):
+            with contextlib.suppress(OSError):
+                if _is_published(found, nbytes):
+                    return found
+            close_file(found)
         return -1
 
 

@@ -15,7 +15,10 @@ from pathlib import Path
 import torch
 
 from vllm_dymoe.cache.store.base import DamagedStoreError, StoreError
-from vllm_dymoe.cache.store.durable import (
+from vllm_dymoe.cache.store.files import FileStore, checksum, digest_of, file_name, write_manifest
+from vllm_dymoe.cache.store.header import make_header, read_header
+from vllm_dymoe.cache.store.manifest import MANIFEST, ErrorRecord, Manifest
+from vllm_dymoe.durable import (
     close_file,
     create,
     make_folders,
@@ -25,9 +28,6 @@ from vllm_dymoe.cache.store.durable import (
     sync_folder,
     write_at,
 )
-from vllm_dymoe.cache.store.files import FileStore, checksum, digest_of, file_name, write_manifest
-from vllm_dymoe.cache.store.header import make_header, read_header
-from vllm_dymoe.cache.store.manifest import MANIFEST, ErrorRecord, Manifest
 from vllm_dymoe.experts.format import Projection, SliceKey
 from vllm_dymoe.units import too_small
 

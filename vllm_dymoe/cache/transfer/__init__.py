@@ -1,4 +1,4 @@
-"""Moving bytes from the host store into slots: tickets, priorities, and a delivery for each kind of device."""
+"""Transfers from the host store into slots: tickets, priorities, and a delivery for each kind of device."""
 
 import functools
 
@@ -18,7 +18,10 @@ def make_engine(
     link_gbps: float | None = None,  # 1e9 bytes per second of an emulated link, on a CPU; None for none
     io_threads: int | None = None,  # threads that read ahead, 0 for none; as many as the store says if None
 ) -> TransferEngine:
-    """The engine for ``device``, where the slots are; ValueError for an emulated link where there is a real one."""
+    """Make the transfer engine for ``device``, which has the slots.
+
+    Raises ValueError for an emulated link to a device that has a real one.
+    """
     threads = store.depth if io_threads is None else io_threads
     if device.type == "cpu":
         if link_gbps is None:

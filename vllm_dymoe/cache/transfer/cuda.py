@@ -1,7 +1,7 @@
 """Delivery to a CUDA device: copies on streams of their own, ordered by events.
 
-Two orders make a slot safe: a copy into it waits for the event behind its last reader, and computation waits for the
-event behind the copy. The host waits for neither.
+Two rules make a slot safe: a copy into it waits for the event of its last reader, and computation waits for the event
+of the copy. The host waits for neither.
 """
 
 import threading
@@ -18,8 +18,10 @@ from vllm_dymoe.experts.format import Projection
 
 
 class CudaStreams:
-    """Asynchronous copies, on a stream for demand and one of lower priority for everything else, and events that order
-    them with computation."""
+    """Asynchronous copies, and the events that order them with computation.
+
+    One stream is for demand, another one of lower priority for everything else.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -27,7 +29,7 @@ class CudaStreams:
         self._background = torch.cuda.Stream(device, priority=0)
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor, *, urgent: bool, after: Any) -> torch.cuda.Event:
-        """Enqueue a copy from pinned memory behind ``after`` (an event or None); returns the event behind it."""
+        """Enqueue a copy from pinned memory after an event (or None); return the event of its end."""
         stream = self._urgent if urgent else self._background
         if after is not None:
             stream.wait_event(after)
@@ -41,7 +43,7 @@ class CudaStreams:
         torch.cuda.current_stream(self._device).wait_event(event)
 
     def record_computation(self) -> torch.cuda.Event:
-        """The event behind all computation enqueued so far."""
+        """Return an event that follows all computation enqueued so far."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -54,8 +56,10 @@ class CudaStreams:
 
 
 class StreamDelivery(Delivery):
-    """Copies by a copy engine: straight out of memory that is locked for it, all else through pinned buffers,
-    uint8 and as large as the largest packed expert each; as many transfers can be under way through them."""
+    """Copies with the device's copy engines: directly from pinned memory, else through pinned buffers.
+
+    Each buffer is uint8 and as large as the largest packed expert; their number limits the transfers through them.
+    """
 
     demanded_at_once = int(Projection.DOWN)
     """Gate and up, which one launch computes while down travels.

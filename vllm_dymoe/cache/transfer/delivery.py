@@ -1,5 +1,4 @@
-"""What a kind of device offers the transfer engine; here where the "device" is host memory, as it is or behind an
-emulated link."""
+"""Deliveries move bytes for the transfer engine; here those for host memory, with or without an emulated link."""
 
 import resource
 from abc import ABC, abstractmethod
@@ -32,7 +31,7 @@ class Delivery(ABC):
 
     @property
     def occupies_cores(self) -> bool:
-        """Whether moving bytes takes the cores that compute."""
+        """Whether moving bytes takes cores that compute."""
         return False
 
     @abstractmethod
@@ -40,14 +39,13 @@ class Delivery(ABC):
         """Move some projections of a ticket's packed expert into their part of the slot, uint8 [bytes of the
         projections].
 
-        Returns the event behind the copy, None without streams. BlockingIOError if, without ``wait``, a disk would have
-        to be waited for.
+        Returns the event of the copy, or None without streams. Raises BlockingIOError if ``wait`` is not set and the
+        bytes are not in memory.
         """
 
 
 class CpuDelivery(Delivery):
-    """Reads straight into the slot, whole packed experts in demand: each read has a fixed cost, and computation waits
-    for it."""
+    """Reads directly into the slot; in demand it reads whole packed experts, because each read has a fixed cost."""
 
     def __init__(self, store: HostStore) -> None:
         super().__init__(store)
@@ -70,11 +68,12 @@ class CpuDelivery(Delivery):
 
 
 class EmulatedLink(Delivery):
-    """What ``delivery`` moves, no sooner than over a link of a given rate, in wall-clock time.
+    """Delays what ``delivery`` moves to the rate of a given link, in wall-clock time.
 
-    On a CPU the way from the host store into a slot is a memory copy, far faster relative to computation than PCIe is
-    to a GPU's. This shows what a slower link does: as a copy engine it is one queue for all transfers, which runs
-    beside computation and takes no core but for the copy itself. So it sleeps until the last byte would arrive.
+    On a CPU the path from the host store to a slot is a memory copy, which is far faster relative to computation than
+    PCIe is for a GPU. This class shows the effect of a slower link. Like a copy engine it is one queue for all
+    transfers, runs concurrently with computation, and takes no core except for the copy itself: it sleeps until the
+    last byte would arrive.
     """
 
     demanded_at_once = 1  # an emulated transfer has no fixed cost

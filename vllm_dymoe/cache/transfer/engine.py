@@ -1,10 +1,9 @@
-"""The transfer engine: what the server asks for, how long it waits, and the order of copies with each other and with
-computation.
+"""The transfer engine: requests for transfers, waiting for them, and their order among each other and with computation.
 
-A ticket that has not begun is moved by the thread that waits for it, as far as the bytes are in memory. So a miss on
-the critical path costs a copy and no switch of threads, while threads fetch ahead in the time that computation leaves.
-Where a copy takes a core that computes, no thread is woken for what is in demand. Where copies are asynchronous, a
-background copy is issued when the demand copies before it have ended, and its piece has ended when its copy has.
+A ticket that has not begun is moved by the thread that waits for it, as far as its bytes are in memory. So a miss on
+the critical path costs a copy and no thread switch, while threads fetch ahead whenever computation leaves time. Where a
+copy takes a core that computes, no thread is woken for demand. Where copies are asynchronous, a background copy is
+issued when the demand copies before it have ended, and its piece has ended when the copy has.
 """
 
 import contextlib
@@ -30,11 +29,11 @@ _SECONDS_TO_SETTLE = 1.0
 
 
 class TransferEngine:
-    """Moves packed experts into slots, demand before prefetch before migration.
+    """Moves packed experts into slots: demand before prefetch before migration.
 
     Args:
-        waiters_move: whether a thread that waits moves bytes too; not over a link whose transfers have an order.
-        concurrency: has Lock, Condition and Thread; tests pass others than Python's own to record or decide schedules.
+        waiters_move: whether a waiting thread moves bytes as well; not over a link whose transfers have an order.
+        concurrency: provides Lock, Condition and Thread; tests pass others to record or to determine schedules.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class TransferEngine:
 
     @property
     def occupies_cores(self) -> bool:
-        """Whether transfers take the cores that compute: then the two are better done in turn."""
+        """Whether transfers take cores that compute, so that the two are better done in turn."""
         return self._delivery.occupies_cores
 
     @property
@@ -70,7 +69,7 @@ class TransferEngine:
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Leave what is moved meanwhile out of ``stats``."""
+        """Leave transfers inside this context out of ``stats``."""
         before = self._queue.count_in(TransferStats())
         try:
             yield
@@ -80,7 +79,9 @@ class TransferEngine:
     def submit(
         self, key: SliceKey, destination: torch.Tensor, reason: Reason, after: Any = None, projections: int = ALL
     ) -> Ticket:
-        """Ask for a transfer and return at once; arguments as in :class:`Ticket`. RuntimeError if it is closed."""
+        """Request a transfer and return at once; arguments as for :class:`Ticket`. Raises RuntimeError if the engine is
+        closed.
+        """
         at_once = self._delivery.demanded_at_once
         ticket = Ticket(key, destination, reason, after, projections, at_once, ready=time.perf_counter())
         piece = self._queue.submit(ticket)
@@ -89,16 +90,16 @@ class TransferEngine:
         return ticket
 
     def demand(self, ticket: Ticket) -> None:
-        """All of it is needed now: what has not arrived becomes a demand transfer."""
+        """Make what has not arrived of a ticket a demand transfer."""
         if ticket.reason is not Reason.DEMAND:
             self._run(ticket, self._queue.demand(ticket))
 
     def wait(self, ticket: Ticket, projections: int = ALL) -> None:
-        """Return when computation issued from now on will see the first ``projections`` of a packed expert; demands all
+        """Wait until computation issued from now on will see the first ``projections`` of a packed expert; demands all
         of it.
 
-        Computation is ordered behind the copies of these projections, not behind those of the others. TransferError if
-        the transfer failed, was cancelled, or took longer than the engine waits.
+        Computation is ordered after the copies of these projections, not after those of the others. Raises
+        TransferError if the transfer failed, was cancelled, or took longer than the engine waits.
         """
         begin = time.perf_counter()
         try:
@@ -134,21 +135,22 @@ class TransferEngine:
             self._queue.stats.exposed_wait_seconds += time.perf_counter() - begin
 
     def arrived(self, ticket: Ticket) -> bool:
-        """Whether the whole packed expert is there, so that ``wait`` would not block and computation would not stand
-        still."""
+        """Return whether the whole packed expert has arrived: ``wait`` would not block, and computation would not
+        stall.
+        """
         return ticket.state is State.DONE and all(self._streams.happened(event) for _, event in ticket.fences)
 
     def cancel(self, ticket: Ticket) -> bool:
-        """Take a transfer back, or what follows the piece that is moving. Whether it is cancelled now."""
+        """Cancel a transfer, or what follows the piece that is moving. Returns whether it is cancelled now."""
         return self._queue.cancel(ticket)
 
     def abandon(self, ticket: Ticket) -> None:
-        """Take a transfer back without waiting. A piece that moves ends when it will, and delays no other."""
+        """Cancel a transfer without waiting. A piece that is moving ends in its own time and delays no other."""
         if not self._queue.cancel(ticket):
             self._workers.orphan(ticket)
 
     def settle(self, ticket: Ticket) -> bool:
-        """Whether nothing writes the ticket's slot any more. Waits for a running piece, once, with a limit."""
+        """Whether nothing writes the ticket's slot any more; wait for a moving piece once, with a time limit."""
         if not self._queue.cancel(ticket):
             patience = self._timeout and min(self._timeout, _SECONDS_TO_SETTLE)
             try:
@@ -161,15 +163,15 @@ class TransferEngine:
         return True
 
     def fence(self) -> Any:
-        """The event behind the computation issued so far, for ``submit``; None where computation is synchronous."""
+        """Return the event of the computation issued so far, for ``submit``; None where computation is synchronous."""
         return None if self._delivery.streams is None else self._streams.record_computation()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Suspend all background transfers; those in demand go on.
+        """Suspend all background transfers inside this context; demand goes on.
 
-        A call from another thread would invalidate the capture of a CUDA graph. What runs is waited for on entry, with
-        a TransferError if it does not end for as long as the engine waits; the background goes on afterwards.
+        A call from another thread would invalidate the capture of a CUDA graph. On entry this waits for what is moving,
+        and raises TransferError if that does not end within the engine's time limit; background transfers then go on.
         """
         quiet = self._queue.pause(self._timeout)
         try:
@@ -183,12 +185,14 @@ class TransferEngine:
             self._queue.resume()
 
     def close(self) -> None:
-        """Cancel what is pending, finish what runs, and end all threads but those whose reads do not end."""
+        """Cancel pending transfers, finish moving ones, and end all threads except those whose reads do not end."""
         self._workers.close()
 
     def _run(self, ticket: Ticket, piece: Piece | None, *, wait: bool = True) -> bool:
-        """Move a piece and those that follow as long as they are the caller's. False if a disk has to be waited for and
-        ``wait`` is not set; then the piece is still running."""
+        """Move a piece and those that follow as long as they are the caller's.
+
+        Returns False if a disk has to be waited for and ``wait`` is not set; the piece then still counts as moving.
+        """
         while piece is not None:
             destination = ticket.destination
             if len(piece.projections) != ALL:
@@ -204,7 +208,7 @@ class TransferEngine:
         return True
 
     def _deliver(self, ticket: Ticket, piece: Piece, destination: torch.Tensor, wait: bool) -> Any:
-        """Returns the event behind the copy, if there is one."""
+        """Deliver a piece; return the event of the copy, if there is one."""
         background = piece.reason is not Reason.DEMAND
         if background and self._last_demand is not None:
             self._streams.synchronize(self._last_demand)

@@ -1,7 +1,7 @@
-"""Tickets and their states: which may begin, in what order, and waiting for them.
+"""Tickets and their states: which one may begin, in what order, and waiting for them.
 
-Prefetch and migration move one projection at a time, and between two of them their ticket is pending again: there a
-demand transfer overtakes, and there a ticket is taken back. None of them begins while a demand transfer runs.
+Prefetch and migration move one projection at a time. Between two projections their ticket is pending again: a demand
+transfer can overtake it, and it can be cancelled. None of them begins while a demand transfer is moving.
 """
 
 import heapq
@@ -19,8 +19,8 @@ class TicketQueue:
     Args:
         served: whether threads take tickets; without threads a queue would only grow.
         eager: the thread that submits a demand ticket begins it.
-        left: whether demand is left to the thread that waits for it: then no other is woken to compete with it.
-        concurrency: has Lock and Condition.
+        left: demand is left to the thread that waits for it, and no other thread is woken to compete with it.
+        concurrency: provides Lock and Condition.
     """
 
     def __init__(self, served: bool, eager: bool, left: Callable[[], bool], concurrency: Any) -> None:
@@ -38,12 +38,12 @@ class TicketQueue:
         self._waiting = 0  # threads that wait for that; a notification without waiters takes a microsecond
 
     def count_in(self, stats: TransferStats) -> TransferStats:
-        """Count in other statistics from now on; returns those before."""
+        """Count in other statistics from now on; return the previous ones."""
         before, self.stats = self.stats, stats
         return before
 
     def submit(self, ticket: Ticket) -> Piece | None:
-        """Let a new ticket wait. Returns its first piece if the caller is to move it; RuntimeError if closed."""
+        """Enqueue a new ticket. Returns its first piece if the caller is to move it. Raises RuntimeError if closed."""
         with self.lock:
             if self.closed:
                 raise RuntimeError("the transfer engine is closed")
@@ -51,7 +51,7 @@ class TicketQueue:
             return self._enqueue(ticket)
 
     def demand(self, ticket: Ticket) -> Piece | None:
-        """All of a ticket is needed now. Returns its next piece if the caller is to move it."""
+        """Make a ticket a demand transfer. Returns its next piece if the caller is to move it."""
         with self.lock:
             ticket.reason, ticket.wanted = Reason.DEMAND, ALL
             if ticket.state in (State.RESTING, State.FAILED):  # what failed as a prediction is tried again
@@ -59,7 +59,7 @@ class TicketQueue:
             return self._enqueue(ticket) if ticket.state is State.PENDING else None
 
     def cancel(self, ticket: Ticket) -> bool:
-        """End a ticket that does not run; one that runs is wanted no further. Whether it is cancelled now."""
+        """End a ticket that is not moving; stop one that is after its piece. Returns whether it is cancelled now."""
         with self.lock:
             if ticket.state is State.RUNNING:
                 ticket.wanted = 0
@@ -69,9 +69,11 @@ class TicketQueue:
             return ticket.state is State.CANCELLED
 
     def wait(self, ticket: Ticket, projections: int, timeout: float | None, *, begin: bool = False) -> Piece | None:
-        """Block until the first projections have arrived or the ticket has ended; TimeoutError if it takes longer than
-        ``timeout`` seconds. With ``begin`` it returns the next piece as soon as the ticket is pending, for the caller
-        to move; otherwise None."""
+        """Block until the first projections have arrived or the ticket has ended.
+
+        With ``begin`` it returns the next piece as soon as the ticket is pending, for the caller to move; otherwise
+        None. Raises TimeoutError if it takes longer than ``timeout`` seconds.
+        """
         with self.lock:
             if ticket.arrived >= projections:
                 return None
@@ -86,7 +88,9 @@ class TicketQueue:
             return None if over() else self._begin(ticket)
 
     def arrived(self, ticket: Ticket, piece: Piece, nbytes: int, fence: Any) -> Piece | None:
-        """A piece is there, or will be behind ``fence``. Returns the next one if the caller is to move it."""
+        """Record that a piece has arrived, or will have after ``fence``. Returns the next one if the caller is to move
+        it.
+        """
         with self.lock:
             ticket.arrived = piece.projections.stop
             if fence is not None:
@@ -96,13 +100,13 @@ class TicketQueue:
             return self._end(ticket, piece)
 
     def failed(self, ticket: Ticket, piece: Piece, error: Exception) -> Piece | None:
-        """A piece could not be moved. Returns it again if the caller is to try once more."""
+        """Record that a piece could not be moved. Returns it again if the caller is to retry."""
         with self.lock:
             self.stats.failed += 1
             return self._end(ticket, piece, error)
 
     def take(self) -> tuple[Ticket, Piece] | None:
-        """Block until a pending ticket may begin, and begin the most urgent; None once the queue is closed."""
+        """Block until a pending ticket may begin, and begin the most urgent one; None once the queue is closed."""
         with self.lock:
             while not self.closed and not self._due():
                 self._may_begin.wait()
@@ -112,7 +116,7 @@ class TicketQueue:
             return ticket, self._begin(ticket)
 
     def pause(self, timeout: float | None) -> bool:
-        """Hold all but demand up until ``resume``. Whether all that was running has ended in time."""
+        """Hold up everything but demand until ``resume``. Returns whether all moving pieces have ended in time."""
         with self.lock:
             self._pauses += 1
             return self._wait_for(lambda: self._running == 0, timeout)
@@ -123,7 +127,7 @@ class TicketQueue:
             self._may_begin.notify_all()
 
     def close(self) -> None:
-        """Accept nothing more, cancel what is pending, and let threads that wait here return."""
+        """Accept nothing more, cancel what is pending, and release waiting threads."""
         with self.lock:
             self.closed = True
             waiting = [ticket for _, _, ticket in self._pending]
@@ -150,7 +154,7 @@ class TicketQueue:
         return None
 
     def _due(self) -> bool:
-        """Whether a ticket may begin. The link belongs to demand as long as there is any."""
+        """Return whether a ticket may begin. The link belongs to demand as long as there is any."""
         while self._pending and self._pending[0][2].state is not State.PENDING:  # cancelled, or begun by a waiter
             heapq.heappop(self._pending)
         idle = self._demands == 0 and self._pauses == 0

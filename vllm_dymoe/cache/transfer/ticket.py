@@ -16,7 +16,7 @@ class TransferError(RuntimeError):
 
 
 class Reason(IntEnum):
-    """Why bytes move; the smaller goes first."""
+    """Why bytes move; smaller values go first."""
 
     DEMAND = 0
     PREFETCH = 1
@@ -24,8 +24,9 @@ class Reason(IntEnum):
 
 
 class State(Enum):
-    """Where a ticket is. One that rests has all that was asked for and not the whole packed expert; the last three are
-    ends."""
+    """State of a ticket. A resting ticket has all that was asked for, but not the whole packed expert; the last three
+    are ends.
+    """
 
     PENDING = "pending"
     RUNNING = "running"
@@ -41,7 +42,7 @@ _ENDS = frozenset((State.DONE, State.FAILED, State.CANCELLED))
 
 
 class Piece(NamedTuple):
-    """The projections that a running ticket moves before it is pending again; its reason may change meanwhile."""
+    """The projections that a moving ticket moves before it is pending again; its reason may change meanwhile."""
 
     reason: Reason
     projections: range
@@ -51,7 +52,7 @@ class Piece(NamedTuple):
 class Ticket:
     """A transfer of one packed expert into one slot, in up to three pieces.
 
-    Between two pieces a ticket is pending again, so that whatever is more urgent goes first.
+    Between two pieces a ticket is pending again, so that anything more urgent goes first.
     """
 
     key: SliceKey  # which packed expert
@@ -75,7 +76,7 @@ class Ticket:
     moved_seconds: float = 0.0  # time that the pieces before it took
 
     def link_seconds(self, now: float) -> float:
-        """How long the link has worked for this transfer until ``now``."""
+        """Return how long the link has worked for this transfer until ``now``."""
         return self.moved_seconds + (now - self.began if self.state is State.RUNNING else 0.0)
 
     @property

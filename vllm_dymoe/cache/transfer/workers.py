@@ -1,8 +1,8 @@
 """The threads of a transfer engine.
 
-Some serve the queue. One does nothing but wait for disks: a disk may never answer, and a thread inside a read cannot be
-called back, so a waiter with a time limit hands over what is not in memory. A read that outlasts the limit keeps its
-slot and its thread until it ends, and another thread takes that one's place.
+Some serve the queue. One only waits for disks: a disk may never answer, and a thread inside a read cannot be
+interrupted, so a waiter with a time limit hands over what is not in memory. A read that outlasts the limit keeps its
+slot and its thread until it ends, and another thread replaces that one.
 """
 
 import threading
@@ -20,7 +20,7 @@ _Take = Callable[[], tuple[Ticket, Piece] | None]
 
 
 class Workers:
-    """Threads that take pieces from a queue and ``run`` them: so many serve it, and one more waits for disks."""
+    """Threads that take pieces from a queue and ``run`` them; one more thread waits for disks."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Workers:
             self._must_wait.notify()
 
     def orphan(self, ticket: Ticket) -> bool:
-        """Let a running ticket end when it will, and replace its thread; False if it does not run any more."""
+        """Let a moving ticket end in its own time, and replace its thread; False if it is not moving any more."""
         with self._queue.lock:
             if ticket.state is not State.RUNNING:
                 return False
@@ -59,7 +59,7 @@ class Workers:
             return True
 
     def close(self) -> None:
-        """Close the queue and wait for the threads to end. One whose read does not end dies with the process."""
+        """Close the queue and wait for the threads. One whose read does not end dies with the process."""
         self._queue.close()
         with self._queue.lock:
             self._must_wait.notify_all()
@@ -86,7 +86,7 @@ class Workers:
             pass
 
     def _serve_one(self, take: _Take) -> bool:
-        """False if this thread has to end."""
+        """Serve one piece; return False if this thread has to end."""
         taken = take()
         if taken is None:
             return False

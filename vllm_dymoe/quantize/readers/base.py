@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from vllm_dymoe.cache.store.manifest import read_encodings
 from vllm_dymoe.experts.encoding import PLAIN, Encoding
-from vllm_dymoe.experts.format import nests
+from vllm_dymoe.experts.format import Projection, nests
 from vllm_dymoe.options import Options
 from vllm_dymoe.quantize.held import Held
 from vllm_dymoe.quantize.tensors import CheckpointError
@@ -22,7 +23,7 @@ DTYPES = {
 }  # fmt: skip
 """As safetensors names them."""
 
-FLOATS, WORDS = ("F16", "BF16", "F32"), ("I32",)
+FLOATS, WORDS, BYTES = ("F16", "BF16", "F32"), ("I32",), ("I8",)
 
 Make = Callable[[Mapping[str, Tensor], int, int], Held]
 """(tensors by the ends of their names, rows, columns) -> the whole matrix; ValueError if a tensor is something else."""
@@ -35,7 +36,7 @@ def ignore(part: str, tensor: Tensor, rows: int, columns: int) -> None:
     """Scales of activations, which stay at 16 bits."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Reader:
     """Reads the experts of one checkpoint."""
 
@@ -54,6 +55,16 @@ class Reader:
     """vLLM gives tensor-parallel ranks whole groups of the down projection's inputs, and the last rank what is left."""
     spellings: Mapping[str, str] = field(default_factory=dict)
     """Other ends of names in some checkpoints, which vLLM's models rename, and what they mean."""
+    activations: bool = False
+    """Whether its writer means activations to be quantized, too; here they stay at 16 bits."""
+
+    def at(self, layer: int, projection: Projection) -> "Reader":
+        """The reader of one projection of a layer's experts; see :class:`MixedReader`."""
+        return self
+
+    @property
+    def mixed(self) -> bool:
+        return False
 
     def read(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> Held:
         """One whole matrix, after the tensors beside it have been checked; ValueError begins with a tensor's end."""
@@ -79,6 +90,20 @@ class Reader:
         return self.encoding != PLAIN
 
     @property
+    def format(self) -> tuple[object, ...]:
+        """What tells formats apart: two readers with the same one read the same."""
+        made = (self.make.func, self.make.args) if isinstance(self.make, partial) else (self.make,)
+        return self.method, self.encoding, self.group_size, self.parts, self.asymmetric, self.act_order, made
+
+    @property
+    def summary(self) -> str:
+        """The format in a few words."""
+        if not self.held:
+            return "16 bits"
+        groups = f" in groups of {self.group_size}" if self.group_size else ""
+        return f"{self.method} at {self.bits} bits{groups}"
+
+    @property
     def known_parts(self) -> tuple[str, ...]:
         return (*self.parts, *self.checks)
 
@@ -88,6 +113,27 @@ def _not_held(tensors: Mapping[str, Tensor], rows: int, columns: int) -> Held:
 
 
 PLAIN_READER = Reader("", PLAIN, None, {"weight": FLOATS}, _not_held)  # of 16-bit experts
+
+
+@dataclass(frozen=True, eq=False)
+class MixedReader(Reader):
+    """Reads experts whose format is another one for some layers or projections; a store holds what they dequantize to,
+    as the weights of a 16-bit checkpoint."""
+
+    readers: Mapping[tuple[int, Projection], Reader] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, readers: Mapping[tuple[int, Projection], Reader]) -> "MixedReader":
+        parts = {part: () for reader in readers.values() for part in reader.known_parts}
+        methods = " and ".join(sorted({reader.summary for reader in readers.values()}))
+        return cls(methods, PLAIN, None, parts, _not_held, readers=readers)
+
+    def at(self, layer: int, projection: Projection) -> Reader:
+        return self.readers.get((layer, projection), PLAIN_READER)
+
+    @property
+    def mixed(self) -> bool:
+        return True
 
 
 def check_shape(part: str, tensor: Tensor, *shape: int) -> None:
@@ -184,6 +230,8 @@ def check_compatible(reader: Reader, bits: Sequence[int], group_size: int, rank_
 
 def quantizer_name(reader: Reader, bits: Sequence[int], quantizer: str) -> str:
     """How the bytes of a store were made, as its manifest says it."""
+    if reader.mixed:
+        return f"{reader.method}, {quantizer}"
     if not reader.held:
         return quantizer
     source = f"{reader.method} checkpoint"
@@ -193,8 +241,12 @@ def quantizer_name(reader: Reader, bits: Sequence[int], quantizer: str) -> str:
 
 def describe(reader: Reader, bits: Sequence[int], quantizer: str) -> str:
     """What becomes of the checkpoint's numbers, in a few words."""
+    if reader.mixed:
+        lossy = [f"{width} bits quantized anew with {quantizer}" for width in bits if width != 16]
+        return ", ".join([f"{reader.method}, dequantized to 16 bits", *lossy])
     kinds = {reader.bits: "as they are", 16: "dequantized"}
     if nests(bits, reader.encoding):
         kinds[bits[1]] = f"inside the {bits[0]}"
     versions = [f"{width} bits {kinds.get(width, f'derived with {quantizer}')}" for width in bits]
-    return f"{reader.method} checkpoint, {', '.join(versions)}"
+    kept = "; activations stay at 16 bits, which the checkpoint means to be quantized, too" * reader.activations
+    return f"{reader.method} checkpoint, {', '.join(versions)}{kept}"

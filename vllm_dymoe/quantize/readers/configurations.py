@@ -1,23 +1,36 @@
-"""From a checkpoint's quantization_config to the reader of its experts."""
+"""From a checkpoint's quantization_config to the reader of its experts.
 
-import functools
-import re
-from collections.abc import Callable, Mapping
+A method is two functions: what its rules say of one matrix, and the reader of what they say. Matrices whose tensors are
+known to have 16 bits have no rule.
+"""
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import groupby
 from typing import Any
 
 from vllm_dymoe.experts.encoding import FP8, MXFP4, NVFP4
+from vllm_dymoe.experts.format import Projection
 from vllm_dymoe.quantize.readers import floats, integers
-from vllm_dymoe.quantize.readers.base import PLAIN_READER, Reader, ignore, unreadable
+from vllm_dymoe.quantize.readers.base import PLAIN_READER, MixedReader, Reader, ignore, unreadable
+from vllm_dymoe.quantize.readers.modules import (
+    ExpertModule,
+    excluded,
+    guessed_modules,
+    matches,
+    representatives,
+)
 from vllm_dymoe.quantize.tensors import CheckpointError
 
 EXPERT_DTYPE = "expert_dtype"
 
 Config = Mapping[str, Any]
+Names = Collection[str]  # that a matrix goes by, see ``ExpertModule.aliases``
 
 _NAMES_OF_E4M3 = ("e4m3", "e4m3fn", "float8_e4m3fn")  # the last is MiniMax's
-_PACK_QUANTIZED = "pack-quantized"
+_PACK_QUANTIZED, _INT_QUANTIZED, _NAIVE_QUANTIZED = "pack-quantized", "int-quantized", "naive-quantized"
 _FLOAT_FORMATS = {
     "nvfp4-pack-quantized": NVFP4,
     "mxfp4-pack-quantized": MXFP4,
@@ -35,6 +48,7 @@ _MODELOPT: dict[str, Callable[[str], Reader]] = {
     "FP8_PB_WO": lambda method: floats.fp8(method, block=(128, 128)),
     "MXFP8": lambda method: floats.mxfp8(method, spellings={"weight_scale_inv": "weight_scale"}),
 }
+_OF_EXPRESSIONS = frozenset("*+?^$()[]{}|\\")
 _AUTO_ROUND_FORMATS = {"int": "auto_round:auto_gptq", "fp": "auto_round:fp8", "fp8": "auto_round:fp8"}
 
 
@@ -45,27 +59,85 @@ def with_expert_dtype(config: Config, model: Config) -> dict[str, Any]:
     return {**config, EXPERT_DTYPE: model.get(EXPERT_DTYPE) or config.get(EXPERT_DTYPE) or "fp4"}
 
 
-def make_reader(config: Config | None) -> Reader:
-    """The reader of a checkpoint's experts, by its quantization_config; CheckpointError if none reads them."""
-    if config is None:
-        return PLAIN_READER
+def make_reader(config: Config | None, modules: Sequence[ExpertModule] | None = None) -> Reader:
+    """The reader of some experts, by the quantization_config and what is known of their tensors; CheckpointError if
+    none reads them, or experts of the same layer have several formats."""
+    found = make_readers(config, modules)
+    if len(found) == 1:
+        return next(iter(found))
+    readers: dict[tuple[int, Projection], Reader] = {}
+    for reader, where in found.items():
+        for module in where:
+            for projection in module.projections:
+                if readers.setdefault((module.layer, projection), reader) is not reader:
+                    raise _several(found, "a layer's experts need one format for each projection")
+    # Tensor-parallel ranks have parts of those that vLLM cuts.
+    if any(reader.ranks_take_groups for reader in found):
+        raise _several(found, "where vLLM hands over all experts of a layer at once, they need one format")
+    return MixedReader.of(readers)
+
+
+def _several(found: Mapping[Reader, Sequence[ExpertModule]], why: str) -> CheckpointError:
+    several = sorted(found.items(), key=lambda item: -len(item[1]))
+    said = " and ".join(f"{reader.summary} ({_places(where)})" for reader, where in several)
+    return CheckpointError(
+        f"the experts of the checkpoint have several formats: {said}; {why}. Use such a checkpoint, or serve it "
+        "without --quantization dymoe."
+    )
+
+
+def make_readers(
+    config: Config | None, modules: Sequence[ExpertModule] | None = None
+) -> dict[Reader, list[ExpertModule]]:
+    """The readers of some experts, and of which each is; CheckpointError if none reads them."""
+    known = modules is not None
+    modules = guessed_modules() if modules is None else modules
+    if config is None or not modules:
+        return {PLAIN_READER: list(modules)}
+    method = check_method(config)
+    rule_of, reader_of = _METHODS[method]
+    made: dict[str, Reader] = {}
+    found: dict[object, tuple[Reader, list[ExpertModule]]] = {}
+    try:
+        for module in representatives(config, modules):
+            names = module.aliases
+            plain = excluded(config, names) if module.plain is None else module.plain
+            rule = None if plain else rule_of(config, names)
+            key = json.dumps(rule, sort_keys=True, default=str)
+            if key not in made:
+                made[key] = PLAIN_READER if rule is None else reader_of(rule)
+            found.setdefault(made[key].format, (made[key], []))[1].append(module)
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
+        raise CheckpointError(
+            f"the quantization_config of the checkpoint is not one that {method} writes ({error}); correct it, or "
+            "download config.json again."
+        ) from error
+    if not known and len(found) > 1:  # no layer that was guessed has to be there
+        found.pop(PLAIN_READER.format, None)
+    return dict(found.values())
+
+
+def check_method(config: Config) -> str:
+    """The method of a quantization_config, by the name that its tool writes; CheckpointError if it cannot be read."""
     producer = config.get("producer")
     named = producer.get("name") if isinstance(producer, Mapping) else None
     method = config.get("quant_method") or named or "a method it does not name"
     method = _NAMES_OF_VLLM.get(str(method), str(method))
-    if method not in _READERS:
+    if method not in _METHODS:
         advice = (
             "use one of those (transformers writes 16-bit weights from most quantized ones: from_pretrained with "
             "dequantize=True in its quantization config, then save_pretrained)"
         )
         raise unreadable(f"{method} already", f"{', '.join(METHODS)} and 16-bit weights", advice)
-    try:
-        return _READERS[method](config)
-    except (TypeError, ValueError, AttributeError, LookupError, RecursionError) as error:
-        raise CheckpointError(
-            f"the quantization_config of the checkpoint is not one that {method} writes ({error}); download the "
-            "checkpoint again."
-        ) from error
+    return method
+
+
+def _places(modules: Sequence[ExpertModule]) -> str:
+    """Where some matrices are, in a few words."""
+    layers = sorted({module.layer for module in modules})
+    runs = [[layer for _, layer in run] for _, run in groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0])]
+    named = ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return f"in layer{'s' * (len(layers) > 1)} {named}, {modules[0].name} for one"
 
 
 def describe_modelopt(config: Config) -> Config:
@@ -97,16 +169,51 @@ def _mxfp8(config: Config) -> Reader:
     return floats.mxfp8("mxfp8", spellings={"weight_scale_inv": "weight_scale"})
 
 
-def _compressed_tensors(config: Config) -> Reader:
-    group, fmt = _group_of_experts(config)
+def _gptq_rule(config: Config, names: Names) -> Config | None:
+    """GPTQModel's ``dynamic``: the first expression that fits says what is different, or with "-:" that nothing is
+    quantized."""
+    plain = {key: value for key, value in config.items() if key != "dynamic"}
+    for pattern, rule in (config.get("dynamic") or {}).items():
+        if matches(pattern.removeprefix("+:").removeprefix("-:"), names):
+            return None if pattern.startswith("-:") else plain | rule
+    return plain
+
+
+def _compressed_tensors_rule(config: Config, names: Names) -> Config:
+    """The group of which a target names the matrix, else the one of all linear layers."""
+    groups = list((config.get("config_groups") or {}).values())
+    targets = [(target, group) for group in groups for target in group.get("targets") or ()]
+    named = (group for target, group in targets if _is_target(target, names))
+    linear = (group for target, group in targets if target == "Linear")
+    group = next(named, None) or next(linear, None)
+    if group is None:
+        if any(other.get("weights") != groups[0].get("weights") for other in groups):
+            raise _unreadable("several groups of which none names the experts", "one that does")
+        group = groups[0] if groups else {}
+    if (fmt := group.get("format") or config.get("format")) is None:
+        raise _unreadable("the format that it does not name", "one that it names")
+    sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
+        raise _unreadable(f"the sparse format {sparsity}", "dense ones")
+    return {"format": fmt, "group": {key: value for key, value in group.items() if key != "targets"}}
+
+
+def _is_target(target: str, names: Names) -> bool:
+    """Whether a target, the name of modules or "re:" and an expression, names a matrix."""
+    return matches(target[len("re:") :], names) if target.startswith("re:") else target in names
+
+
+def _compressed_tensors(rule: Config) -> Reader:
+    group, fmt = rule["group"], str(rule["format"])
     weights = group.get("weights") or {}
     if (book := _FLOAT_FORMATS.get(fmt)) is None:
+        activations = bool(group.get("input_activations"))
+        if fmt == _INT_QUANTIZED or (fmt == _NAIVE_QUANTIZED and weights.get("type", "int") == "int"):
+            return replace(integers.int_quantized(weights, _unreadable), activations=activations)
         if fmt != _PACK_QUANTIZED:
-            names = (_PACK_QUANTIZED, *_FLOAT_FORMATS)
+            names = (_PACK_QUANTIZED, _INT_QUANTIZED, *_FLOAT_FORMATS)
             raise _unreadable(f"the format {fmt}", " or ".join(f'"{name}"' for name in names))
-        if group.get("input_activations"):
-            raise _unreadable("quantized activations", "16-bit activations")
-        return integers.pack_quantized(weights, _unreadable)
+        return replace(integers.pack_quantized(weights, _unreadable), activations=activations)
     strategy, kind = weights.get("strategy"), (weights.get("type"), weights.get("num_bits"))
     if kind != ("float", book.bits) or strategy not in _STRATEGIES[book] or not weights.get("symmetric", True):
         raise _unreadable(
@@ -127,109 +234,82 @@ def _compressed_tensors(config: Config) -> Reader:
     return floats.fp8(method, block=block, checks=checks)
 
 
-def _group_of_experts(config: Config) -> tuple[Config, str]:
-    groups = list((config.get("config_groups") or {}).values())
-    named = [group for group in groups if any(map(_names_experts, group.get("targets") or ()))]
-    groups = named or [group for group in groups if "Linear" in (group.get("targets") or ())] or groups
-    formats = {str(group.get("format") or config.get("format")) for group in groups}
-    if len(formats) != 1:
-        found = f"the format {' and '.join(sorted(formats)) or 'that it does not name'}"
-        raise _unreadable(found, "one for all experts")
-    sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
-    if sparsity != "dense":
-        raise _unreadable(f"the sparse format {sparsity}", "dense ones")
-    if any(group.get("weights") != groups[0].get("weights") for group in groups):
-        raise _unreadable("several kinds of weights for experts", "one kind for all of them")
-    return groups[0], formats.pop()
-
-
-def _names_experts(target: str) -> bool:
-    """Whether a target, the name of modules or "re:" and an expression, means experts."""
-    if not target.startswith("re:"):
-        return ".experts." in target
-    try:
-        return any(re.match(target[len("re:") :], name) for name in _names_of_experts())
-    except re.error:
-        return False
-
-
-@functools.cache
-def _names_of_experts() -> tuple[str, ...]:
-    return tuple(
-        f"{model}layers.{layer}.{block}.experts.0.{projection}"
-        for layer in range(128)
-        for model in ("model.", "model.language_model.")
-        for block in ("mlp", "block_sparse_moe", "feed_forward", "mixer", "ffn")
-        for projection in ("gate_proj", "w1")
-    )
-
-
 def _unreadable(found: str, readable: str) -> CheckpointError:
     advice = "use such a one, or serve it without --quantization dymoe"
     return unreadable(f"compressed-tensors, {found}", readable, advice)
 
 
-def _modelopt(config: Config) -> Reader:
+def _modelopt_rule(config: Config, names: Names) -> Config | None:
+    """ModelOpt's MIXED_PRECISION names layers, or those that they are parts of, one by one."""
     described = describe_modelopt(config)
-    algorithm = str(described.get("quant_algo") or "one it does not name").upper()
-    if algorithm == "MIXED_PRECISION":
-        # Layers of multi-token prediction are often quantized otherwise, or not at all.
-        layers = (described.get("quantized_layers") or {}).items()
-        experts = [layer for name, layer in layers if re.match(r"(?!mtp\.).*\.experts(\.|$)", name)]
-        algorithms = sorted({str(layer.get("quant_algo")).upper() for layer in experts})
-        if len(algorithms) != 1:
-            found = f"by {' and '.join(algorithms)}" if algorithms else "not at all, or by what it does not name"
-            raise unreadable(f"modelopt, its experts {found}", "one algorithm for all of them", "use such a one")
-        algorithm, described = algorithms[0], experts[0]
+    if str(described.get("quant_algo")).upper() != "MIXED_PRECISION":
+        return {key: described.get(key) for key in ("quant_algo", "group_size")}
+    layers: Config = described.get("quantized_layers") or {}
+    for name in names:
+        parts = name.split(".")
+        for length in range(len(parts), 0, -1):
+            if (layer := layers.get(".".join(parts[:length]))) is not None:
+                return dict(layer)
+    experts = {name[: name.index(".experts.") + len(".experts.")] for name in names}
+    return next((dict(layer) for key, layer in layers.items() if any(map(key.startswith, experts))), None)
+
+
+def _modelopt(rule: Config) -> Reader:
+    algorithm = str(rule.get("quant_algo") or "one it does not name").upper()
     if algorithm not in _MODELOPT:
         raise unreadable(f"modelopt, algorithm {algorithm}", ", ".join(_MODELOPT))
     reader = _MODELOPT[algorithm]("modelopt")
-    if reader.encoding is NVFP4 and described.get("group_size") not in (None, reader.group_size):
+    if reader.encoding is NVFP4 and rule.get("group_size") not in (None, reader.group_size):
         raise CheckpointError(
-            f"the checkpoint is quantized with modelopt in groups of {described['group_size']}, and {algorithm} has "
-            f"groups of {reader.group_size}; download its config.json again."
+            f"the checkpoint is quantized with modelopt in groups of {rule['group_size']}, and {algorithm} has "
+            f"groups of {reader.group_size}; correct its quantization_config, or use another checkpoint."
         )
     return reader
 
 
-def _quark(config: Config) -> Reader:
-    """AMD Quark's, which lie as compressed-tensors' do (vLLM, quantization/quark/quark_moe.py).
-
-    A layer's format is that of the first pattern of ``layer_quant_config`` that fits its name, else
-    ``global_quant_config``.
-    """
+def _quark_rule(config: Config, names: Names) -> Config:
+    """The first pattern of ``layer_quant_config`` that fits, else ``global_quant_config``."""
     rules: Config = config.get("layer_quant_config") or {}
-    found: list[Config] = []
-    names = (f"model.layers.{n}.mlp.experts.0.{part}_proj" for n in range(128) for part in ("gate", "up", "down"))
-    for name in names:
-        rule = next((rule for pattern, rule in rules.items() if fnmatchcase(name, pattern)), None)
-        said = (config.get("global_quant_config") if rule is None else rule) or {}
-        weights = said.get("weight") or {}
-        if isinstance(weights, list) and len(weights) == 1:
-            weights = weights[0]
-        if not isinstance(weights, Mapping) or (found and weights != found[0]):
-            raise CheckpointError(
-                "the checkpoint is quantized with quark, its experts in several formats, which cannot be read; use one "
-                "with the same format for all experts."
-            )
-        found.append(weights)
-    kind, scheme, groups = found[0].get("dtype"), found[0].get("qscheme"), found[0].get("group_size")
-    if (kind, scheme, groups, found[0].get("scale_format")) == ("fp4", "per_group", 32, "e8m0"):
+    rule = next((rule for pattern, rule in rules.items() if any(fnmatchcase(name, pattern) for name in names)), None)
+    weights = ((config.get("global_quant_config") if rule is None else rule) or {}).get("weight") or {}
+    if isinstance(weights, list) and len(weights) == 1:
+        weights = weights[0]
+    if not isinstance(weights, Mapping):
+        raise CheckpointError(
+            "the checkpoint is quantized with quark, its experts in several steps, which cannot be read; use one whose "
+            "experts are quantized once."
+        )
+    return weights
+
+
+def _quark(weights: Config) -> Reader:
+    """AMD Quark's, which lie as compressed-tensors' do (vLLM, quantization/quark/quark_moe.py)."""
+    kind, scheme, groups = weights.get("dtype"), weights.get("qscheme"), weights.get("group_size")
+    if (kind, scheme, groups, weights.get("scale_format")) == ("fp4", "per_group", 32, "e8m0"):
         return floats.mxfp4("quark", spellings={"scale": "weight_scale"})
     if kind == "fp8_e4m3" and scheme in ("per_tensor", "per_channel"):
         return floats.fp8("quark", spellings={"scale": "weight_scale"})
     raise unreadable(f"quark, experts in {kind} {scheme}", "MXFP4 and fp8_e4m3 by tensor or channel")
 
 
+def _auto_round_rule(config: Config, names: Names) -> Config | None:
+    """AutoRound's ``extra_config`` names modules, or is an expression; it says what is different of them."""
+    plain = {key: value for key, value in config.items() if key != "extra_config"}
+    rules: Config = config.get("extra_config") or {}
+    rule: Config = {}
+    for key in rules:
+        if any(name == key or name.endswith(f".{key}") for name in names):
+            rule = rules[key]
+            break
+    else:
+        special = (key for key in rules if set(key) & _OF_EXPRESSIONS)
+        rule = next((rules[key] for key in special if matches(key, names, anywhere=True)), rule)
+    said = plain | {key: rule[key] for key in ("bits", "group_size", "sym") if key in rule}
+    return None if (said.get("bits") or 0) >= 16 else said
+
+
 def _auto_round(config: Config) -> Reader:
     """AutoRound's own name around the layouts of AutoGPTQ, AutoAWQ, FP8 blocks and MXFP (auto_round/export)."""
-    for name, rule in (config.get("extra_config") or {}).items():
-        different = any(key in rule and rule[key] != config.get(key) for key in ("bits", "group_size", "sym"))
-        if "experts" in str(name) and different:
-            raise CheckpointError(
-                f'the checkpoint is quantized with auto-round and has another format for "{name}" '
-                "(extra_config), which cannot be read; use one whose experts have the same format everywhere."
-            )
     bits, group_size, kind = config.get("bits"), config.get("group_size"), str(config.get("data_type") or "int")
     layout = str(config.get("packing_format") or _AUTO_ROUND_FORMATS.get(kind, "auto_round:llm_compressor"))
     if kind == "int" and layout.endswith("gptq"):
@@ -241,8 +321,7 @@ def _auto_round(config: Config) -> Reader:
     elif layout == "auto_round:llm_compressor" and kind.startswith("mx_fp") and bits in (4, 8):
         weights = {"num_bits": bits, "type": "float", "strategy": "group", "group_size": group_size}
         layout = f"mxfp{bits}-{'pack-' if bits == 4 else ''}quantized"
-        group = {"targets": ["Linear"], "weights": weights}
-        reader = _compressed_tensors({"format": layout, "config_groups": {"experts": group}})
+        reader = _compressed_tensors({"format": layout, "group": {"weights": weights}})
     else:
         raise CheckpointError(
             f'the checkpoint is quantized with auto-round, {kind} at {bits} bits in "{layout}", which cannot be read; '
@@ -251,19 +330,23 @@ def _auto_round(config: Config) -> Reader:
     return replace(reader, method="auto-round")
 
 
-_READERS: dict[str, Callable[[Config], Reader]] = {
-    "awq": integers.awq,
-    "gptq": integers.gptq,
-    "auto-round": _auto_round,
-    "compressed-tensors": _compressed_tensors,
-    "fp8": _fp8,
-    "mxfp4": lambda config: floats.gpt_oss(),
-    "mxfp8": _mxfp8,
-    "modelopt": _modelopt,
-    "quark": _quark,
+def _same_everywhere(config: Config, names: Names) -> Config:
+    return config
+
+
+_METHODS: dict[str, tuple[Callable[[Config, Names], Config | None], Callable[[Config], Reader]]] = {
+    "awq": (_same_everywhere, integers.awq),
+    "gptq": (_gptq_rule, integers.gptq),
+    "auto-round": (_auto_round_rule, _auto_round),
+    "compressed-tensors": (_compressed_tensors_rule, _compressed_tensors),
+    "fp8": (_same_everywhere, _fp8),
+    "mxfp4": (_same_everywhere, lambda config: floats.gpt_oss()),
+    "mxfp8": (_same_everywhere, _mxfp8),
+    "modelopt": (_modelopt_rule, _modelopt),
+    "quark": (_quark_rule, _quark),
 }
 
-METHODS = tuple(_READERS)
+METHODS = tuple(_METHODS)
 
 _NAMES_OF_VLLM = {
     "gpt_oss_mxfp4": "mxfp4",

@@ -10,6 +10,7 @@ from torch import Tensor
 from vllm_dymoe.experts.encoding import STEPS
 from vllm_dymoe.quantize.held import Held, blocks, integers
 from vllm_dymoe.quantize.readers.base import (
+    BYTES,
     FLOATS,
     WORDS,
     Reader,
@@ -17,6 +18,7 @@ from vllm_dymoe.quantize.readers.base import (
     choose_bits,
     choose_group_size,
     count_groups,
+    ignore,
     unreadable,
 )
 from vllm_dymoe.quantize.tensors import CheckpointError
@@ -27,7 +29,6 @@ _WORD_BITS = 32
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _AWQ_PLACE = tuple(_AWQ_ORDER.index(output) for output in range(8))
 _ZERO_POINT_OFFSETS = {"gptq": 1, "gptq_v2": 0}
-_GPTQ_RULES = ("bits", "group_size", "sym", "desc_act")
 
 
 def awq(config: Mapping[str, Any]) -> Reader:
@@ -115,12 +116,6 @@ def _gptq_version(config: Mapping[str, Any]) -> str:
     if version not in _ZERO_POINT_OFFSETS:
         known = " and ".join(_ZERO_POINT_OFFSETS)
         raise unreadable(f'gptq, checkpoint_format "{version}"', known, "save it in one of them")
-    for pattern, rule in (config.get("dynamic") or {}).items():
-        if not pattern.startswith("-:") and any(key in rule for key in _GPTQ_RULES):
-            raise CheckpointError(
-                f'the checkpoint is quantized with gptq and has another format for the modules "{pattern}" '
-                '("dynamic"), which cannot be read; use one with the same format everywhere.'
-            )
     return version
 
 
@@ -161,6 +156,40 @@ def _make_packed(bits: int, group_size: int | None, parts: Mapping[str, Tensor],
         zero_points = unpack_words(words.t(), bits).t()[:rows]
     order = _order("weight_g_idx", parts, columns, group_size)
     return integers(bits, codes, parts["weight_scale"], zero_points, order)
+
+
+def int_quantized(weights: Mapping[str, Any], unreadable: Any) -> Reader:
+    """compressed-tensors, format "int-quantized": signed bytes, with a scale for each row or group.
+
+    ``weight`` int8 [rows, columns], ``weight_scale`` [rows, groups], and where they are asymmetric
+    ``weight_zero_point`` int8 of the same shape.
+    """
+    method, strategy = "compressed-tensors", weights.get("strategy") or "channel"
+    bits = choose_bits(method, weights.get("num_bits"), (8,))
+    if weights.get("type", "int") != "int" or strategy not in ("tensor", "channel", "group"):
+        raise unreadable(f'{weights.get("type")} weights by "{strategy}"', 'integers by "channel" or "group"')
+    group_size = choose_group_size(method, weights.get("group_size") if strategy == "group" else None)
+    asymmetric = not weights.get("symmetric", True)
+    dtypes = {"weight": BYTES, "weight_scale": FLOATS} | ({"weight_zero_point": BYTES} if asymmetric else {})
+    checks = {"input_scale": ignore, "input_zero_point": ignore}
+    make = partial(_make_bytes, group_size)
+    return Reader(method, STEPS[bits], group_size, dtypes, make, checks, asymmetric)
+
+
+def _make_bytes(group_size: int | None, parts: Mapping[str, Tensor], rows: int, columns: int) -> Held:
+    groups, scales, middle = count_groups(columns, group_size), parts["weight_scale"], 128
+    if scales.numel() == 1:
+        scales = scales.reshape(1, 1).expand(rows, groups)
+    elif scales.dim() == 1:
+        scales = scales.unsqueeze(1)
+    check_shape("weight", parts["weight"], rows, columns)
+    check_shape("weight_scale", scales, rows, groups)
+    zero_points = torch.full((rows, groups), middle, dtype=torch.uint8)
+    if (given := parts.get("weight_zero_point")) is not None:
+        check_shape("weight_zero_point", given, rows, groups)
+        zero_points = (given.short() + middle).to(torch.uint8)
+    codes = (parts["weight"].short() + middle).to(torch.uint8)
+    return integers(8, codes, scales, zero_points, blocks(columns, group_size))
 
 
 def _check_shape(part: str, tensor: Tensor, rows: int, columns: int) -> None:

@@ -27,6 +27,7 @@ Measured = TypeVar("Measured")
 _TEMPORARY = ".partial-"
 _REPLACED = "-replaced"
 _FILE_MODE, _FOLDER_MODE = 0o644, 0o755  # whatever the umask: others may read what is complete, and write nothing
+PRIVATE_MODE = 0o600  # of what tells about prompts
 _OLD_SECONDS = 3600.0  # after which what another machine was writing counts as given up
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -75,6 +76,18 @@ def create(path: Path, *, exclusive: bool = True) -> int:
     return file
 
 
+def append_line(path: Path, line: bytes) -> None:
+    """Add a line to a file, in one write, and make it durable; what a kill has left of another line is cut off."""
+    file = create(path, exclusive=False)
+    try:
+        end = os.pread(file, os.fstat(file).st_size, 0).rfind(b"\n") + 1
+        os.ftruncate(file, end)
+        write_at(file, line + b"\n", end)
+        os.fsync(file)
+    finally:
+        close_file(file)
+
+
 def write_synced(path: Path, content: bytes) -> None:
     """Write a file in a folder that is no other user's, and make it durable."""
     file = create(path, exclusive=False)
@@ -86,14 +99,14 @@ def write_synced(path: Path, content: bytes) -> None:
         close_file(file)
 
 
-def replace_file(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes, mode: int = _FILE_MODE) -> None:
     """Write a file that is there whole or not at all, in a folder in which others may write, too."""
-    _remove_given_up(path)
+    remove_given_up(path.parent, f"{glob.escape(path.name)}.*")
     file, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)  # new, and private
     try:
         try:
             write_at(file, content, 0)
-            os.fchmod(file, _FILE_MODE)
+            os.fchmod(file, mode)
             os.fsync(file)
         finally:
             close_file(file)
@@ -104,9 +117,9 @@ def replace_file(path: Path, content: bytes) -> None:
         raise
 
 
-def _remove_given_up(path: Path) -> None:
-    """Remove what ``replace_file`` of a process that was killed has left."""
-    for left in path.parent.glob(f"{glob.escape(path.name)}.*"):
+def remove_given_up(folder: Path, pattern: str) -> None:
+    """Remove old files of a pattern, as ``replace_file`` (NAME.RANDOM) of a process that was killed leaves them."""
+    for left in folder.glob(pattern):
         with contextlib.suppress(OSError):
             if time.time() - left.lstat().st_mtime > _OLD_SECONDS:
                 left.unlink()
@@ -143,6 +156,21 @@ def make_folders(folder: Path) -> None:
         make_folders(folder.parent)
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=_FOLDER_MODE)
+
+
+def open_private(folder: Path) -> int:
+    """Open a folder that is this user's alone, and make it if it is missing; OSError if others can use it, too."""
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        status = os.fstat(file)
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise OSError(errno.EPERM, f"{folder} is not this user's alone")
+    except BaseException:
+        close_file(file)
+        raise
+    return file
 
 
 def sync_folder(folder: Path) -> None:

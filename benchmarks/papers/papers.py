@@ -1,0 +1,342 @@
+"""The tables and figures of four papers, from one simulator of schedules: which of their claims hold, and why.
+
+The simulator (vllm_dymoe/plan/simulator.py) runs the real planner, policies and predictors over routings of the shipped
+model that were recorded on texts of three domains; sizes are those of the papers' models, rates those of their devices,
+and the host's work is charged as it was measured. Writes results.json, pictures and README.md; --page writes the latter
+two from results.json alone.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+
+sys.path += [str(Path(__file__).resolve().parents[2])]
+
+import compared
+import page
+from recorded import MODEL, domain_of, recorded
+
+from vllm_dymoe.experts.encoding import encoding_of
+from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, stored_formats
+from vllm_dymoe.options import Options
+from vllm_dymoe.plan.device import Device, find_device
+from vllm_dymoe.plan.simulator import Costs, Model, Result, Simulator, Step, sessions
+from vllm_dymoe.planner.routing import Phase, Routing
+from vllm_dymoe.policies import make_policy
+from vllm_dymoe.prefetch import Predictor, RoutedModel
+from vllm_dymoe.prefetch.gate import Gate
+from vllm_dymoe.trace.trace import Trace
+
+HERE = Path(__file__).resolve().parent
+_LONGEST = 32  # tokens of an answer that are simulated
+_WARM = 2  # requests that warm a cache up, from other texts; _SETTLE where HEOP has to settle
+_SETTLE = 7
+_PCIE3 = "13.4GB/s"  # 15.75 GB/s, behind its protocol
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a paper's model takes, with the trace's layers and experts."""
+
+    hidden: int
+    intermediate: int
+    attention: int  # bytes beside experts, for each layer
+    layers: int  # of the model itself, for peak memory
+    each: int  # experts of a layer, likewise
+
+    def experts(self, header: Any, bits: tuple[int, ...]) -> ModelExperts:
+        def form(width: int) -> ExpertFormat:
+            return ExpertFormat(self.hidden, self.intermediate, encoding_of(width), 64, torch.bfloat16)
+
+        return ModelExperts(
+            tuple(range(header.num_layers)), header.num_experts, header.top_k, stored_formats(bits, form)
+        )
+
+
+QWEN3 = Sizes(2048, 768, 2 * 2048 * (2 * 4096 + 2 * 512), 48, 128)
+QWEN15 = Sizes(2048, 1408, 2 * (4 * 2048 * 2048 + 3 * 2048 * 5632), 24, 60)
+MIXTRAL = Sizes(4096, 14336, 2 * 4096 * (2 * 4096 + 2 * 1024), 32, 8)
+
+
+def policy(name: str, high: int = 4, low: int = 0, **parameters: Any) -> dict[str, Any]:
+    """Options of the plugin, but for the budget."""
+    return {"policy": name, "high": high, "low": low, "policy_options": parameters}
+
+
+class Bench:
+    """The recorded routings, and rows that are simulated over them."""
+
+    def __init__(self, work: Path) -> None:
+        compared.make_known()
+        self.trace, self.network = recorded(work)
+        self.others = Trace.load(work / "others")
+        header = self.trace.header
+        with safe_open(MODEL / "model.safetensors", framework="pt") as file:
+            names = (f"model.layers.{layer}.mlp.gate.weight" for layer in range(header.num_layers))
+            self.gates = [Gate(partial(_logits, file.get_tensor(name).float())) for name in names]
+        self.costs = Costs.measured()
+
+    @cache  # noqa: B019
+    def steps(self, batch: int = 1, *, others: bool = False, requests: tuple[int, ...] | None = None) -> list[Step]:
+        trace = self.others if others else self.trace
+        return list(_shortened(sessions(trace, batch, requests)))
+
+    def simulator(
+        self, given: Mapping[str, Any], share: float | str, sizes: Sizes, device: Device, costs: Costs | None = None,
+        *, trace: Trace | None = None, all_of_16: bool = False, **how: Any,
+    ) -> Simulator:  # fmt: skip
+        """``share`` of the bytes of all experts at high (``all_of_16``: at 16 bits), "top-k" or "layer"."""
+        trace = trace or self.trace
+        header, chosen = trace.header, Options(planning="host", group_size=64, **given)
+        kind, experts = make_policy_of(chosen, self.network), sizes.experts(header, tuple(chosen.stored_bits))
+        whole = experts.formats[chosen.high].whole_nbytes
+        everything = header.num_layers * header.num_experts * whole * (16 / chosen.high if all_of_16 else 1)
+        slots = {"top-k": header.top_k, "layer": header.num_experts}
+        limit = int(slots[share] * whole if isinstance(share, str) else share * everything)
+        made: list[Simulator] = []
+        predictor = self._predictor(kind, trace, made)
+        limit += 0 if predictor is None else predictor.nbytes
+        model = Model(experts, sizes.attention)
+        made.append(Simulator(
+            trace, model, chosen, kind, device, costs or self.costs, limit, predictor=predictor, **how
+        ))  # fmt: skip
+        return made[0]
+
+    def _predictor(self, kind: Any, trace: Trace, made: list[Simulator]) -> Predictor | None:
+        if kind.prefetch is None:
+            return None
+        header = trace.header
+
+        def held(layer: int) -> frozenset[int]:
+            return frozenset(made[0].table.precision[layer].nonzero()[0].tolist())
+
+        takes = kind.prefetch.needs_predictor
+        predictor = kind.prefetch.make(RoutedModel(
+            header.num_layers, header.num_experts, header.top_k, self.gates, held=held, hidden=header.hidden,
+            fingerprint=header.fingerprint, predictor=self.network if takes else None,
+        ))  # fmt: skip
+        if isinstance(predictor, compared.Oracle):
+            for step in self.steps():
+                tokens = torch.from_numpy(step.tokens)
+                for layer in range(header.num_layers):
+                    ids, weights = trace.experts[tokens, layer].int(), trace.weights[tokens, layer].float()
+                    predictor.observe(Routing(layer, header.num_layers, torch.empty(len(tokens), 0), ids, weights))
+        return predictor
+
+    def row(
+        self, given: Mapping[str, Any], share: float | str, sizes: Sizes, device: Device, **how: Any
+    ) -> dict[str, Any]:
+        """Serve the replayed requests one at a time, behind some others; with the spread over requests."""
+        simulator = self.simulator(given, share, sizes, device, **how)
+        warm = _SETTLE if "firm" in given["policy"] or "tuned" in str(given) else _WARM
+        other = replace_trace(simulator, self.others)
+        simulator.run(self.steps(others=True, requests=tuple(range(0, warm * 5, 5))), measured=False)
+        replace_trace(simulator, other)
+        found = simulator.run(self.steps())
+        return summary_of(found, simulator)
+
+
+def replace_trace(simulator: Simulator, trace: Trace) -> Trace:
+    """Go on with another trace of the same model; returns the one of before."""
+    before, simulator.trace = simulator.trace, trace
+    simulator.tell(trace)
+    return before
+
+
+def make_policy_of(chosen: Options, network: Path) -> Any:
+    """The policy; the paper's own needs a trained network."""
+    needs = chosen.policy == "duoserve-paper"
+    return make_policy(chosen.model_copy(update={"predictor": str(network)}) if needs else chosen)
+
+
+def summary_of(found: Result, simulator: Simulator) -> dict[str, Any]:
+    """Means, percentiles, and the spread over requests."""
+    tokens: dict[int, list[float]] = {}
+    for seconds, step in zip(found.seconds, found.steps, strict=True):
+        if step.phase is Phase.DECODE and len(step.requests) == 1:
+            tokens.setdefault(step.requests[0], []).append(1e3 * seconds)
+    means = [float(np.mean(of)) for of in tokens.values()]
+    made = found.summary() | {
+        "tpot_spread": float(np.std(means)) if means else 0.0,
+        "tpot_by_request": [round(value, 5) for value in means],
+        "fetched": found.fetched,
+        "high": found.high / max(1, found.choices),
+        "predictor_bytes": 0 if simulator.predictor is None else simulator.predictor.nbytes,
+    }
+    if found.decided:
+        made |= {
+            "accuracy": found.correct / max(1, found.needed), "utilization": found.correct / max(1, found.predicted),
+            "named_whole": found.whole / found.decided, "named_some": found.some / found.decided,
+        }  # fmt: skip
+    return {name: round(value, 6) if isinstance(value, float) else value for name, value in made.items()}
+
+
+def _shortened(steps: Iterator[Step]) -> Iterator[Step]:
+    done: dict[int, int] = {}
+    for step in steps:
+        for number in step.requests if step.phase is Phase.DECODE else ():
+            done[number] = done.get(number, 0) + 1
+        if step.phase is Phase.PREFILL or done[step.requests[0]] <= _LONGEST:
+            yield step
+
+
+def _logits(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.linear(x.float(), weight)
+
+
+Table = dict[str, dict[str, Any]]
+
+
+def dymoe(bench: Bench) -> dict[str, Any]:
+    """Table 3 (what each part gains), Figure 10 (TTFT and TPOT by memory)."""
+    device = find_device("rtx3090", _PCIE3)
+    rows = {
+        "1. load on demand": policy("on-demand"),
+        "2. cache": policy("exact", look_ahead=0, evicts="least recent"),
+        "3. cache, prefetch": policy("exact", evicts="least recent"),
+        "4. cache, 4/2": policy("dymoe-paper", low=2, look_ahead=0),
+        "5. cache, prefetch, 4/2": policy("dymoe-paper", low=2),
+        "6. cache, prefetch, 4/0": policy("dymoe-paper"),
+        "ours: dymoe, 4/2": policy("dymoe", low=2),
+        "an oracle": policy("compared", ahead="oracle", evicts="least recent"),
+        "Accelerate": policy("on-demand", overlap=False),
+    }
+    shares = (0.25, 0.5, 0.75)
+    found = {
+        f"{share:.0%}": {name: bench.row(of, share, QWEN3, device) for name, of in rows.items()} for share in shares
+    }
+    data_sheet = {name: bench.row(of, 0.5, QWEN3, device, costs=Costs.nothing()) for name, of in rows.items()}
+    return {"budgets": found, "no host, 50%": data_sheet}
+
+
+def duoserve(bench: Bench) -> dict[str, Any]:
+    """Figures 5 and 6, Tables 2 and 3."""
+    rows: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+        "MoESys": (policy("layer-prefetch"), "layer", {"fetches_all": True}),
+        "ACC": (policy("on-demand", overlap=False), "top-k", {}),
+        "DuoServe-MoE": (policy("duoserve-paper"), "top-k", {}),
+        "ours: duoserve without a network": (policy("duoserve"), "top-k", {}),
+        "the next gate": (policy("compared", ahead="next gate", keeps=False), "top-k", {}),
+        "an oracle": (policy("compared", ahead="oracle", keeps=False), "top-k", {}),
+    }
+    found: dict[str, Any] = {}
+    for card in ("a5000", "a6000"):
+        for costs, said in ((bench.costs, "measured host"), (Costs.nothing(), "no host")):
+            device = find_device(card, None)
+            found[f"{card}, {said}"] = {
+                name: bench.row(given, share, MIXTRAL, device, costs=costs, **how)
+                for name, (given, share, how) in rows.items()
+            }
+    return found
+
+
+def firm(bench: Bench) -> dict[str, Any]:
+    """Tables 1 and 2, Figures 4 to 7."""
+    device = find_device("rtx3090", None)
+    parts = partial(policy, "compared", 16, evicts="least recent")
+    rows = {
+        "Baseline": parts(ahead="next gate", whole=True),
+        "+ FG": parts(ahead="next gate", projections=1),
+        "+ MoL": parts(ahead="meeting of layers", whole=True, k=3, p=3),
+        "+ FG + MoL": parts(ahead="meeting of layers", projections=1, k=3, p=3),
+        "All (firm-paper)": policy("firm-paper", 16),
+        "n = 2": policy("firm-paper", 16, projections=2),
+        "n = 3": policy("firm-paper", 16, projections=3),
+        "ours: firm": policy("firm", 16),
+        "nothing ahead": parts(ahead="nothing"),
+        "an oracle": parts(ahead="oracle"),
+    }
+    shares = {"128": 128 / 1440, "256": 256 / 1440, "512": 512 / 1440, "768": 768 / 1440}
+    found = {
+        name: {row: bench.row(of, share, QWEN15, device) for row, of in rows.items()} for name, share in shares.items()
+    }
+    quick = {row: bench.row(of, shares["256"], QWEN15, device, costs=Costs.nothing()) for row, of in rows.items()}
+    grid = {
+        f"{k},{p}": bench.row(parts(ahead="meeting of layers", projections=1, k=k, p=p), shares["256"], QWEN15, device)
+        for k in (2, 4, 8)
+        for p in (1, 2, 3)
+    }
+    return {"caches": found, "no host, 256": quick, "grid": grid}
+
+
+def dynaexq(bench: Bench) -> dict[str, Any]:
+    """Throughput by batch, TTFT by prompt, and a shift of traffic."""
+    device, window = find_device("a6000", None), {"window_s": 0.02}
+    rows = {
+        "static 4": (policy("exact", 4, look_ahead=0), None),
+        "static 2": (policy("exact", 2, look_ahead=0), None),
+        "dynaexq-paper, 16/4": (policy("dynaexq-paper", 16, 4, **window), 0.7),
+        "ours: dynaexq, 16/4": (policy("dynaexq", 16, 4, **window), 0.7),
+        "offloading, 16": (policy("exact", 16), 0.7),
+    }
+    batches: dict[str, Table] = {}
+    for batch in (1, 2, 4, 8, 16, 32):
+        batches[str(batch)] = {}
+        for name, (given, share) in rows.items():
+            how: dict[str, Any] = {"trace": bench.others}
+            simulator = bench.simulator(given, 1.0 if share is None else share, QWEN3, device, **how)
+            requests = tuple(range(max(4, batch)))
+            simulator.run(bench.steps(4, others=True, requests=tuple(range(32, 36))), measured=False)
+            found = simulator.run(bench.steps(batch, others=True, requests=requests))
+            batches[str(batch)][name] = summary_of(found, simulator)
+    lengths: dict[str, Table] = {}
+    for name, (given, share) in rows.items():
+        simulator = bench.simulator(given, 1.0 if share is None else share, QWEN3, device)
+        found = simulator.run(bench.steps())
+        for seconds, step in zip(found.seconds, found.steps, strict=True):
+            if step.phase is Phase.PREFILL:
+                of = lengths.setdefault(str(32 * round(len(step.tokens) / 32)), {}).setdefault(name, {"ttft": []})
+                of["ttft"].append(round(1e3 * seconds, 4))
+    shift: Table = {}
+    for name in ("dynaexq-paper, 16/4", "ours: dynaexq, 16/4"):
+        for frozen in (False, True):
+            given = rows[name][0]
+            if frozen:
+                given = {**given, "policy_options": {**given["policy_options"], "window_s": 1e9}}
+            simulator = bench.simulator(given, 0.4, QWEN3, device)
+            by_domain: dict[str, float] = {}
+            for number in range(12):
+                of = simulator.run(bench.steps(requests=(number,)))
+                by_domain.setdefault(domain_of(number), 0.0)
+                by_domain[domain_of(number)] += of.high / of.choices / 4
+            shift[name + (", frozen" if frozen else "")] = {key: round(value, 4) for key, value in by_domain.items()}
+    return {"batches": batches, "lengths": lengths, "high after a shift": shift}
+
+
+SECTIONS: Mapping[str, Callable[[Bench], dict[str, Any]]] = {
+    "dymoe": dymoe, "duoserve": duoserve, "firm": firm, "dynaexq": dynaexq
+}  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("papers", nargs="*", help=f"some of {', '.join(SECTIONS)}; all if none")
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "dymoe-papers", help="for the trace")
+    parser.add_argument("--page", action="store_true", help="write pictures and page alone")
+    asked = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    path = HERE / "results.json"
+    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    if not asked.page:
+        bench = Bench(asked.work.resolve())
+        for name in asked.papers or SECTIONS:
+            begun = time.perf_counter()
+            results[name] = SECTIONS[name](bench)
+            print(f"{name}: {time.perf_counter() - begun:.0f} s", flush=True)
+            path.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    page.write(results, HERE)
+
+
+if __name__ == "__main__":
+    main()

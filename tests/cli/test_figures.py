@@ -1,0 +1,39 @@
+"""Pictures of the commands: what they hold, and what is refused before anything is measured."""
+
+import sys
+
+import pytest
+
+from vllm_dymoe.cli.figures import Panel, draw, require
+from vllm_dymoe.options import ConfigError
+
+pytest.importorskip("matplotlib")
+
+
+def panel():
+    found = Panel("speed", "GB", "tokens per second")
+    found.lines["exact"] = [(2.0, 30.0), (1.0, 20.0)]
+    found.levels["vllm"] = 25.0
+    return found
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_the_same_panels_give_the_same_file(tmp_path, suffix):
+    first = draw(tmp_path / "new folder" / f"first{suffix}", [panel(), panel()])
+    second = draw(tmp_path / f"second{suffix}", [panel(), panel()])
+    assert first.read_bytes() == second.read_bytes()
+    other = panel()
+    other.lines["exact"][0] = (2.0, 31.0)
+    assert draw(tmp_path / f"third{suffix}", [other, panel()]).read_bytes() != first.read_bytes()
+
+
+def test_another_kind_of_file_is_refused(tmp_path):
+    with pytest.raises(ConfigError):
+        require(tmp_path / "speed.pdf")
+
+
+def test_a_missing_matplotlib_is_refused_before_anything_is_drawn(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError):
+        draw(tmp_path / "speed.png", [panel()])
+    assert not (tmp_path / "speed.png").exists()

@@ -1,0 +1,82 @@
+"""Layers of multi-token prediction whose experts have another format than the model's, through the real engine."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.e2e.architectures import Architecture
+from tests.e2e.engines import answer, answers_at_budgets, random_prompts, server_of, small_engine
+from tests.e2e.quantized import write
+from vllm_dymoe.options import Options
+from vllm_dymoe.quantize.checkpoint import Checkpoint
+from vllm_dymoe.quantize.convert import convert
+
+pytestmark = pytest.mark.engine
+
+QWEN3_NEXT = Architecture(
+    "Qwen3NextConfig",
+    {
+        "moe_intermediate_size": 64,
+        "intermediate_size": 96,
+        "shared_expert_intermediate_size": 64,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "head_dim": 32,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "norm_topk_prob": True,
+    },
+)
+SPECULATION = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+
+
+def add_drafts(folder):
+    """A layer of drafts at 16 bits, as published checkpoints have it, and a quantization that leaves it alone but for
+    ``mtp.fc``, which its list forgets."""
+    tensors = load_file(folder / "model.safetensors")
+    last = "model.layers.1."
+    generator = torch.Generator().manual_seed(1)
+
+    def random(shape):
+        return (torch.randn(shape, generator=generator) * 0.1).bfloat16()
+
+    plain = load_file(folder.parent / "plain" / "model.safetensors")
+    extra = {name.replace(last, "mtp.layers.0."): tensor.clone() for name, tensor in plain.items() if last in name}
+    hidden = plain["model.norm.weight"].shape[0]
+    extra |= {
+        f"mtp.{name}.weight": torch.zeros(hidden).bfloat16()
+        for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
+    }
+    extra["mtp.fc.weight"] = random((hidden, 2 * hidden))
+    save_file(tensors | extra, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    if "quantization_config" in config:
+        config["quantization_config"]["ignore"] += ["mtp.layers.0*"]
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+
+
+def answers(llm):
+    return [a.tokens for a in answer(llm, random_prompts(), 12)]
+
+
+def test_drafts_at_16_bits_share_the_slots_of_quantized_experts(tmp_path):
+    """ModelOpt's NVFP4 checkpoints of Qwen3-Next and Qwen3.5; and what `vllm-dymoe quantize` makes of one."""
+    write(QWEN3_NEXT, "nvfp4-modelopt", tmp_path)
+    add_drafts(tmp_path / "quantized")
+    with small_engine(tmp_path / "quantized", {"expert_budget": "50%"}) as llm:
+        want = answers(llm)
+    with small_engine(tmp_path / "quantized", {"expert_budget": "50%"}, **SPECULATION) as llm:
+        server = server_of(llm)
+        assert (len(server.experts.layers), server.experts.draft_layers) == (3, 1)
+        assert type(llm.llm_engine.vllm_config.quant_config).__name__ == "DymoeModelOptNvFp4Config"
+        assert answers_at_budgets(llm, ("100%", "30%"), lambda: answers(llm)) == want
+    convert(Checkpoint.open(tmp_path / "quantized"), tmp_path / "ours", Options(high=4, group_size=64))
+    with small_engine(tmp_path / "ours", {"expert_budget": "50%"}, **SPECULATION) as llm:
+        server = server_of(llm)
+        assert server.experts.draft_layers == 1
+        assert answers(llm) == want

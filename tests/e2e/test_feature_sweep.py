@@ -1,0 +1,127 @@
+"""What users ask of vLLM's sampler and inputs, once of stock vLLM and once with a quarter of the experts resident.
+
+Both have 16 bits: log-probabilities agree within the rounding of bfloat16, and texts up to near ties.
+"""
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors import safe_open
+from vllm import SamplingParams
+from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
+
+from tests.e2e.engines import MODEL, Answer, check_logprobs_close, engine, equal_share, prompts, server_of
+
+pytestmark = pytest.mark.engine
+
+SETTINGS = {"enable_prefix_caching": True, "enable_prompt_embeds": True, "logprobs_mode": "raw_logprobs"}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["a", "b"]}, "count": {"enum": [1, 2, 3]}},
+    "required": ["name", "count"],
+    "additionalProperties": False,
+}
+CHOICE = r"[abc]{3,5}!"
+STOP = [".", ",", "\n"]
+# Of log-probabilities; measured as in ``check_first_logprobs_close``.
+ROUNDING = 0.1
+
+
+def ask(llm, text=None, **settings):
+    """Greedy completions, unless the settings say otherwise."""
+    given = {"temperature": 0, "max_tokens": 12, "logprobs": 5} | settings
+    texts = prompts()[:4] if text is None else [text]
+    return [output for output in llm.generate(texts, SamplingParams(**given), use_tqdm=False)]
+
+
+def embedded(llm, text):
+    ids = torch.tensor(llm.get_tokenizer()(text).input_ids)
+    with safe_open(MODEL / "model.safetensors", "pt") as file:
+        return {"prompt_embeds": file.get_tensor("model.embed_tokens.weight")[ids]}
+
+
+def features(llm):
+    """The answers to everything, by feature."""
+    first = prompts()[0]
+    structured = {name: StructuredOutputsParams(**{name: said}) for name, said in (("json", SCHEMA), ("regex", CHOICE))}
+    (beams,) = llm.beam_search([{"prompt": first}], BeamSearchParams(beam_width=3, max_tokens=6))
+    return {
+        "prompt_logprobs": ask(llm, prompt_logprobs=3, max_tokens=1),
+        "n": ask(llm, n=4, temperature=0.7, seed=3),
+        "beams": [beam.cum_logprob for beam in beams.sequences],
+        "json": ask(llm, structured_outputs=structured["json"], max_tokens=40),
+        "regex": ask(llm, structured_outputs=structured["regex"], max_tokens=12),
+        "stop": ask(llm, stop=STOP, max_tokens=40),
+        "bias": ask(llm, logit_bias={17: 100.0}, max_tokens=4),
+        "embeddings": ask(llm, embedded(llm, first)),
+        "again": ask(llm),
+        "cached": ask(llm),
+    }
+
+
+@pytest.fixture(scope="module")
+def both():
+    """Ours, and stock vLLM's."""
+    with engine(**SETTINGS) as llm:
+        theirs = features(llm)
+    with engine(dymoe={"high": 16, "expert_budget": "25%"}, **SETTINGS) as llm:
+        ours = features(llm)
+        server_of(llm).check_integrity()
+    return ours, theirs
+
+
+def of(both, name):
+    return tuple([Answer.of(choice) for output in each[name] for choice in output.outputs] for each in both)
+
+
+def test_log_probabilities_of_prompts(both):
+    for ours, theirs in zip(*(each["prompt_logprobs"] for each in both), strict=True):
+        assert ours.prompt_token_ids == theirs.prompt_token_ids
+        assert len(ours.prompt_logprobs) == len(theirs.prompt_logprobs) > 3
+        for mine, other in zip(ours.prompt_logprobs[1:], theirs.prompt_logprobs[1:], strict=True):
+            common = mine.keys() & other.keys()
+            assert common
+            assert all(abs(mine[token].logprob - other[token].logprob) < ROUNDING for token in common)
+
+
+@pytest.mark.parametrize("name", ["n", "json", "regex", "stop", "bias", "embeddings", "again", "cached"])
+def test_answers(both, name):
+    ours, theirs = of(both, name)
+    assert len(ours) == len(theirs) == {"n": 16, "embeddings": 1}.get(name, 4)
+    same = [(a, b) for a, b in zip(ours, theirs, strict=True) if a.tokens == b.tokens]
+    if name in ("again", "cached", "embeddings"):
+        check_logprobs_close(ours, theirs)
+    # A near tie may go the other way, after which texts differ in length and content.
+    assert len(same) >= len(ours) // 2
+    for a, b in same:
+        for mine, other in zip(a.logprobs, b.logprobs, strict=True):
+            assert all(abs(mine[token] - other[token]) < 2 * ROUNDING for token in mine.keys() & other.keys())
+
+
+def test_what_is_asked_for_is_what_comes(both):
+    ours = both[0]
+    texts = {name: [output.outputs[0].text for output in ours[name]] for name in ("json", "regex", "stop")}
+    for text in texts["json"]:
+        assert json.loads(text).keys() == {"name", "count"}
+    assert all(re.fullmatch(CHOICE, text) for text in texts["regex"])
+    stopped = [output.outputs[0] for output in ours["stop"]]
+    assert any(choice.stop_reason in STOP for choice in stopped)
+    assert all(end not in choice.text for choice in stopped for end in STOP)
+    assert all(set(choice.token_ids) == {17} for output in ours["bias"] for choice in output.outputs)
+    assert all(len({tuple(choice.token_ids) for choice in output.outputs}) > 1 for output in ours["n"])
+
+
+def test_beams(both):
+    ours, theirs = (each["beams"] for each in both)
+    assert len(ours) == len(theirs) == 3
+    # Six tokens each.
+    assert all(abs(mine - other) < 6 * ROUNDING for mine, other in zip(ours, theirs, strict=True))
+
+
+def test_a_cached_prefix_says_the_same(both):
+    for each in both:
+        again, cached = ([Answer.of(output.outputs[0]) for output in each[name]] for name in ("again", "cached"))
+        assert equal_share(cached, again) > 0.9
+        assert all(output.num_cached_tokens > 0 for output in each["cached"] if len(output.prompt_token_ids) > 128)

@@ -1,0 +1,24 @@
+"""Sees that the library of ``make sanitize``, which the tests beside this one run with, notices a fault."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif("SANITIZED_LIBRARY" not in os.environ, reason="make sanitize builds the library")
+
+BEYOND = """
+import torch
+from vllm_dymoe.kernels import native
+rows, weights, into = torch.zeros(1, 64).bfloat16(), torch.ones(1, 4096), torch.zeros(1, 64).bfloat16()
+native.load().weighted_sum(rows, weights, into)
+print("not noticed")
+"""
+
+
+def test_a_read_beyond_a_tensor_ends_the_process():
+    ended = subprocess.run([sys.executable, "-c", BEYOND], capture_output=True, text=True, check=False)
+    assert ended.returncode != 0
+    assert "not noticed" not in ended.stdout
+    assert "heap-buffer-overflow" in ended.stderr

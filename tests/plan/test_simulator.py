@@ -1,0 +1,182 @@
+"""The simulator of schedules: what follows from a data sheet, and what each policy does to the timelines."""
+
+import json
+from dataclasses import replace
+from importlib import resources
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_dymoe.experts.encoding import encoding_of
+from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, stored_formats
+from vllm_dymoe.experts.identity import ModelIdentity
+from vllm_dymoe.options import Options
+from vllm_dymoe.plan.costs import Costs
+from vllm_dymoe.plan.device import Device
+from vllm_dymoe.plan.simulator import Model, Simulator, sessions
+from vllm_dymoe.planner.precision import Precision
+from vllm_dymoe.planner.routing import Phase
+from vllm_dymoe.planner.rule import HIGH
+from vllm_dymoe.policies import make_policy
+from vllm_dymoe.prefetch import Candidate, Predictor
+from vllm_dymoe.trace.synthetic import synthetic_trace
+
+LAYERS, EXPERTS, TOP_K = 4, 16, 2
+SIZES = ModelIdentity("m", "f", LAYERS, EXPERTS, TOP_K, 64)
+TRACE = synthetic_trace(SIZES, requests=4, prompt=24, decode=40, skew=0.8, locality=0.4)
+DEVICE = Device("d", 1 << 35, bandwidth=8e11, compute=8e13, link=2e10)
+ATTENTION = 40_000_000
+
+
+def experts(bits):
+    def form(width):
+        return ExpertFormat(2048, 768, encoding_of(width), 64, torch.bfloat16)
+
+    return ModelExperts(tuple(range(LAYERS)), EXPERTS, TOP_K, stored_formats(bits, form))
+
+
+def simulator(given, share=0.5, device=DEVICE, costs=None, **how):
+    options = Options(planning="host", **given)
+    packed = experts(tuple(options.stored_bits))
+    whole = packed.formats[options.high].whole_nbytes
+    limit = how.pop("limit", int(share * LAYERS * EXPERTS * whole))
+    costs = Costs.nothing() if costs is None else costs
+    return Simulator(TRACE, Model(packed, ATTENTION), options, make_policy(options), device, costs, limit, **how)
+
+
+def decoded(given, share=0.5, **how):
+    return simulator(given, share, **how).run(list(sessions(TRACE)))
+
+
+def of_a_token():
+    nbytes = experts((4,)).formats[4].nbytes
+    reading = LAYERS * (ATTENTION + TOP_K * nbytes) / DEVICE.bandwidth
+    return nbytes, reading, LAYERS * TOP_K * nbytes / DEVICE.link
+
+
+def test_without_overlap_a_token_takes_computing_and_moving():
+    _, reading, moving = of_a_token()
+    found = decoded({"policy": "on-demand", "policy_options": {"overlap": False}}).of(Phase.DECODE)
+    assert found == pytest.approx(np.full(160, reading + moving))
+    overlapping = decoded({"policy": "on-demand"}).of(Phase.DECODE)
+    assert (overlapping < found).all()
+    assert (overlapping >= max(reading, moving)).all()
+
+
+def test_with_everything_there_a_token_is_read_from_memory_and_nothing_moves():
+    given = {"policy": "exact", "policy_options": {"look_ahead": 0}}
+    served = simulator(given, 1.0)
+    served.run(list(sessions(TRACE)), measured=False)
+    found = served.run(list(sessions(TRACE)))
+    assert found.of(Phase.DECODE) == pytest.approx(np.full(160, of_a_token()[1]))
+    assert found.moved == 0
+    assert found.hits == found.active
+
+
+def test_the_hosts_work_is_charged_for_each_layer_and_miss():
+    given, costs = {"policy": "on-demand", "policy_options": {"overlap": False}}, Costs(1e-3, 1e-5, 0, 0, 0)
+    free, charged = (decoded(given, costs=of).of(Phase.DECODE) for of in (None, costs))
+    assert charged - free == pytest.approx(np.full(160, LAYERS * (1e-3 + 1e-5)), rel=0.05), "copies start one by one"
+
+
+class Knows(Predictor):
+    """Names what the next layer will choose, and ``wrong`` others; told by the simulator's trace."""
+
+    def __init__(self, wrong=0):
+        super().__init__()
+        self.wrong, self.coming = wrong, None
+
+    def observe(self, routing):
+        self.coming = None
+        if len(routing.ids) > 1:
+            return
+        (number,) = (
+            (TRACE.experts[:, routing.layer] == routing.ids.to(TRACE.experts.dtype)).all(1)
+            & (TRACE.weights[:, routing.layer].float() == routing.weights).all(1)
+        ).nonzero()[:1, 0].tolist() or (0,)
+        self.coming = None if routing.layer + 1 == LAYERS else TRACE.experts[number, routing.layer + 1].tolist()
+
+    def predict(self, layer):
+        if layer < 0 or self.coming is None:
+            return []
+        wrong = [expert for expert in range(EXPERTS) if expert not in self.coming][: self.wrong]
+        return [Candidate(layer + 1, expert) for expert in (*wrong, *self.coming)]
+
+
+def test_a_right_prediction_hides_copies_a_wrong_one_costs_and_a_question_costs_what_it_costs():
+    given = {"policy": "exact"}
+    asked = {"costs": Costs(0, 0, 0, 0, 0, {"next gate": 0.0})}
+    nothing = decoded({**given, "policy_options": {"look_ahead": 0}}, 0.3)
+    right, wrong = (decoded(given, 0.3, predictor=Knows(of), **asked) for of in (0, 4))
+    dear = decoded(given, 0.3, predictor=Knows(), costs=replace(asked["costs"], questions={"next gate": 2e-3}))
+    times = [of.of(Phase.DECODE).mean() for of in (right, nothing, dear)]
+    assert times[0] < 0.97 * times[1]
+    assert times[2] > times[1]
+    assert wrong.moved > right.moved
+    assert right.correct > 0.99 * right.predicted, "some tokens are alike"
+
+
+def test_moesys_cancels_nothing():
+    given = {"policy": "layer-prefetch"}
+    everything = LAYERS * EXPERTS * experts((4,)).formats[4].nbytes
+    limit = EXPERTS * experts((4,)).formats[4].nbytes
+    kept, cancelled = (
+        decoded(given, limit=limit, predictor=make_policy(Options(**given)).prefetch.make(SIZES), fetches_all=of)
+        for of in (True, False)
+    )
+    steps = 160 + 4
+    first = LAYERS * 0 + 1  # what a first layer needs comes on demand
+    assert kept.moved > (LAYERS - 1) / LAYERS * everything * steps * first * 0.99
+    assert kept.of(Phase.DECODE).mean() > 1.5 * cancelled.of(Phase.DECODE).mean()
+
+
+def test_batches_share_experts_and_requests_end_to_end_are_all_their_steps():
+    one, four = (simulator({"policy": "exact"}).run(list(sessions(TRACE, batch))) for batch in (1, 4))
+    assert len(one.of(Phase.DECODE)) == 160
+    assert len(four.of(Phase.DECODE)) == 40
+    assert four.summary()["tokens_per_s"] > one.summary()["tokens_per_s"]
+    assert sum(one.end_to_end().values()) == pytest.approx(sum(one.seconds))
+    assert set(one.end_to_end()) == {0, 1, 2, 3}
+    assert one.summary()["p50"] <= one.summary()["p95"] <= one.summary()["p99"]
+
+
+@pytest.mark.parametrize("places", ["model", "layer"])
+def test_moves_follow_traffic_and_no_step_waits(places):
+    window = {"window_s": 0.002, "window_uses": 0.5, "high_set": places}
+    served = simulator({"policy": "dynaexq", "low": 2, "policy_options": window}, 0.75)
+    before = served.table.precision.copy()
+    found = served.run(list(sessions(TRACE)))
+    assert found.hits == found.active
+    assert served._moves.moved > 0
+    assert (served.table.precision != before).any()
+    high = (served.table.precision == HIGH).sum(1)
+    assert high.sum() <= sum(served.plan.quotas[Precision.HIGH])
+    if places == "layer":
+        assert (high <= served.plan.quotas[Precision.HIGH]).all()
+
+
+def test_adaptive_fetches_fewer_slices_the_higher_the_threshold_and_keeps_none():
+    def run(threshold):
+        given = {"policy": "adaptive", "low": 2, "policy_options": {"threshold": threshold, "window_s": 1e9}}
+        served = simulator(given, 0.75)
+        before = served.table.precision.copy()
+        found = served.run(list(sessions(TRACE)))
+        assert np.array_equal(served.table.precision, before)
+        return found
+
+    rows = [run(threshold) for threshold in (0.0, 1.0, 1.2, 1e6)]
+    assert rows[0].fetched > rows[1].fetched > rows[2].fetched > rows[3].fetched == 0
+    assert rows[0].high == rows[0].choices
+    assert rows[1].seconds[-1] > rows[3].seconds[-1]
+
+
+def test_costs_are_data_with_sources():
+    found = json.loads(resources.files("vllm_dymoe.plan").joinpath("costs.json").read_text())
+    assert set(found["sources"]) == set(found) - {"sources"}
+    assert Costs.measured().host_layer == found["host_layer"] > found["graph_layer"]
+    assert all(seconds > 0 for seconds in Costs.measured().questions.values())
+
+
+def test_it_says_the_same_again():
+    assert decoded({"policy": "dymoe", "low": 2}).seconds == decoded({"policy": "dymoe", "low": 2}).seconds

@@ -1,0 +1,155 @@
+"""The policy adaptive: dynaexq's floor, a rescue where an expert weighs much, and the dial that bounds the waiting."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.cache.test_migration import STORES
+from tests.executor.steps import CPU as HERE
+from tests.executor.steps import random_step
+from vllm_dymoe.cache.budget import minimum_budget, plan_slots, workspace_bytes
+from vllm_dymoe.cache.transfer import make_engine
+from vllm_dymoe.options import ConfigError, Options
+from vllm_dymoe.planner.link_share import EVERY, MOST, LinkShare
+from vllm_dymoe.planner.precision import Precision
+from vllm_dymoe.planner.routing import Phase, Routing
+from vllm_dymoe.planner.rule import CPU, HIGH, HIT, LOW, STREAM, decide
+from vllm_dymoe.policies.adaptive import Adaptive
+from vllm_dymoe.policies.dynaexq import AsResident
+from vllm_dymoe.server import ExpertServer
+
+FROZEN = {"window_s": 1e9}
+
+
+def adaptive(store, places=4, *, fetches=False, **parameters):
+    """A server whose high set stays as it is; with ``fetches`` misses come over a link, else the CPU executes them."""
+    policy = Adaptive(**(FROZEN | parameters))
+    options = Options(
+        high=4, low=2, group_size=32, expert_budget="100%", policy="adaptive", misses="fetch" if fetches else "compute"
+    )
+    least = minimum_budget(store.experts, options, policy, workspace_bytes(store.experts))
+    more = (places - 1) * store.experts.formats[4].nbytes
+    options = options.model_copy(update={"expert_budget": type(options.expert_budget).parse(least + more)})
+    engine = make_engine(store, HERE, 0, io_threads=0) if fetches else None
+    return ExpertServer(store, options, HERE, policy=policy, engine=engine)
+
+
+def serve(server, seed, layer, tokens):
+    server.host_planned.begin_step(Phase.DECODE)
+    x, weights, ids = random_step(seed, tokens, server.experts)
+    return server.host_planned.forward(Routing(layer, 3, x, ids, weights))
+
+
+@pytest.mark.parametrize("fetches", [False, True])
+def test_a_rescued_expert_is_computed_high_and_nothing_is_kept(fetches):
+    """At threshold 0 answers are those of a server that has every expert high; far above, those of dynaexq."""
+    store = STORES[True]
+    rescued, never = (adaptive(store, fetches=fetches, threshold=at) for at in (0.0, 1e6))
+    whole = adaptive(store, 18, threshold=1e6)
+    floor = adaptive(store, wait_share=0)
+    assert (whole.cache.table.precision == HIGH).all()
+    before = rescued.cache.table.precision.copy()
+    for seed in range(12):
+        at = seed, seed % 3, (1, 2, 9)[seed % 3]
+        assert torch.equal(serve(rescued, *at), serve(whole, *at))
+        assert torch.equal(serve(never, *at), serve(floor, *at))
+        for server in (rescued, never, floor):
+            server.check_integrity()
+    assert np.array_equal(rescued.cache.table.precision, before)
+    assert rescued.stats().misses > 0
+    assert never.stats().misses == floor.stats().misses == 0
+    for server in (rescued, never, whole, floor):
+        server.engine.close()
+
+
+def test_only_experts_above_the_threshold_are_rescued():
+    policy = Adaptive(threshold=1.6)
+    at = Routing(0, 3, torch.zeros(1, 8), torch.tensor([[3, 1, 2, 0]]), torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
+    wanted = policy.precision.select(at)
+    assert [expert for expert, precision in wanted.items() if precision is Precision.HIGH] == [3], "2.0 even shares"
+    even = Routing(0, 3, torch.zeros(1, 8), torch.tensor([[0, 1, 2, 3]]), torch.full((1, 4), 0.25))
+    assert set(policy.precision.select(even).values()) == {Precision.LOW}, "not even the largest"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 1 << 30), st.booleans(), st.booleans())
+def test_where_others_write_the_rows_misses_are_streamed_or_executed(seed, nested, executes):
+    chance = np.random.default_rng(seed)
+    active = np.sort(chance.choice(12, 5, replace=False))
+    wanted = chance.integers(LOW, HIGH + 1, 5).astype(np.int8)
+    held = chance.integers(LOW, HIGH + 1, 12).astype(np.int8)
+    score = chance.integers(0, 9, (1 + nested, 12))
+    costs = np.zeros((3, 4), np.int64)
+    if executes:
+        costs[1:] = [10, 3, 1, 16]
+    told = {"rows": np.ones(5, np.int64), "costs": costs, "admits": False}
+    places = decide(active, wanted, held, score, score.copy(), (0, 12, 12), **told)
+    assert np.isin(places, (HIT, STREAM, CPU)).all()
+    missing = (held[active] == LOW) & (wanted == HIGH)
+    assert np.array_equal((places != HIT).any(0), missing)
+
+
+def test_the_dial_has_two_ends():
+    assert isinstance(Adaptive(wait_share=0).precision, AsResident)
+    assert Adaptive(wait_share=0).precision.thresholds == ()
+    assert all(threshold.tolist() == [0, 0] for threshold in Adaptive(wait_share=1).precision.thresholds)
+    assert Adaptive(wait_share=1).precision.link_share is None
+    assert Adaptive(wait_share=0.2).precision.link_share == 0.2
+    assert Adaptive(wait_share=0.2, threshold=1.5).precision.link_share is None
+
+
+def controlled(share, waits, steps=4000):
+    """Thresholds, even shares, of steps of 10 ms that wait as ``waits`` says of the threshold."""
+    now, waited, found = [0.0], 0.0, []
+    thresholds = Adaptive(wait_share=share).precision.thresholds
+    controller = LinkShare(thresholds, share, clock=lambda: now[0])
+    for _ in range(steps):
+        controller.begin_step(waited)
+        at = thresholds[1][0] / (1 << 32)
+        new = waits(at)
+        waited, now[0] = waited + new, now[0] + 0.01 + new
+        found.append((at, new / (0.01 + new)))
+    assert all(threshold[1] == 0 for threshold in thresholds), "they rest in the planner"
+    return found
+
+
+@pytest.mark.parametrize("share", [0.05, 0.1, 0.3])
+def test_the_time_that_steps_wait_settles_at_the_share(share):
+    found = controlled(share, lambda threshold: 0.02 * np.exp(-threshold))
+    assert np.mean([waiting for _, waiting in found[-200:]]) == pytest.approx(share, rel=0.1)
+
+
+def test_it_never_winds_up():
+    busy = controlled(0.1, lambda threshold: 1.0)
+    assert max(at for at, _ in busy) == MOST
+    idle = controlled(0.1, lambda threshold: 0.0)
+    assert min(at for at, _ in idle) == 0
+    calls = iter(range(10**6))
+    turned = controlled(0.1, lambda threshold: 0.5 if next(calls) < 2000 else 0.0)
+    after = [at for at, _ in turned[2000:]]
+    assert next(number for number, at in enumerate(after) if at < 1) < 100 * EVERY
+
+
+def test_ranks_move_their_thresholds_together_and_idleness_counts_for_nothing():
+    now, thresholds = [0.0], Adaptive(wait_share=0.1).precision.thresholds
+    controller = LinkShare(thresholds, 0.1, lambda said: [min(*said, 3 << 32)], clock=lambda: now[0])
+    for step in range(EVERY):
+        now[0] += 0.01 if step else 1e6
+        controller.begin_step(0.009 * step)
+    assert all(threshold[0] == 3 << 32 for threshold in thresholds)
+
+
+def test_a_budget_that_cannot_hold_all_bases_is_refused_and_names_dymoe():
+    experts, policy = STORES[True].experts, Adaptive()
+    options = Options(high=4, low=2, group_size=32, policy="adaptive")
+    least = minimum_budget(experts, options, policy, 1000)
+    bases = len(experts.layers) * experts.num_experts * experts.formats[2].nbytes
+    assert least > 1000 + bases
+    with pytest.raises(ConfigError, match='policy "dymoe"'):
+        plan_slots(experts, options, policy, least - 1, 1000)
+    plan = plan_slots(experts, options, policy, least, 1000)
+    assert plan.quotas[Precision.LOW] == [experts.num_experts] * len(experts.layers)
+    assert sum(plan.quotas[Precision.HIGH]) == 1
+    assert plan.staging[Precision.HIGH] == 2, "for what steps fetch"

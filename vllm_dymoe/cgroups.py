@@ -1,0 +1,43 @@
+"""What a container may use: the control groups of this process, and how many cores they leave to it."""
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+# Microseconds of all cores together, in each period: version 2 of control groups ("max 100000"), then version 1.
+_QUOTA = "cpu.max"
+_QUOTA_AND_PERIOD = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+
+
+def usable_cores(cores: int | None = None) -> int:
+    """Cores that this process may keep busy: those that this thread may run on, or so many, or what a container's limit
+    leaves of them."""
+    cores = len(os.sched_getaffinity(0)) if cores is None else cores
+    for group in groups():
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            if (group / _QUOTA).exists():
+                quota, period = map(int, (group / _QUOTA).read_text().split())
+            else:
+                quota, period = (int((group / name).read_text()) for name in _QUOTA_AND_PERIOD)
+            if quota > 0 and period > 0:  # -1 is no limit
+                cores = min(cores, max(1, math.ceil(quota / period)))
+    return cores
+
+
+def groups() -> Iterator[Path]:
+    """Control groups that may limit this process: its own and those around it, as far as they are mounted."""
+    mounted = {"": _CGROUP} | {name: _CGROUP / name for name in ("memory", "cpu", "cpu,cpuacct")}
+    yield from mounted.values()
+    try:
+        lines = _OWN_CGROUPS.read_text().splitlines()
+    except OSError:
+        return
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        root = mounted.get(controllers)
+        if root is not None:
+            own = root / path.lstrip("/")
+            yield from (group for group in (own, *own.parents) if group.is_relative_to(root) and group != root)

@@ -1,0 +1,84 @@
+"""DynaExq's floor with DyMoE's rescue: no expert is ever missing, and few steps wait for a high version.
+
+Every expert is there at low, the hottest at high, as by ``dynaexq``. In a step an expert whose high version is missing
+is served low, unless its share of the step's routing weights, times the number of active experts, is above a threshold:
+then the version is fetched for this step alone, or the CPU executes it. One dial says which share of the time steps may
+wait for the link; with 0 none ever does, with 1 all that is missing is fetched.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, NonNegativeFloat
+
+from vllm_dymoe.planner.importance import high_experts, importance
+from vllm_dymoe.planner.precision import Precision
+from vllm_dymoe.planner.routing import Routing
+from vllm_dymoe.planner.rule import Ints
+from vllm_dymoe.planner.threshold import above
+from vllm_dymoe.policies.base import Migrating, PrecisionPolicy, ResidencyPolicy
+from vllm_dymoe.policies.dynaexq import AsResident, DynaExq
+
+_START = 1.6  # even shares
+
+
+@dataclass(frozen=True)
+class Rescued(PrecisionPolicy):
+    """High for experts above a threshold that others move, low will do for the rest."""
+
+    def shares(self, num_layers: int, top_k: int) -> Mapping[Precision, Sequence[float]]:
+        return {Precision.HIGH: [0.0] * num_layers, Precision.LOW: [1.0] * num_layers}
+
+    def critical_counts(self, num_layers: int, experts: int) -> NDArray[np.int32]:
+        return np.zeros((num_layers, experts + 1), np.int32)
+
+    def select(self, routing: Routing) -> Mapping[int, Precision]:
+        ids, experts = routing.ids, 1 + max(routing.active, default=0)
+        if routing.global_ids is not None:
+            ids, experts = routing.global_ids, 1 + int(routing.global_ids.max())
+        high = high_experts(importance(ids, routing.weights, experts, routing.prompt), self.thresholds, lambda n: 0)
+        if routing.global_ids is not None:
+            high = routing.own_experts(high)
+        return {expert: Precision.HIGH if expert in high else Precision.LOW for expert in routing.active}
+
+    def chooser(self, num_layers: int) -> Callable[[int, Ints], NDArray[np.bool_]]:
+        """For replays of decode, see :class:`~.dymoe.CriticalHigh`."""
+        return lambda layer, sums: above(self.thresholds[1], sums)
+
+
+class Adaptive(DynaExq):
+    """The version that is resident serves, unless the step dwells on the expert."""
+
+    name: ClassVar[str] = "adaptive"
+    summary: ClassVar[str] = "every expert there, the hottest at `high`; of the others what weighs much is fetched"
+    default_low: ClassVar[int] = 2
+
+    wait_share: float = Field(default=0.1, ge=0, le=1)
+    """Share of the time that steps may wait for the link: 0 is dynaexq, 1 fetches every missing high version."""
+    threshold: NonNegativeFloat | None = None
+    """In place of wait_share, a fixed one: a missing high version is fetched where the expert's share of the step's
+    routing weights, times the number of active experts, is above it."""
+
+    @property
+    def _never(self) -> bool:
+        return self.threshold is None and self.wait_share == 0
+
+    @cached_property
+    def precision(self) -> PrecisionPolicy:
+        both = frozenset((Precision.HIGH, Precision.LOW))
+        if self._never:
+            return AsResident(both)
+        follows = self.threshold is None and self.wait_share < 1
+        start = self.threshold if self.threshold is not None else _START if follows else 0.0
+        thresholds = tuple(np.array([int(min(start, 1 << 20) * (1 << 32)), 0], np.int64) for _ in range(2))
+        return Rescued(both, thresholds=thresholds, link_share=self.wait_share if follows else None)
+
+    @cached_property
+    def residency(self) -> ResidencyPolicy:
+        """A device does not know a threshold that rests."""
+        moves = Migrating(**{name: getattr(self, name) for name in Migrating.model_fields})
+        return ResidencyPolicy(on_device=self._never, migrating=moves, rescues=not self._never)

@@ -1,0 +1,134 @@
+"""The experts that a checkpoint has, under the names that the rules of its quantization_config are written for.
+
+A rule names modules as the tool that wrote it saw them. That may be the tensors' names, those of an older or newer
+transformers (``language_model.model`` became ``model.language_model``; Mixtral's ``block_sparse_moe.experts.0.w1``
+became ``mlp.experts.0.gate_proj``), or vLLM's. So a rule fits a matrix if it fits one of the names that it goes by.
+"""
+
+import functools
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from vllm_dymoe.experts.format import Projection
+from vllm_dymoe.quantize.readers.base import FLOATS
+from vllm_dymoe.quantize.tensor_names import read_name
+
+_PREFIXES = ("model", "model.language_model", "language_model.model", "language_model", "thinker.model", "backbone")
+_BLOCKS = ("mlp", "block_sparse_moe", "feed_forward", "mixer", "ffn", "moe")
+_OTHER_WORDS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_WORDS = {Projection.GATE: "gate_proj", Projection.UP: "up_proj", Projection.DOWN: "down_proj"}
+_EXCLUSIONS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude", "exclude_modules")
+
+
+@dataclass(frozen=True)
+class ExpertModule:
+    """One matrix: a projection of an expert, or of all experts of a layer in a stack."""
+
+    name: str  # ``model.layers.3.mlp.experts.7.gate_proj``, ``model.layers.3.mlp.experts.gate_up_proj``
+    layer: int
+    expert: int | None  # None for a stack
+    projections: tuple[Projection, ...]
+    plain: bool | None  # whether its tensors have 16 bits; None where they are not known
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """The names that it goes by, the checkpoint's own first."""
+        layers, _, rest = self.name.partition(f".{self.layer}.")
+        block, _, tail = rest.partition(".experts.")
+        prefix = layers.removesuffix("layers").removesuffix(".")
+        draft = "mtp" in prefix.split(".")
+        prefixes = (prefix, "mtp", "model.mtp") if draft else (prefix, *_PREFIXES)
+        tails = [tail]
+        if self.expert is not None:
+            number, _, projection = tail.partition(".")
+            tails.append(f"{number}.{_OTHER_WORDS.get(projection, projection)}")
+        else:
+            tails += [f"0.{_WORDS[projection]}" for projection in self.projections]
+        made = (
+            f"{begin}.layers.{self.layer}.{middle}.experts.{end}"
+            for begin in prefixes
+            for middle in (block, *_BLOCKS)
+            for end in tails
+        )
+        return tuple(dict.fromkeys((self.name, *made)))
+
+
+def guessed_modules(layers: int = 128) -> tuple[ExpertModule, ...]:
+    """Of a checkpoint whose tensors are not known."""
+    return tuple(
+        ExpertModule(f"model.layers.{layer}.mlp.experts.0.{word}", layer, 0, (projection,), None)
+        for layer in range(layers)
+        for projection, word in _WORDS.items()
+    )
+
+
+def modules_of(tensors: Mapping[str, str], layers: int) -> tuple[list[ExpertModule], list[ExpertModule]]:
+    """The experts' matrices of the model, which has so many layers, and of its drafts (multi-token prediction); tensors
+    are dtypes, as safetensors names them, by name."""
+    parts: dict[str, list[tuple[str, str]]] = {}
+    named = {}
+    for tensor, dtype in tensors.items():
+        found = read_name(tensor)
+        if found is None or not found.projections:
+            continue
+        ending = found.part if tensor.endswith(found.part) else ""
+        module = tensor[: len(tensor) - len(ending)].rstrip("._") if ending else tensor
+        parts.setdefault(module, []).append((found.part, dtype))
+        named[module] = found
+    model, drafts = [], []
+    for module, found in named.items():
+        plain = all(part in ("weight", "bias") and dtype in FLOATS for part, dtype in parts[module])
+        made = ExpertModule(module, found.layer, found.expert, found.projections, plain)
+        if found.of_model and found.layer < layers:
+            model.append(made)
+        elif found.of_model or "mtp" in found.layers.split("."):
+            drafts.append(made)
+    return model, drafts
+
+
+def representatives(config: Mapping[str, Any], modules: Iterable[ExpertModule]) -> list[ExpertModule]:
+    """Those among modules that rules can tell apart: of each layer and projection one expert, and those that the
+    configuration names by number."""
+    named = {int(number) for number in re.findall(r"experts\\*\.(\d+)", str(config))}
+    kept: dict[object, ExpertModule] = {}
+    for module in modules:
+        expert = module.expert if module.expert in named else None
+        kept.setdefault((module.layer, module.projections, module.plain, expert), module)
+    return list(kept.values())
+
+
+def matches(pattern: str, names: Collection[str], *, anywhere: bool = False) -> bool:
+    """Whether an expression fits one of the names, from its beginning or ``anywhere``; False if it is none."""
+    compiled = _compiled(pattern)
+    if compiled is None:
+        return False
+    find = compiled.search if anywhere else compiled.match
+    return any(map(find, names))
+
+
+def excluded(config: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Whether a configuration leaves a module at 16 bits: by "re:" and an expression, with wildcards, or by some parts
+    of its name. For modules whose tensors are not known; otherwise those tell it."""
+    experts = {name[: name.index(".experts.") + len(".experts")] for name in names}
+    for key in _EXCLUSIONS:
+        for pattern in config.get(key) or ():
+            if pattern.startswith("re:"):
+                found = matches(pattern[len("re:") :], names)
+            elif "*" in pattern:
+                found = any(fnmatchcase(name, pattern) for name in experts)
+            else:
+                found = any(f".{pattern.strip('.')}." in f".{name}." for name in names)
+            if found:
+                return True
+    return False
+
+
+@functools.cache
+def _compiled(pattern: str) -> re.Pattern[str] | None:
+    try:
+        return re.compile(pattern)
+    except re.error:
+        return None

@@ -1,0 +1,95 @@
+"""HTTP routes to the workers' methods, and the live page that uses them.
+
+vLLM loads them only if ``VLLM_PLUGINS`` names the plugin. ``--api-key`` guards every path that begins with ``/v1``. The
+page itself is three static files without any state of the server, and asks its reader for the key.
+"""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.staticfiles import StaticFiles
+from vllm import envs
+
+PRECISION, BUDGET, LIVE = "/v1/dymoe/precision", "/v1/dymoe/budget", "/v1/dymoe/live"
+PREDICTOR = "/v1/dymoe/predictor"
+PAGE = "/dymoe/live"
+_PAGE_FILES = Path(__file__).parent / "live_page"
+_INTERVAL_S = 1.0  # between two questions of the live page to the workers
+
+
+class DymoeEndpoint:
+    """``GET`` asks what is in force, ``POST`` with an object of changes makes them; every answer is one of all ranks.
+
+    See ``dymoe_precision``, ``dymoe_resize``, ``dymoe_predictor`` and ``dymoe_live`` of
+    :class:`~.worker.DymoeWorkerExtension`.
+    """
+
+    name = "dymoe"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        @app.get(PRECISION)
+        async def precision(request: Request) -> dict[str, Any]:
+            return await _call(request.app.state.dymoe_engine, "dymoe_precision", {})
+
+        @app.post(PRECISION)
+        async def change_precision(request: Request, changes: dict[str, Any]) -> dict[str, Any]:
+            return await _call(request.app.state.dymoe_engine, "dymoe_precision", changes)
+
+        @app.post(BUDGET)
+        async def change_budget(request: Request, changes: dict[str, Any]) -> dict[str, Any]:
+            unknown = sorted(changes.keys() - {"expert_budget", "host_memory"})
+            if unknown or not changes:
+                raise HTTPException(
+                    400,
+                    f"vllm-dymoe: {', '.join(unknown) or 'an empty object'} is no budget; set expert_budget, "
+                    "host_memory, or both.",
+                )
+            return await _call(request.app.state.dymoe_engine, "dymoe_resize", changes)
+
+        @app.post(PREDICTOR)
+        async def write_predictor(request: Request) -> dict[str, Any]:
+            return await _call(request.app.state.dymoe_engine, "dymoe_predictor", {})
+
+        @app.get(LIVE)
+        async def live(request: Request) -> dict[str, Any]:
+            return await request.app.state.dymoe_live.answer()
+
+        app.mount(PAGE, StaticFiles(directory=_PAGE_FILES, html=True), name="dymoe-live-page")
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        state.dymoe_engine, state.dymoe_live = engine_client, LiveAnswers(engine_client)
+
+
+class LiveAnswers:
+    """Answers to live pages: however many are open, the workers are asked once a second."""
+
+    def __init__(self, engine: Any, interval: float = _INTERVAL_S) -> None:
+        self._engine, self._interval = engine, interval
+        self._asking = asyncio.Lock()
+        self._answer: dict[str, Any] = {}
+        self._asked = float("-inf")
+
+    async def answer(self) -> dict[str, Any]:
+        """Return the newest answer of all ranks, which is up to one interval old."""
+        async with self._asking:
+            if time.monotonic() - self._asked >= self._interval:
+                self._answer = await _call(self._engine, "dymoe_live", {})
+                self._asked = time.monotonic()
+            return self._answer
+
+
+async def _call(engine: Any, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Call a method of all workers; HTTPException 400 if it refuses with a sentence of ours."""
+    patience = float(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)  # a node that has died never answers
+    try:
+        return {"ranks": await engine.collective_rpc(method, timeout=patience, kwargs=arguments)}
+    except Exception as error:
+        _, ours, sentence = str(error).partition("vllm-dymoe: ")
+        if not ours:
+            raise
+        # What vLLM's executor adds is of no use to the client.
+        raise HTTPException(400, ours + sentence.partition("', please check the stack trace")[0]) from error

@@ -13,6 +13,7 @@ from tests.e2e.engines import MODEL, answer, engine, prompts, recorded_layers, s
 from vllm_dymoe.cli import app
 from vllm_dymoe.prefetch import TrainedPredictor
 from vllm_dymoe.prefetch.checkpoint import load_predictor
+from vllm_dymoe.prefetch.gate import FAR
 from vllm_dymoe.prefetch.next_gate import NextGate
 from vllm_dymoe.prefetch.popularity import Popularity
 from vllm_dymoe.prefetch.tuner import Heop, Setting
@@ -58,18 +59,18 @@ def test_what_is_foreseen_changes_no_bit_and_is_mostly_right(firm):
     assert stats.prefetches["useful"] + stats.prefetches["late"] > stats.prefetches["wasted"]
     assert tuner.settled
 
-    server._predictor = type(meeting)(NextGate(meeting.predictor._gates, top_k=4))
+    server.predictor = type(meeting)(NextGate(meeting.predictor._gates, top_k=4))
     next_tokens, next_layers, stats = answered(firm)
     assert stats.predictions["correct"] / stats.predictions["needed"] > 0.6
     assert stats.prefetches["useful"] > 0
 
-    server._predictor = None
+    server.predictor = None
     plain_tokens, plain_layers, stats = answered(firm)
     assert sum(stats.prefetches.values()) == 0
     assert tokens == next_tokens == plain_tokens
     assert same_bits(layers, plain_layers)
     assert same_bits(next_layers, plain_layers)
-    server._predictor = meeting
+    server.predictor = meeting
 
 
 ODD = 5  # the layer with such a router
@@ -186,16 +187,16 @@ def test_tracing_training_and_serving_as_in_the_docs(tmp_path):
         llm.collective_rpc("dymoe_trace")
     found = load_predictor(own)[1]
     assert torch.equal(found.gates, trained.network.gates.half())
-    assert found.look_ahead == 2
+    assert found.look_ahead == FAR, "experts lie in files"
 
     result = CliRunner().invoke(app, ["train", str(traces), "--out", str(file)])
     assert result.exit_code == 0, result.output
     with engine(dymoe=options | {"predictor": str(file)}) as llm:
-        assert server_of(llm).predictor.predictor.network.look_ahead == 2
+        assert server_of(llm).predictor.predictor.network.look_ahead == FAR
         new_tokens, new_layers, stats = answered(llm)
         registry = CollectorRegistry()
         Statistics("tiny", registry).publish(llm.collective_rpc("dymoe_stats"))
-        assert stats.predictor_bytes == load_predictor(file)[1].nearest(2).nbytes * 2  # float32, float16 in the file
+        assert stats.predictor_bytes == load_predictor(file)[1].nbytes * 2  # float32, float16 in the file
     assert new_tokens == tokens
     assert same_bits(new_layers, layers)
     for kind in ("predicted", "needed", "correct"):

@@ -78,8 +78,9 @@ def test_a_token_that_is_no_usable_number_adds_nothing(spoiled):
     for one, network in zip(sums, networks, strict=True):
         for layer in range(3):
             one.solve(layer, gates, network)
-    assert torch.equal(networks[0].tables, networks[1].tables)
-    assert torch.equal(networks[0].gates, networks[1].gates)
+    # A row of zeros more may make a product sum in another order.
+    assert torch.allclose(networks[0].tables, networks[1].tables, atol=1e-5)
+    assert torch.allclose(networks[0].gates, networks[1].gates, atol=1e-5)
 
 
 def test_routers_that_correct_their_scores_are_ranked_by_corrected_scores():

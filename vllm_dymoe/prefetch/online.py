@@ -37,8 +37,8 @@ class Verdict:
     layers: range  # whose states were looked at
     trained_on: int  # tokens
     judged_on: int  # tokens
-    accuracy: tuple[float, float, float]  # share of chosen experts named by candidate, network before, and next gate
-    whole: tuple[float, float, float]  # share of layers of which all were named, likewise
+    accuracy: tuple[float, ...]  # share of chosen experts named by candidate, network before, and next gate
+    whole: tuple[float, ...]  # share of layers of which all were named, likewise
     adopted: bool
 
 
@@ -87,8 +87,8 @@ class OnlineTraining:
         self._candidate = make_network(sizes, self.look_ahead, device, network_dtype)
         at_once = max(1, memory // LeastSquares.layer_bytes(sizes, self.look_ahead))
         self._groups = [range(at, min(at + at_once, layers - 1)) for at in range(0, layers - 1, at_once)]
-        self._group, self._judged_on, self._solving, self._judging = 0, 0, None, False
-        self._solving: Iterator[int] | None
+        self._group, self._trained_on, self._judged_on, self._judging = 0, 0, 0, False
+        self._solving: Iterator[int] | None = None
         self._sums = self._new_sums()
         self._gates: GateWeights | None = None
 
@@ -171,7 +171,7 @@ class OnlineTraining:
             better = self._judged_on >= self.judged_tokens and self._decide()
         self._sums.add(self._gates, x, experts)
         if self._sums.tokens >= self.due and not self._judging and self._solving is None:
-            self._solving = iter(self._sums.layers)
+            self._solving, self._trained_on = iter(self._sums.layers), self._sums.tokens
         return better
 
     def _solve_a_layer(self) -> None:
@@ -205,8 +205,7 @@ class OnlineTraining:
         rates[:, 0] /= top_k
         right, whole = rates.mean(-1).T.tolist()
         better = right[_CANDIDATE] > max(right[_INCUMBENT], right[_GATE])
-        trained_on = sums.tokens - self._judged_on
-        verdict = Verdict(sums.layers, trained_on, self._judged_on, tuple(right), tuple(whole), better)
+        verdict = Verdict(sums.layers, self._trained_on, self._judged_on, tuple(right), tuple(whole), better)
         self.verdicts.append(verdict)
         if better:
             self._rates[:, :, sums.layers.start : sums.layers.stop] = rates[[_CANDIDATE, _GATE]].float()

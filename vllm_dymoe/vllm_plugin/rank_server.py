@@ -165,8 +165,8 @@ class RankServer:
     def _use(self, predictor: TrainedPredictor) -> None:
         """Ask what was trained here. Its network changes in place, so that it is put into service once."""
         before = self.server.predictor
-        using = before is not None and isinstance(before.predictor, TrainedPredictor)
-        if not (using and before.predictor.network is predictor.network):  # type: ignore[union-attr]
+        asked = None if before is None else before.predictor
+        if not (isinstance(asked, TrainedPredictor) and asked.network is predictor.network):
             self.server.use_predictor(predictor)
 
     def close(self) -> None:

@@ -72,7 +72,8 @@ class ServedTraining:
     def report(self) -> dict[str, Any]:
         """Write the file, and say what training has come to; PredictorError if it cannot be written."""
         written, metrics = self.save(), self.online.card(self._model, __version__).metrics
-        found = {"file": str(self.file), "written": written, "tokens": self.online.tokens}
+        found: dict[str, Any] = {"file": None if self.file is None else str(self.file)}
+        found |= {"written": written, "tokens": self.online.tokens}
         if self.online.trained:
             found |= {"accuracy": metrics["trained"]["accuracy"], "next_gate": metrics["next gate"]["accuracy"]}
         return found

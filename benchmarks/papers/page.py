@@ -20,7 +20,7 @@ _HEAD = """# Four papers, side by side
     make bench-papers                          # or: python benchmarks/papers/papers.py duoserve
 
 One simulator of schedules ([simulator.py](../../vllm_dymoe/plan/simulator.py), that of `vllm-dymoe plan`) serves routings of the shipped model, recorded on 12 prompts of
-three domains (32 to 400 tokens, 32 tokens of each answer), with the real planner, policies and predictors. Sizes of experts are those of
+three domains (32 to 400 tokens, 16 tokens of each answer), with the real planner, policies and predictors. Sizes of experts are those of
 the papers' models, rates those of their devices' data sheets, and the host's work is charged as it was measured
 ([costs.json](../../vllm_dymoe/plan/costs.json)). Times are of the trace's eight layers; what compares is ratios. Where a paper measured, it measured its own host:
 rows with *no host* say what link and kernels alone give. ± is the spread over prompts. The papers' presets are what users get as

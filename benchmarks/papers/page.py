@@ -19,7 +19,7 @@ _HEAD = """# Four papers, side by side
 
     make bench-papers                          # or: python benchmarks/papers/papers.py duoserve
 
-One simulator of schedules ([simulator.py](../../vllm_dymoe/plan/simulator.py), that of `vllm-dymoe plan`) serves routings of the shipped model, recorded on 12 prompts of
+One simulator of schedules ([simulator.py](../../vllm_dymoe/plan/simulator.py)) serves routings of the shipped model, recorded on 12 prompts of
 three domains (32 to 400 tokens, 16 tokens of each answer), with the real planner, policies and predictors. Sizes of experts are those of
 the papers' models, rates those of their devices' data sheets, and the host's work is charged as it was measured
 ([costs.json](../../vllm_dymoe/plan/costs.json)). Times are of the trace's eight layers; what compares is ratios. Where a paper measured, it measured its own host:
@@ -52,11 +52,16 @@ def claims(results: Results) -> list[tuple[str, str, str, str, str]]:
             ordered = all(before >= after * 0.995 for before, after in itertools.pairwise(steps[:4]))
             say("DyMoE", f"Table 3, {share} of the bytes: each part gains (on demand, cache, prefetch, 4/2)",
                 "each row faster", " → ".join(f"{value:.2f}" for value in steps) + " ms", ordered and steps[4] <= steps[2])  # fmt: skip
-        at = found["budgets"]["50%"]
-        ttft = at["Accelerate"]["ttft"] / at["5. cache, prefetch, 4/2"]["ttft"]
-        say("DyMoE", "TTFT against Accelerate (Qwen3-30B, 12 GB)", "3.44", f"{ttft:.2f} (50 %)", ttft > 2)
-        tpot = at["Accelerate"]["tpot"] / at["5. cache, prefetch, 4/2"]["tpot"]
-        say("DyMoE", "TPOT against Accelerate (Qwen3-30B, 12 GB)", "2.86", f"{tpot:.2f} (50 %)", tpot > 2)
+        for of, theirs in (("ttft", 3.44), ("tpot", 2.86)):
+            gains = [
+                table["Accelerate"][of] / table["5. cache, prefetch, 4/2"][of]
+                for table in (found["budgets"]["50%"], found["no host, 50%"])
+            ]
+            say("DyMoE", f"{of.upper()} against Accelerate, 4/2 (Qwen3-30B, 12 GB; here 50 % of the bytes)", f"{theirs:.2f}",
+                f"{gains[0]:.2f}, without a host {gains[1]:.2f}", max(gains) > 0.8 * theirs or None, "" if max(gains) > 0.8 * theirs else "the order, not the size")  # fmt: skip
+        share = found["budgets"]["25%"]
+        say("DyMoE", "4/0 is faster than 4/2", "yes", f"{share['6. cache, prefetch, 4/0']['ttft']:.1f} and {share['5. cache, prefetch, 4/2']['ttft']:.1f} ms TTFT at 25 %",
+            share["6. cache, prefetch, 4/0"]["ttft"] < share["5. cache, prefetch, 4/2"]["ttft"])  # fmt: skip
     if (found := results.get("duoserve")) is not None:
         for key, table in found.items():
             acc, moesys = (
@@ -64,7 +69,7 @@ def claims(results: Results) -> list[tuple[str, str, str, str, str]]:
             )
             bound = table["ACC"]["end_to_end"] / table["an oracle"]["end_to_end"]
             say("DuoServe-MoE", f"end to end against ACC, {key}", "1.42 to 1.52", f"{acc:.2f}, an oracle {bound:.2f}",
-                acc >= 1.35 or None if acc > 1.02 else False,
+                acc >= 1.35,
                 "" if acc >= 1.35 else "an oracle gains no more than that" if bound < 1.35 else "the network names too few")  # fmt: skip
             say("DuoServe-MoE", f"end to end against MoESys, {key}", "up to 7.54", f"{moesys:.2f}", moesys > 3)
             ttft = table["ACC"]["ttft"] / table["DuoServe-MoE"]["ttft"]
@@ -73,18 +78,21 @@ def claims(results: Results) -> list[tuple[str, str, str, str, str]]:
                 f"TTFT against ACC, {key}",
                 "1.78 and more",
                 f"{ttft:.2f}",
-                ttft > 1.7 or None if ttft > 1.05 else False,
+                ttft > 1.7,
+                "" if ttft > 1.7 else "copies take far longer than kernels, and two streams hide the kernels alone",
             )
         table = next(iter(found.values()))
         network = table["DuoServe-MoE"]
         say("DuoServe-MoE", "Table 3: all of a token's experts named; at least one", "54 to 67 %; 90 to 95 %",
             f"{network['named_whole']:.0%}; {network['named_some']:.0%} (the next gate {table['the next gate']['named_whole']:.0%})",
-            False, "four of 32 have to be right here, where Mixtral has two of eight")  # fmt: skip
+            None, "four of 32 have to be right here, where Mixtral has two of eight")  # fmt: skip
+        widths = (31 * 8 + 8 + 8, 2048, 1024, 512, 256, 128, 64, 8)  # Eq. 5 for Mixtral-8x7B, and 4.2
+        weights = sum(one * other for one, other in itertools.pairwise(widths))
         say(
             "DuoServe-MoE",
-            "Table 2: the network's memory",
+            "Table 2: the network takes little memory",
             "0.28 GB of 25",
-            f"{network['predictor_bytes'] / 2**20:.1f} MiB",
+            f"{2 * weights / 1e6:.1f} MB for Mixtral, in 16 bits",
             True,
         )
     if (found := results.get("firm")) is not None:
@@ -202,14 +210,15 @@ def _quality() -> str:
     return f"{said}\n\n{markdown(['options', 'phase', 'quantizer', 'KL, millinats'], lines)}"
 
 
+def text(results: Results) -> str:
+    """The page."""
+    parts = (section.rstrip("\n") if section.startswith("|") else section for section in sections(results))
+    return "\n".join(line.rstrip() for line in (_HEAD + "\n" + "\n".join(parts)).splitlines()) + "\n"
+
+
 def write(results: Results, folder: Path) -> None:
-    """The page, and pictures where results are new."""
-    text = (
-        _HEAD
-        + "\n"
-        + "\n".join(section.rstrip("\n") if section.startswith("|") else section for section in sections(results))
-    )
-    (folder / "README.md").write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n")
+    """The page, and pictures."""
+    (folder / "README.md").write_text(text(results))
     try:
         import matplotlib
     except ImportError:

@@ -14,6 +14,7 @@ and a layer ends when its last expert does. Everything is the same on every mach
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -156,6 +157,8 @@ class Simulator:
         if not policy.residency.keeps:
             quotas = {code: [0] * layers for code in quotas}
         set_pools(self.table, {code: (0, 0, plan.slots[p]) for p in plan.slots for code in [CODES[p]]}, quotas)
+        if all(list(of) == [self._each] * layers for of in quotas.values()):  # filled at start
+            self.table.precision[:] = HIGH if HIGH in quotas else LOW
         self.table.reuse_high[:] = policy.precision.reuses_high
         self._nbytes = {CODES[precision]: formats[width].nbytes for precision, width in bits.items()}
         whole = {HIGH: options.high, LOW: options.low}
@@ -232,7 +235,7 @@ class Simulator:
         if self._moves is not None:
             self._moves.count(at, active, rows)
         executes = bool(table.cpu_costs.any())
-        how = {"evicts": self.policy.residency.evicts, "admits": self._moves is None}
+        how: dict[str, Any] = {"evicts": self.policy.residency.evicts, "admits": self._moves is None}
         places = table.begin_step(layer, active, codes, rows if executes else None, **how)
         before = table.precision[layer].copy()
         if self._moves is None:

@@ -320,8 +320,30 @@ def dynaexq(bench: Bench) -> dict[str, Any]:
     return {"batches": batches, "lengths": lengths, "high after a shift": shift}
 
 
+def adaptive(bench: Bench) -> dict[str, Any]:
+    """What a rescue costs in time: 4/2 at half and a quarter of the residual slices, by batch."""
+    device = find_device("a6000", None)
+    rows = {
+        "dynaexq": policy("dynaexq", 4, 2, window_s=0.02),
+        "adaptive, threshold 1.6": policy("adaptive", 4, 2, window_s=0.02, threshold=1.6),
+        "adaptive, wait_share 0.1": policy("adaptive", 4, 2, window_s=0.02, wait_share=0.1),
+        "uniform 4, fetched": policy("exact", 4),
+    }
+    found: dict[str, Any] = {}
+    for residuals in (0.5, 0.25):
+        for batch in (1, 4, 16, 32):
+            table = found.setdefault(f"{residuals:.0%}", {})[str(batch)] = {}
+            for name, given in rows.items():
+                share = (2.5 + 2 * residuals) / 4.5
+                simulator = bench.simulator(given, share, QWEN3, device, trace=bench.others)
+                simulator.run(bench.steps(4, others=True, requests=tuple(range(32, 36))), measured=False)
+                requests = tuple(range(max(8, batch)))
+                table[name] = summary_of(simulator.run(bench.steps(batch, others=True, requests=requests)), simulator)
+    return found
+
+
 SECTIONS: Mapping[str, Callable[[Bench], dict[str, Any]]] = {
-    "dymoe": dymoe, "duoserve": duoserve, "firm": firm, "dynaexq": dynaexq
+    "dymoe": dymoe, "duoserve": duoserve, "firm": firm, "dynaexq": dynaexq, "adaptive": adaptive
 }  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from vllm_dymoe.plan.costs import Costs
 from vllm_dymoe.plan.device import Device
 from vllm_dymoe.planner.constants import Cost
 from vllm_dymoe.planner.hotness import Swap, averaged, hottest, layer_swaps, squared_gates, swaps
+from vllm_dymoe.planner.link_share import LinkShare
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.routing import Phase, PromptTokens, Routing
 from vllm_dymoe.planner.rule import ABSENT, CPU, HIGH, HIT, LOW, STREAM, Ints
@@ -174,6 +175,10 @@ class Simulator:
         self._ahead_part = policy.prefetch.projections if policy.prefetch else _PARTS
         self.now = self._link = self._host = self._cpu = 0.0
         self._named: set[int] | None = None
+        precision, self._waited = policy.precision, 0.0  # seconds that steps waited for the link
+        self._dial: LinkShare | None = None
+        if precision.link_share is not None:
+            self._dial = LinkShare(precision.thresholds, precision.link_share, clock=lambda: self.now)
         self._moves = _Moves(self) if policy.residency.migrating is not None else None
         self.tell(trace)
 
@@ -199,6 +204,8 @@ class Simulator:
     def _step(self, step: Step) -> None:
         if self._moves is not None:
             self._moves.turn()
+        if self._dial is not None:
+            self._dial.begin_step(self._waited)
         tokens = torch.from_numpy(step.tokens)
         if self.predictor is not None:
             self.predictor.begin_step(step.phase)
@@ -321,6 +328,7 @@ class Simulator:
             if residency.whole or not residency.overlaps:
                 arrivals = [max(arrivals)] * _PARTS
             for arrival in arrivals:
+                self._waited += max(0.0, arrival - done)
                 done = max(done, arrival) + work[expert] / _PARTS
             ends.append(done)
             if expert in streamed:

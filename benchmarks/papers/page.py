@@ -135,11 +135,15 @@ def claims(results: Results) -> list[tuple[str, str, str, str, str]]:
         shift = found["high after a shift"]
         paper, ours = shift["dynaexq-paper, 16/4"], shift["ours: dynaexq, 16/4"]
         frozen = shift["dynaexq-paper, 16/4, frozen"]
-        say("DynaExq", "the high set follows a shift of traffic (choices served high, by domain)", "follows",
-            f"paper's {', '.join(f'{v:.0%}' for v in paper.values())}; frozen {', '.join(f'{v:.0%}' for v in frozen.values())}; "
-            f"ours {', '.join(f'{v:.0%}' for v in ours.values())}", sum(paper.values()) > sum(frozen.values()),
+        say("DynaExq", "the high set follows a shift of traffic (choices served high)", "follows",
+            f"paper's {_domains(paper)}; frozen {_domains(frozen)}; "
+            f"ours {_domains(ours)}", sum(paper.values()) > sum(frozen.values()),
             "" if sum(paper.values()) > sum(frozen.values()) else "the windows end too seldom here")  # fmt: skip
     return rows
+
+
+def _domains(shares: dict[str, float]) -> str:
+    return ", ".join(f"{domain} {share:.0%}" for domain, share in shares.items())
 
 
 def _table(rows: dict[str, dict[str, Any]], columns: dict[str, Callable[[dict[str, Any]], str]]) -> str:

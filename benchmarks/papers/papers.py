@@ -302,7 +302,7 @@ def dynaexq(bench: Bench) -> dict[str, Any]:
         found = simulator.run(bench.steps())
         for seconds, step in zip(found.seconds, found.steps, strict=True):
             if step.phase is Phase.PREFILL:
-                of = lengths.setdefault(str(32 * round(len(step.tokens) / 32)), {}).setdefault(name, {"ttft": []})
+                of = lengths.setdefault(str(len(step.tokens)), {}).setdefault(name, {"ttft": []})
                 of["ttft"].append(round(1e3 * seconds, 4))
     shift: Table = {}
     for name in ("dynaexq-paper, 16/4", "ours: dynaexq, 16/4"):

@@ -10,7 +10,7 @@ from losses import Scores, losses
 from vllm_dymoe.options import Options
 
 SHARES = (0.5, 0.25)
-THRESHOLDS = (1.6,)
+THRESHOLDS = (1.6, 2.0)
 QUANTIZERS = ("gptq", "e8")
 _WARM = 4  # texts of a domain, by which the high set is chosen; none of those that are measured
 

@@ -1,72 +1,114 @@
 """What is replayed: a trace of the shipped model on texts of three domains; and DuoServe-MoE's network, of others.
 
-Prompts are windows of the model's held-out texts. Their lengths are spread as those of chats are, from a line to a
-page; answers have ANSWER tokens. Both files are made where they are not there from an earlier run.
+Transformers' own model reads windows of the held-out texts, and its routers' inputs and choices are kept. A request is
+a window: its first tokens are the prompt, the rest is what the answer would be, token by token, whose routing is the
+same as if it were decoded. Lengths of prompts are spread as those of chats are, from a line to a page. Files are made
+where they are not there from an earlier run.
 """
 
-import json
-import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
+from vllm_dymoe.experts.identity import ModelIdentity
+from vllm_dymoe.prefetch.checkpoint import PredictorCard, save_predictor
+from vllm_dymoe.prefetch.expert_mlp import ARCHITECTURES
+from vllm_dymoe.prefetch.folded import fold
+from vllm_dymoe.prefetch.training import Recipe, train
+from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.trace.trace import Trace
 
 MODEL = Path(__file__).resolve().parents[1] / "tiny_moe" / "model"
 DOMAINS = ("docs", "code", "arithmetic")
 LENGTHS = (32, 96, 208, 400)  # tokens of a domain's prompts
 ANSWER = 48
-_END = "<|endoftext|>"
-_TRAINING = 12  # windows of each domain that the network is trained on, of _WINDOW tokens
-_WINDOW = 320
 ARCHITECTURE = "paper-shared"
+_END = "<|endoftext|>"
+_TRAINING, _WINDOW = 12, 320  # windows of each domain that the network is trained on; the last ANSWER tokens decode
+_EPOCHS = 4
 
 
-def recorded(work: Path) -> tuple[Trace, Path]:
-    """The trace that is replayed, whose requests are domain by domain, and the network's file."""
-    replayed, network = work / "replayed", work / "predictor.safetensors"
-    asked, others = _prompts()
-    if not replayed.exists():
-        _record(work, "replayed", asked, ANSWER)
-    if not network.exists():
-        _record(work, "others", others, ANSWER)
-        # Often, for so few tokens.
-        _command("train", work / "others", "--out", network, "--architecture", ARCHITECTURE, "--epochs", 60)
-    return Trace.load(replayed), network
+def recorded(work: Path) -> tuple[Trace, Trace, Path]:
+    """The trace that is replayed, whose requests are domain by domain, one of other texts, and the network's file."""
+    files = [work / name for name in ("replayed.safetensors", "others.safetensors", "network.safetensors")]
+    if not all(file.exists() for file in files[:2]):
+        work.mkdir(parents=True, exist_ok=True)
+        replayed, others = _windows()
+        _record(replayed, [length + ANSWER for _ in DOMAINS for length in LENGTHS]).save(files[0])
+        _record(others, [_WINDOW] * len(others)).save(files[1])
+    if not files[2].exists():
+        _train(Trace.load(files[1]), files[2])
+    return Trace.load(files[0]), Trace.load(files[1]), files[2]
 
 
 def domain_of(request: int) -> str:
     return DOMAINS[request // len(LENGTHS)]
 
 
-def _prompts() -> tuple[list[str], list[str]]:
-    """Prompts that are replayed, and those of training: other parts of the same files."""
-    tokenizer, asked, others = AutoTokenizer.from_pretrained(MODEL), list[str](), list[str]()
+def _windows() -> tuple[list[list[int]], list[list[int]]]:
+    """Token numbers of what is replayed, and of what the network is trained on: other parts of the same files."""
+    from transformers import AutoTokenizer
+
+    tokenizer, replayed, others = AutoTokenizer.from_pretrained(MODEL), list[list[int]](), list[list[int]]()
     for domain in DOMAINS:
         documents = (MODEL / "heldout" / f"{domain}.txt").read_text().split(f"\n{_END}\n")
         ids = [token for text in documents for token in tokenizer.encode(text.strip("\n"))]
-        needed = sum(LENGTHS) + _TRAINING * _WINDOW
-        spare = (len(ids) - needed) // (len(LENGTHS) + _TRAINING)
-        assert spare >= 0, f"{domain} has {len(ids)} tokens, fewer than {needed}"
+        lengths = [length + ANSWER for length in LENGTHS]
+        spare = (len(ids) - sum(lengths) - _TRAINING * _WINDOW) // (len(lengths) + _TRAINING)
+        assert spare >= 0, f"{domain} has {len(ids)} tokens, too few"
         at = 0
-        for lengths, into in ((LENGTHS, asked), ((_WINDOW,) * _TRAINING, others)):
-            for length in lengths:
-                into.append(tokenizer.decode(ids[at : at + length]))
+        for some, into in ((lengths, replayed), ([_WINDOW] * _TRAINING, others)):
+            for length in some:
+                into.append(ids[at : at + length])
                 at += length + spare
-    return asked, others
+    return replayed, others
 
 
-def _record(work: Path, name: str, texts: list[str], answer: int) -> None:
-    work.mkdir(parents=True, exist_ok=True)
-    prompts = work / f"{name}.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    _command("trace", MODEL, "--prompts", prompts, "--out", work / name, "--inputs", "--max-tokens", answer)
+def _record(windows: Sequence[Sequence[int]], lengths: Sequence[int]) -> Trace:
+    """Read windows, and keep what every router saw and chose."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    config, seen = model.config, dict[int, torch.Tensor]()
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.register_forward_pre_hook(
+            lambda module, given, number=number: seen.__setitem__(number, given[0].flatten(0, -2))
+        )
+    gates = [layer.mlp.gate.weight.float() for layer in model.model.layers]
+    columns: dict[str, list[torch.Tensor]] = {"experts": [], "weights": [], "router_inputs": []}
+    with torch.inference_mode():
+        for window in windows:
+            model(input_ids=torch.tensor([window]), use_cache=False)
+            xs = torch.stack([seen[number] for number in range(len(gates))], 1)
+            scores = torch.stack([(xs[:, n] @ gate.T).softmax(-1) for n, gate in enumerate(gates)], 1)
+            weights, experts = scores.topk(config.num_experts_per_tok)
+            columns["experts"].append(experts.to(torch.uint8))
+            columns["weights"].append((weights / weights.sum(-1, keepdim=True)).half())
+            columns["router_inputs"].append(xs.half())
+    told: dict[str, Any] = {name: torch.cat(parts).clone() for name, parts in columns.items()}
+    return Trace(
+        ModelIdentity(
+            MODEL.name, Checkpoint.open(MODEL).fingerprint(), len(gates), config.num_experts,
+            config.num_experts_per_tok, config.hidden_size,
+        ),
+        request=torch.cat([torch.full((n,), request, dtype=torch.int32) for request, n in enumerate(lengths)]),
+        position=torch.cat([torch.arange(n, dtype=torch.int32) for n in lengths]),
+        prefill=torch.cat([torch.arange(n) < n - ANSWER for n in lengths]),
+        **told,
+    )  # fmt: skip
 
 
-def _command(*words: object) -> None:
-    subprocess.run([str(Path(sys.executable).with_name("vllm-dymoe")), *map(str, words)], check=True)
+def _train(read: Trace, out: Path) -> None:
+    """Train the paper's network on every token of the texts: each was routed as it would be in decode."""
+    every = Trace(**{**vars(read), "prefill": torch.zeros_like(read.prefill), "router_inputs": None})
+    trained = train(every, ARCHITECTURES[ARCHITECTURE], Recipe(_EPOCHS))
+    architecture = {"name": ARCHITECTURE, **asdict(ARCHITECTURES[ARCHITECTURE])}
+    save_predictor(out, PredictorCard(read.header, architecture, metrics=trained.metrics), fold(trained.model))
+    print(f"The network was trained on {trained.tokens[0]} tokens: {trained.metrics}", flush=True)
 
 
 if __name__ == "__main__":

@@ -109,8 +109,11 @@ class Prefetcher:
             later: self._policy.precision.precisions_ahead(later, self._num_layers, experts)
             for later, experts in named.items()
         }
-        wanted = ((later, expert, precisions[later].get(expert)) for later, expert in coming)
-        self._candidates = deque((*at, precision) for *at, precision in wanted if precision in self._memory.pools)
+        self._candidates = deque()
+        for later, expert in coming:
+            precision = precisions[later].get(expert)
+            if precision is not None and precision in self._memory.pools:
+                self._candidates.append((later, expert, precision))
         if self._disk is not None:
             self._disk.offer(layer, list(self._candidates))
 

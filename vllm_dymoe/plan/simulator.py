@@ -14,6 +14,7 @@ and a layer ends when its last expert does. Everything is the same on every mach
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from vllm_dymoe.plan.costs import Costs
 from vllm_dymoe.plan.device import Device
 from vllm_dymoe.planner.constants import Cost
 from vllm_dymoe.planner.hotness import Swap, averaged, hottest, layer_swaps, squared_gates, swaps
+from vllm_dymoe.planner.link_share import LinkShare
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.routing import Phase, PromptTokens, Routing
 from vllm_dymoe.planner.rule import ABSENT, CPU, HIGH, HIT, LOW, STREAM, Ints
@@ -156,6 +158,8 @@ class Simulator:
         if not policy.residency.keeps:
             quotas = {code: [0] * layers for code in quotas}
         set_pools(self.table, {code: (0, 0, plan.slots[p]) for p in plan.slots for code in [CODES[p]]}, quotas)
+        if all(list(of) == [self._each] * layers for of in quotas.values()):  # filled at start
+            self.table.precision[:] = HIGH if HIGH in quotas else LOW
         self.table.reuse_high[:] = policy.precision.reuses_high
         self._nbytes = {CODES[precision]: formats[width].nbytes for precision, width in bits.items()}
         whole = {HIGH: options.high, LOW: options.low}
@@ -171,6 +175,10 @@ class Simulator:
         self._ahead_part = policy.prefetch.projections if policy.prefetch else _PARTS
         self.now = self._link = self._host = self._cpu = 0.0
         self._named: set[int] | None = None
+        precision, self._waited = policy.precision, 0.0  # seconds that steps waited for the link
+        self._dial: LinkShare | None = None
+        if precision.link_share is not None:
+            self._dial = LinkShare(precision.thresholds, precision.link_share, clock=lambda: self.now)
         self._moves = _Moves(self) if policy.residency.migrating is not None else None
         self.tell(trace)
 
@@ -196,6 +204,8 @@ class Simulator:
     def _step(self, step: Step) -> None:
         if self._moves is not None:
             self._moves.turn()
+        if self._dial is not None:
+            self._dial.begin_step(self._waited)
         tokens = torch.from_numpy(step.tokens)
         if self.predictor is not None:
             self.predictor.begin_step(step.phase)
@@ -232,7 +242,7 @@ class Simulator:
         if self._moves is not None:
             self._moves.count(at, active, rows)
         executes = bool(table.cpu_costs.any())
-        how = {"evicts": self.policy.residency.evicts, "admits": self._moves is None}
+        how: dict[str, Any] = {"evicts": self.policy.residency.evicts, "admits": self._moves is None}
         places = table.begin_step(layer, active, codes, rows if executes else None, **how)
         before = table.precision[layer].copy()
         if self._moves is None:
@@ -318,6 +328,7 @@ class Simulator:
             if residency.whole or not residency.overlaps:
                 arrivals = [max(arrivals)] * _PARTS
             for arrival in arrivals:
+                self._waited += max(0.0, arrival - done)
                 done = max(done, arrival) + work[expert] / _PARTS
             ends.append(done)
             if expert in streamed:

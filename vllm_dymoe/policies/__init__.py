@@ -15,10 +15,8 @@ from vllm_dymoe.policies.layer_prefetch import LayerPrefetch
 from vllm_dymoe.policies.on_demand import OnDemand
 from vllm_dymoe.policies.papers import PAPERS
 
-POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy
-    for policy in (Exact, OnDemand, LayerPrefetch, Dymoe, DuoServe, Firm, DynaExq, Adaptive, *PAPERS)
-}
+_OURS: tuple[type[Policy], ...] = (Exact, OnDemand, LayerPrefetch, Dymoe, DuoServe, Firm, DynaExq, Adaptive)
+POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (*_OURS, *PAPERS)}
 """By the name that the option ``policy`` has for it, the default first."""
 
 

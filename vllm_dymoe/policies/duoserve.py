@@ -34,9 +34,10 @@ class DuoServe(Policy):
         """The network, or popularity (Eq. 2) until one is trained. A prefill's first experts come while what is before
         them computes (5.2), in every layer."""
         only_paper = self.network == "paper"
-        named, flags = "the paper's network" if only_paper else "popularity", {"takes_predictor": True}
-        flags |= {"first_layer": True, "paced": self.paced, "needs_predictor": only_paper}
-        return PrefetchPolicy(named, self._predictor, **flags)
+        return PrefetchPolicy(
+            "the paper's network" if only_paper else "popularity", self._predictor, takes_predictor=True,
+            first_layer=True, paced=self.paced, needs_predictor=only_paper,
+        )  # fmt: skip
 
     def _predictor(self, model: RoutedModel) -> Predictor:
         if model.predictor is None and self.network == "any":

@@ -253,8 +253,9 @@ def figures():
 
 @pytest.mark.parametrize("palette", ["light", "dark"])
 def test_pictures_are_of_the_committed_results(palette, figures):
-    picture = (figures.IMAGES / f"speed-{palette}.svg").read_text()
-    assert figures.digest(figures.BUDGET, figures.TIERS) in picture, "run make figures"
+    for name, sources in (("speed", (figures.BUDGET, figures.TIERS)), ("gpu", (figures.GPU,))):
+        picture = (figures.IMAGES / f"{name}-{palette}.svg").read_text()
+        assert figures.digest(*sources) in picture, "run make figures"
 
 
 def test_tables_are_of_the_committed_results():

@@ -196,11 +196,14 @@ def test_commands_of_the_examples_are_accepted(line):
 
 @pytest.fixture(scope="module")
 def serve_parser():
-    cli_args = pytest.importorskip("vllm.entrypoints.openai.cli_args")
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    try:
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    except ImportError:  # before vLLM 0.32
+        from vllm.entrypoints.openai.cli_args import make_arg_parser
     register()
-    return cli_args.make_arg_parser(FlexibleArgumentParser())
+    return make_arg_parser(FlexibleArgumentParser())
 
 
 @pytest.mark.parametrize("line", command_lines("vllm serve"))

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
 BUDGET = ROOT / "benchmarks" / "budget" / "results.json"
 TIERS = ROOT / "benchmarks" / "memory_tiers" / "results.json"
+GPU = ROOT / "benchmarks" / "gpu" / "gpu-NVIDIA-H200-2026-11-26.json"
 PALETTES = {"light": LIGHT, "dark": DARK}
 BLUE, ORANGE, GREEN, PURPLE = COLOURS[:4]
 Palette = Mapping[str, str]
@@ -87,6 +88,45 @@ def _tiers(axes: Any, found: dict[str, Any], palette: Palette) -> None:
     axes.set_ylabel("tokens per second")
 
 
+def gpu(palette: Palette) -> Figure:
+    """Time of one layer on a GPU against the share of the experts that is resident, with its bound."""
+    figure = Figure(figsize=(10.4, 3.9), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    found = json.loads(GPU.read_text())
+    rows = {row["name"]: row for row in found["parts"]["speeds"]["speeds"]}
+
+    def points(name: str, number: str) -> list[tuple[float, float]]:
+        """Percent resident, and us."""
+        shares = ((share, rows.get(name.format(share))) for share in (25, 50, 100))
+        return [(share, row[number]) for share, row in shares if row is not None]
+
+    decode, ahead, shared, prefill = (
+        f"{phase} decided on the device, misses {misses}, {{}}%, {count} projections ahead, a layer"
+        for phase, misses, count in (
+            ("decode", "fetch", 0), ("decode", "fetch", 3), ("decode", "share", 0), ("prefill", "fetch", 0),
+        )
+    )  # fmt: skip
+    for axes, title, lines, bound in (
+        (left, "Decode, one token", {
+            "misses fetched": (decode, PURPLE), "and the next layer prefetched": (ahead, BLUE),
+            "the CPU computes a share": (shared, GREEN),
+        }, decode),
+        (right, "Prefill, 2048 tokens", {"misses fetched": (prefill, PURPLE)}, prefill),
+    ):  # fmt: skip
+        axes.plot(*zip(*points(bound, "bound"), strict=True), linestyle="--", color=palette["quiet"],
+                  label="bound of fetching: link, memory")  # fmt: skip
+        for label, (name, colour) in lines.items():
+            axes.plot(*zip(*points(name, "measured"), strict=True), marker="o", color=colour, label=label)
+        axes.set_title(title, pad=22)
+        _subtitle(axes, f"{found['card']}, one layer of Qwen3-30B-A3B's size, 4 bits", palette)
+        axes.set(xlabel="experts resident, %", ylabel="microseconds a layer")
+        axes.set_xlim(0, 104)
+        axes.set_ylim(bottom=0)
+        axes.legend(fontsize=9)
+    figure.get_layout_engine().set(wspace=0.06)
+    return figure
+
+
 def architecture(palette: Palette) -> Figure:
     """Where experts are, and what moves between the places."""
     figure = Figure(figsize=(10.4, 5.4))
@@ -145,7 +185,7 @@ def architecture(palette: Palette) -> Figure:
 def main() -> None:
     """Draw every picture twice."""
     IMAGES.mkdir(parents=True, exist_ok=True)
-    pictures = {"speed": (speed, (BUDGET, TIERS)), "architecture": (architecture, ())}
+    pictures = {"speed": (speed, (BUDGET, TIERS)), "gpu": (gpu, (GPU,)), "architecture": (architecture, ())}
     for name, (make, sources) in pictures.items():
         for page, palette in PALETTES.items():
             path = IMAGES / f"{name}-{page}.svg"

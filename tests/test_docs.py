@@ -196,11 +196,14 @@ def test_commands_of_the_examples_are_accepted(line):
 
 @pytest.fixture(scope="module")
 def serve_parser():
-    cli_args = pytest.importorskip("vllm.entrypoints.openai.cli_args")
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    try:
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    except ImportError:  # before vLLM 0.32
+        from vllm.entrypoints.openai.cli_args import make_arg_parser
     register()
-    return cli_args.make_arg_parser(FlexibleArgumentParser())
+    return make_arg_parser(FlexibleArgumentParser())
 
 
 @pytest.mark.parametrize("line", command_lines("vllm serve"))
@@ -253,8 +256,9 @@ def figures():
 
 @pytest.mark.parametrize("palette", ["light", "dark"])
 def test_pictures_are_of_the_committed_results(palette, figures):
-    picture = (figures.IMAGES / f"speed-{palette}.svg").read_text()
-    assert figures.digest(figures.BUDGET, figures.TIERS) in picture, "run make figures"
+    for name, sources in (("speed", (figures.BUDGET, figures.TIERS)), ("gpu", (figures.GPU,))):
+        picture = (figures.IMAGES / f"{name}-{palette}.svg").read_text()
+        assert figures.digest(*sources) in picture, "run make figures"
 
 
 def test_tables_are_of_the_committed_results():

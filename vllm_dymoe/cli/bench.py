@@ -98,7 +98,7 @@ class Bench:
         replace_file(table, (json.dumps(found, indent=1) + "\n").encode())
         written = [self.out / ROWS, page, table]
         if self.figure is not None:
-            written.append(draw(self.figure, [_speeds(self.model, found)]))
+            written.append(draw(self.figure, [speeds(self.model, found)]))
         typer.echo(f"Written: {', '.join(map(str, written))}")
 
     def _bounds(self, rows: Sequence[Row]) -> Bounds:
@@ -110,7 +110,7 @@ class Bench:
         return Bounds(found["link_bytes_per_second"], found["memory_bytes_per_second"], tokens, slices)
 
 
-def _speeds(model: str, found: Sequence[Mapping[str, Any]]) -> Panel:
+def speeds(model: str, found: Sequence[Mapping[str, Any]]) -> Panel:
     """Tokens per second against memory for experts: a line for each policy and batch, a level for what has no budget
     of experts."""
     panel = Panel(model, "memory for experts, MB", "tokens per second")

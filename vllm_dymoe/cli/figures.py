@@ -36,7 +36,7 @@ def require(path: Path) -> None:
         raise ConfigError("--figure needs matplotlib: pip install 'vllm-dymoe[figures]'.") from error
 
 
-def style(palette: Mapping[str, str] = LIGHT) -> dict[str, Any]:
+def style(palette: Mapping[str, str] = LIGHT) -> Any:  # a dictionary; matplotlib's own type names every setting
     """Settings of matplotlib for one palette; the same input gives the same file."""
     return {
         "svg.fonttype": "path", "svg.hashsalt": "vllm-dymoe", "font.size": 10, "axes.titlesize": 11,

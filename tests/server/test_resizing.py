@@ -158,13 +158,14 @@ def test_what_torch_keeps_unused_is_given_back_and_counts_as_free(monkeypatch):
 
 
 @pytest.mark.parametrize(("code", "value", "shared"), [(0, 1, True), (0, 0, False), (100, 1, False), (None, 1, False)])
-def test_the_driver_says_whether_a_device_has_the_hosts_addresses(monkeypatch, code, value, shared):
-    def attribute(answer, number, device):
-        assert (number, device) == (91, 3)
+@pytest.mark.parametrize(("question", "number"), [("shares_addresses", 91), ("ends_long_kernels", 17)])
+def test_the_driver_says_what_a_device_does(monkeypatch, question, number, code, value, shared):
+    def attribute(answer, asked, device):
+        assert (asked, device) == (number, 3)
         if code is None:
             raise OSError
         answer._obj.value = value
         return code
 
     monkeypatch.setattr(device_memory.ctypes, "CDLL", lambda name: SimpleNamespace(cuDeviceGetAttribute=attribute))
-    assert CudaMemory(torch.device("cuda:3")).shares_addresses() is shared
+    assert getattr(CudaMemory(torch.device("cuda:3")), question)() is shared

@@ -85,10 +85,15 @@ def test_the_first_line_says_what_is_active(store):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"policy": "firm", "link_gbps": 1.0}, "; policy firm; prefetch meeting of layers; high"),
+        (
+            {"policy": "firm", "link_gbps": 1.0, "planning": "host"},
+            "; policy firm; prefetch meeting of layers; high",
+        ),
+        ({"policy": "firm", "link_gbps": 1.0}, "; policy firm; prefetch none in steps of up to 16 tokens, the next"),
+        ({"policy": "layer-prefetch", "link_gbps": 1.0}, "prefetch all of the next layer in steps of up to 16 tokens"),
         ({"policy": "firm"}, "; policy firm; prefetch none, because the cores that would copy compute; high"),
         (
-            {"policy": "duoserve", "link_gbps": 1.0},
+            {"policy": "duoserve", "link_gbps": 1.0, "planning": "host"},
             "; policy duoserve; prefetch popularity, because no predictor was given; high",
         ),
         ({"policy_options": {"look_ahead": 0}}, "; prefetch none; high"),

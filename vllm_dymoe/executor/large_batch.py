@@ -82,11 +82,11 @@ class LargeBatches:
 
     def set_slots(self, staging: Mapping[int, int], quotas: Mapping[int, Sequence[int]]) -> None:
         """Set the number of staging slots and the quota of each layer, by LOW and HIGH of the precisions in use."""
+        self.settle()  # what is copied ahead goes into slots that may be freed next
         half = min(staging.values()) // 2
         self._half = half if half >= _LEAST_HALF else 0
         self.passing = self._table.experts - min(min(quotas[code]) for code in quotas)
         self._ahead_code = next(iter(quotas)) if len(quotas) == 1 and not self._table.nested else 0
-        self._pending = None
 
     def forward(
         self,
@@ -103,11 +103,11 @@ class LargeBatches:
 
         ``marks``, for policies that ask for them: int8 [rows], 1 for a prompt's token, 2 for a heavy hitter, else 0.
         """
-        step, branch = self._step(len(x), activation, marked=marks is not None, captured=captured), self._branch
-        shape, pending = step.shape, self._pending
-        if pending is not None and (pending[0] != layer or not shape.passes):
-            self.settle()
-            pending = None
+        branch, key = self._branch, (self._shape(len(x), marked=marks is not None, captured=captured), activation)
+        if self._pending is not None and (self._pending[0] != layer or self._last is None or self._last[0] != key):
+            self.settle()  # before the list of those copies goes with its step
+        step, pending = self._step(key, captured=captured), self._pending
+        shape = step.shape
         active = 1 - (1 - shape.top_k / max(shape.experts, shape.top_k)) ** shape.tokens
         ahead = self._ahead_code if shape.passes and layer + 1 < self._table.layers and active >= _MOST_ACTIVE else 0
         step.plan(layer, x, weights, ids, self._rows, self._groups % 2, ahead, marks)
@@ -163,18 +163,19 @@ class LargeBatches:
             self._table.forget_ahead()
             self._pending = None
 
-    def _step(self, tokens: int, activation: Activation, *, marked: bool, captured: bool) -> LargeBatchStep:
+    def _shape(self, tokens: int, *, marked: bool, captured: bool) -> LargeBatchShape:
         table, passes = self._table, 0
         if self._half and not captured:
             passes = -(-min(self.passing, tokens * self._experts.top_k) // self._half)
         half = self._half if passes else 0
-        shape = LargeBatchShape(tokens, self._experts.top_k, table.experts, 1 + table.nested, half, passes, marked)
-        key = shape, activation
+        return LargeBatchShape(tokens, self._experts.top_k, table.experts, 1 + table.nested, half, passes, marked)
+
+    def _step(self, key: tuple[LargeBatchShape, Activation], *, captured: bool) -> LargeBatchStep:
         if captured:  # the graph keeps using this memory
             if key not in self._captured:
-                self._captured[key] = self._kernel.large_batch_step(table, shape, activation)
+                self._captured[key] = self._kernel.large_batch_step(self._table, *key)
             return self._captured[key]
         if self._last is None or self._last[0] != key:
             self._last = None
-            self._last = key, self._kernel.large_batch_step(table, shape, activation)
+            self._last = key, self._kernel.large_batch_step(self._table, *key)
         return self._last[1]

@@ -4,6 +4,7 @@ The launches use fixed memory and need no value from the host, so a whole step c
 quotas, precisions and retention are values in the table; the graph stays valid when they change.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -13,16 +14,20 @@ from torch import Tensor
 
 from vllm_dymoe.executor.copy_branch import Branch
 from vllm_dymoe.executor.cpu_worker import CpuQueue
+from vllm_dymoe.executor.device_prefetch import DevicePrefetch, PrefetchKernel
 from vllm_dymoe.executor.large_batch import LargeBatches, LargeBatchKernel
 from vllm_dymoe.experts.format import ModelExperts
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.planner.large_batch import MOST_PARTS, small_batch_parts
 from vllm_dymoe.planner.plan import LayerPlan
+from vllm_dymoe.planner.prefetch import PrefetchList, prefetch_slots, set_prefetch
 from vllm_dymoe.planner.table import Table
+from vllm_dymoe.policies.base import PrefetchPolicy
+from vllm_dymoe.prefetch.on_device import DevicePredictor
 
 
-class SmallBatchKernel(LargeBatchKernel, Protocol):
+class SmallBatchKernel(LargeBatchKernel, PrefetchKernel, Protocol):
     """Plans and computes one layer's step on a device."""
 
     name: str  # which implementation, for logs and reports
@@ -46,14 +51,15 @@ class SmallBatchKernel(LargeBatchKernel, Protocol):
 class SmallBatches:
     """Every MoE layer of one rank in steps that the device plans; ``large`` runs prompts and steps of more rows.
 
-    With ``recorded``, each layer has a plan of its own, which stays readable until the next step.
+    With ``recorded``, each layer has a plan of its own, which stays readable until the next step. ``prefetch`` names
+    experts ahead, if it can on a device.
     """
 
     def __init__(
         self, experts: ModelExperts, table: Table, kernel: SmallBatchKernel, device: torch.device, branch: Branch,
-        *, recorded: bool = False,
+        *, recorded: bool = False, prefetch: PrefetchPolicy | None = None,
     ) -> None:  # fmt: skip
-        self.table, self.kernel = table, kernel
+        self.table, self.kernel, self._branch = table, kernel, branch
         self._experts, self._device, layers = experts, device, table.layers if recorded else 1
         sizes = SMALL_BATCH_ROWS, experts.top_k, experts.num_experts, device
         # A view of the plan for each number of rows, made once, because slicing costs host time.
@@ -67,6 +73,12 @@ class SmallBatches:
         self._firsts = torch.arange(MOST_PARTS, dtype=torch.int32, device=device).mul_(SMALL_BATCH_ROWS).view(-1, 1)
         self._of_parts = torch.zeros(MOST_PARTS, 4, dtype=torch.int32, device=device)
         self._told = 0
+        self.predictor: DevicePredictor | None = None
+        if prefetch is not None and prefetch.on_device is not None and not table.nested:
+            self.predictor = prefetch.on_device(table, experts.top_k)
+            self._listed = PrefetchList.allocate(experts.num_experts, device)
+            self._projections = prefetch.projections
+        self.prefetch: DevicePrefetch | None = None
         self.costs: NDArray[np.int64] | None = None
         """``Table.cpu_costs`` if large-batch steps may run as small ones (all experts in one precision), else None."""
 
@@ -76,7 +88,20 @@ class SmallBatches:
         cpu_queue = self.kernel.cpu_queue
         tensors = *vars(self.table).values(), self._rows, self._firsts, self._of_parts
         tensors += tuple(tensor for of_layer in self._plans for tensor in of_layer[-1].tensors.values())
-        return sum(tensor.nbytes for tensor in tensors) + (0 if cpu_queue is None else cpu_queue.nbytes)
+        if self.predictor is not None:
+            tensors += tuple(vars(self._listed).values())
+        predictor = 0 if self.predictor is None else self.predictor.nbytes
+        return sum(tensor.nbytes for tensor in tensors) + predictor + (0 if cpu_queue is None else cpu_queue.nbytes)
+
+    def set_slots(self, staging: Mapping[int, int], quotas: Mapping[int, Sequence[int]]) -> None:
+        """Serve with other slots: the number of staging slots, and the quota of each layer, by LOW and HIGH."""
+        self.settle()
+        self.large.set_slots(staging, quotas)
+        self.prefetch = None
+        if self.predictor is not None and any(map(prefetch_slots, staging.values())):
+            given = self.table, self.kernel, self._branch, self._rows, self.predictor, self._listed, self._projections
+            self.prefetch = DevicePrefetch(*given)
+        set_prefetch(self.table, enabled=self.prefetch is not None)
 
     def warm_up(self, activation: Activation) -> None:
         """Compile and load all kernels by running steps without tokens, so that no request or capture waits."""
@@ -101,8 +126,13 @@ class SmallBatches:
 
     def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> Tensor:
         self.large.settle()
-        plan = self._plans[layer % len(self._plans)][len(x)]
-        return self.kernel.forward(self.table, layer, self._rows, plan, x, weights, ids, activation)
+        plan, prefetch = self._plans[layer % len(self._plans)][len(x)], self.prefetch
+        if prefetch is not None:
+            prefetch.begin_layer(layer, x, ids)
+        out = self.kernel.forward(self.table, layer, self._rows, plan, x, weights, ids, activation)
+        if prefetch is not None:
+            prefetch.end_layer(layer)
+        return out
 
     def forward_large(
         self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation, marks: Tensor | None = None,
@@ -112,6 +142,9 @@ class SmallBatches:
 
         It runs as several small-batch steps, one after another, if the CPU executes misses and this is faster.
         """
+        if self.prefetch is not None:
+            self.prefetch.settle()
+            self.prefetch.observe(layer, x, ids)
         parts, experts = 0, self.table.experts
         if self.costs is not None and marks is None:
             sizes = len(x), SMALL_BATCH_ROWS, ids.shape[1], experts
@@ -133,8 +166,10 @@ class SmallBatches:
         return self._plans[layer][-1].actions(ids, self.table.experts)
 
     def settle(self) -> None:
-        """Begin a step: forget what an earlier large-batch step copied ahead."""
+        """Begin a step: forget what an earlier one copied ahead."""
         self.large.settle()
+        if self.prefetch is not None:
+            self.prefetch.settle()
         if (cpu_queue := self.kernel.cpu_queue) is not None and cpu_queue.failed:
             self.table.cpu_costs.zero_()  # from now on everything is fetched
             self.costs = None

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 from vllm_dymoe.options import ExpertBudget
 from vllm_dymoe.policies.base import Policy, PrefetchPolicy, ResidencyPolicy
 from vllm_dymoe.prefetch import Predictor, RoutedModel, TrainedPredictor
+from vllm_dymoe.prefetch.on_device import PopularityOnDevice
 from vllm_dymoe.prefetch.popularity import Popularity
 
 
@@ -25,7 +26,8 @@ class DuoServe(Policy):
     def prefetch(self) -> PrefetchPolicy:
         """The network, or popularity (Eq. 2) until one is trained. A prefill's first experts come while what is before
         them computes (5.2), in every layer."""
-        return PrefetchPolicy("popularity", _predictor, takes_predictor=True, first_layer=True, paced=True)
+        ways = {"takes_predictor": True, "first_layer": True, "paced": True}
+        return PrefetchPolicy("popularity", _predictor, on_device=PopularityOnDevice, **ways)
 
 
 def _predictor(model: RoutedModel) -> Predictor:

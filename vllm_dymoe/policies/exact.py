@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from vllm_dymoe.policies.base import Policy, PrefetchPolicy, ResidencyPolicy
+from vllm_dymoe.policies.base import Policy, PrefetchPolicy
 from vllm_dymoe.prefetch import Predictor, RoutedModel, TrainedPredictor
 from vllm_dymoe.prefetch.next_gate import NextGate
 from vllm_dymoe.prefetch.side_stream import make_side_stream
@@ -21,10 +21,6 @@ class Exact(Policy):
 
     look_ahead: int = Field(default=1, ge=0, le=_MOST_LAYERS)
     """Layers ahead that gates, or a predictor, are asked about; more where experts come from a disk, 0 for none."""
-
-    @cached_property
-    def residency(self) -> ResidencyPolicy:
-        return ResidencyPolicy(on_device=True)
 
     @cached_property
     def prefetch(self) -> PrefetchPolicy | None:

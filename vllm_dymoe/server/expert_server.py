@@ -144,7 +144,10 @@ class ExpertServer:
         decoding = None
         if decides:
             decoding, why_not = _make_decode_kernel(parts, self.kernel, self.experts, options)
-        self.cpu_execution = CpuExecution(options, store, self.engine, device, decoding, parts.lock, rates)
+        watched = parts.device_memory.ends_long_kernels()
+        self.cpu_execution = CpuExecution(
+            options, store, self.engine, device, decoding, parts.lock, rates, ends_long_kernels=watched
+        )
         self.host_plans_because = why_not  # if the device was to decide
         writer = Writer.DEVICE if policy.residency.migrating is None else Writer.PLANNER
         cache = self.cache = parts.cache(store, Writer.HOST if decoding is None else writer)
@@ -152,7 +155,7 @@ class ExpertServer:
         if decoding is not None and (side := cache.device_table) is not None:
             recorded = options.trace is not None
             self.small_batches = SmallBatches(
-                self.experts, side.table, decoding, device, parts.branch(), recorded=recorded
+                self.experts, side.table, decoding, device, parts.branch(), recorded=recorded, prefetch=policy.prefetch
             )
         # A device that plans asks no predictor, and neither does a CPU whose cores would bring what it names.
         unasked = decoding is not None or (self._plain_cpu and self.engine.occupies_cores)
@@ -184,10 +187,10 @@ class ExpertServer:
         honoured, or a read that was given up has not ended."""
         options = changed_precision(self.options, self.experts.formats, changes)
         policy = make_policy(options).of_stage(*self._around)
-        if self.small_batches is not None and not policy.residency.on_device:
+        if self.small_batches is not None and policy.needs_host:
             raise ConfigError(
-                "vllm-dymoe: the precision stays as it was: the device plans about experts in decode, and this needs "
-                'the host; start with planning "host".'
+                "vllm-dymoe: the precision stays as it was: the device plans, and this needs the host, because "
+                f'{policy.needs_host}; start with planning "host".'
             )
         self._take_decode_counts()  # of the bit-widths that they had
         plan = self._spending.plan(self.slot_plan.limit, options, policy, self.overhead)
@@ -227,7 +230,7 @@ class ExpertServer:
         self.slot_plan, self.budget = plan, cache.budget
         if self.small_batches is not None and cache.device_table is not None:
             side, passes = cache.device_table, migrating is None  # the planner's staging slots are for moves
-            self.small_batches.large.set_slots(side.staging if passes else dict.fromkeys(side.staging, 0), side.quotas)
+            self.small_batches.set_slots(side.staging if passes else dict.fromkeys(side.staging, 0), side.quotas)
         cache.pools.fence(self.engine.fence())
         # Policies that move slots between steps have no last-reader fence, so their copies wait for all computation.
         overlaps = policy.residency.overlaps and migrating is None
@@ -343,6 +346,8 @@ class ExpertServer:
 
     def close(self, *, keep_store: bool = False) -> None:
         """End the transfer threads, give the slots' memory back, and close the store or keep it for another server."""
+        if self.small_batches is not None:
+            self.small_batches.settle()
         self.engine.close()
         self.cpu_execution.close()
         self.cache.pools.free()
@@ -391,6 +396,8 @@ def check_awake(server: ExpertServer, what: str) -> None:
     """ConfigError if slots cannot go now: they have gone, or a read that was given up writes into one."""
     if server.asleep:
         raise ConfigError(f"vllm-dymoe: {what} is impossible while the engine sleeps; wake it up first.")
+    if server.small_batches is not None:
+        server.small_batches.settle()  # its copies write into slots
     if not server.host_planned.end():
         raise ConfigError(
             f"vllm-dymoe: {what} is impossible while reads that were given up have not ended "

@@ -90,7 +90,8 @@ def _prefetch(server: ExpertServer) -> str:
     host = "none, because the cores that would copy compute" if server.engine.occupies_cores else _by_name(server)
     if server.small_batches is None:
         return host
-    return f"none in steps of up to {SMALL_BATCH_ROWS} tokens, the next layer's experts by themselves in larger ones"
+    few = "none" if server.small_batches.prefetch is None else server.policy.prefetch.name
+    return f"{few} in steps of up to {SMALL_BATCH_ROWS} tokens, the next layer's experts by themselves in larger ones"
 
 
 def _by_name(server: ExpertServer) -> str:

@@ -33,7 +33,16 @@ for them. Everything else is for whoever serves it."""
 
 
 class ConfigError(ValueError):
-    """An option that cannot be honoured; the message is one sentence for the user."""
+    """An option that cannot be honoured; the message is one sentence for the user.
+
+    Attributes:
+        option: name of the option to change, if it is one.
+        least: the smallest budget in bytes that would do, if a budget is too small.
+    """
+
+    def __init__(self, sentence: str, *, option: str | None = None, least: int | None = None) -> None:
+        super().__init__(sentence)
+        self.option, self.least = option, least
 
 
 def _check_named(value: Any) -> Any:

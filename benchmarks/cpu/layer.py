@@ -68,9 +68,7 @@ class Layer:
         ids = torch.rand(tokens, EXPERTS, generator=self._generator).topk(TOP_K, dim=1).indices
         x = torch.randn(tokens, HIDDEN, generator=self._generator).bfloat16()
         grouped = group_by_expert(ids.numpy())
-        plan = LayerPlan.of_routing(grouped, grouped.experts)
-        for item, expert in enumerate(grouped.experts):
-            plan.place(item, self.experts[expert])
+        plan = LayerPlan.of_experts(grouped, [self.experts[expert] for expert in grouped.experts])
         out = x.new_empty(tokens * TOP_K, HIDDEN)
         begin = clock()
         self.kernel.begin(x, plan, out, Activation.SILU)

@@ -54,9 +54,7 @@ def begin_experts(
         for name in ("tokens", "pairs")
     )
     items = list(range(len(work)))
-    plan = LayerPlan.of_routing(Grouped(items, bounds, rows, pairs), items)
-    for item, expert in enumerate(work):
-        plan.place(item, PackedExpert(*expert[:3]))
+    plan = LayerPlan.of_experts(Grouped(items, bounds, rows, pairs), [PackedExpert(*expert[:3]) for expert in work])
     kernel.begin(x, plan, out, activation)
     return items
 

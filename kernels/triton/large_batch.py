@@ -69,14 +69,14 @@ def plan_large_batch_on_gpu(
     )
     classes, long = large["work"].shape[1:3]
     numbers = (
-        layer, shape.half, shape.passes, half, ahead, shape.items, classes, long, plan["slots"].stride(0),
+        layer, shape.half, shape.streamed_groups, half, ahead, shape.items, classes, long, plan["slots"].stride(0),
         plan["addresses"].stride(0),
     )  # fmt: skip
     columns = *(table[name] for name in _OF_TABLE), *(plan[name] for name in _OF_PLAN)
     constants = {"COUNTERS": table["counters"].shape[1], "SLICES": shape.slices, "STEPS": tuple(steps)}
     start(
         list_kernel, (shape.groups, classes), (*columns, large["spans"], large["work"], *numbers),
-        {"EXPERTS": shape.experts, "WIDTH": width, **constants, "GROUPS": shape.passes > 0}, options,
+        {"EXPERTS": shape.experts, "WIDTH": width, **constants, "GROUPS": shape.streamed_groups > 0}, options,
     )  # fmt: skip
     placed = ids, rows, scratch, plan["rows"], plan["pairs"], large["ids"], table["staged_for"]
     start(place_pairs_kernel, (shape.chunks,), (*placed, shape.chunk, shape.chunks, shape.positions, layer), sizes,

@@ -67,7 +67,7 @@ class TritonLargeBatch:
         self._large, self._plan = LargeBatchWork.allocate(shape, self._steps[:classes], device), plan.tensors
         self._lists = self._large, self._large.with_own_spans()  # for even and odd layers
         self.ids, self._parity = self._large.ids, 0
-        groups = range(ADMITTED, STREAMED + shape.passes + (shape.passes > 0))
+        groups = range(ADMITTED, STREAMED + shape.streamed_groups + (shape.streamed_groups > 0))
         self._spans = [{group: lists.spans[shape.spans(group)] for group in groups} for lists in self._lists]
         residual = plan.addresses[-1] if experts.nested else None
         self._rotation = experts.rotation(precisions)

@@ -4,11 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.errors import refused
 from tests.executor.steps import ByNumber
 from tests.small_model import make_experts
 from tests.support.instead import Instead
 from vllm_dymoe.cache.budget import limit_in_bytes, workspace_bytes
-from vllm_dymoe.options import ConfigError, ExpertBudget, Options
+from vllm_dymoe.options import ExpertBudget, Options
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.policies.dymoe import Dymoe
 from vllm_dymoe.policies.exact import Exact
@@ -49,7 +50,7 @@ def test_every_plan_fits_and_spends_what_it_can(nbytes, policy):
     precisions = policy.precision.precisions
     least = minimum_budget(EXPERTS, OPTIONS, policy, WORKSPACE)
     if nbytes < least:
-        with pytest.raises(ConfigError, match=f"at least {least} bytes"):
+        with refused(option="expert_budget", least=least):
             plan_slots(EXPERTS, OPTIONS, policy, nbytes, WORKSPACE)
         return
     plan = plan_slots(EXPERTS, OPTIONS, policy, nbytes, WORKSPACE)

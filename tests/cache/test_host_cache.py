@@ -10,6 +10,7 @@ import torch
 
 from tests.cache.store.locks import RecordedLock
 from tests.cache.store.stores import damage, read, write
+from tests.errors import refused
 from tests.executor.device_planned import run_device_planned
 from tests.executor.steps import STEPS, make_server, run
 from tests.small_model import make_experts
@@ -19,9 +20,7 @@ from vllm_dymoe.cache.store.disk import Reading
 from vllm_dymoe.cache.store.files import file_name
 from vllm_dymoe.cache.transfer import TransferError
 from vllm_dymoe.experts.format import SliceKey, all_keys, layer_keys
-from vllm_dymoe.options import ConfigError
 from vllm_dymoe.planner.precision import Precision
-from vllm_dymoe.server.expert_server import resize_host_memory
 
 EXPERTS = make_experts(layers=3, num_experts=8, top_k=2)
 
@@ -272,7 +271,7 @@ def test_a_level_below_a_device_changes_no_bit(make_host_cache, part):
     stats = server.stats()
     assert stats.host_hits > 0
     assert 0 < stats.host_misses <= stats.disk_reads < stats.misses + stats.host_predictions["made"] + 1
-    resize_host_memory(server, smallest_host_cache(EXPERTS))
+    server.resize_host_memory(smallest_host_cache(EXPERTS))
     for got, expected in zip(run(server, STEPS), want, strict=True):
         assert torch.equal(got, expected)
     server.close()
@@ -280,10 +279,10 @@ def test_a_level_below_a_device_changes_no_bit(make_host_cache, part):
 
 @pytest.mark.parametrize("planning", ["host", "device"])
 def test_all_in_memory_is_a_store_that_the_device_reads_by_itself(make_host_cache, folder, planning):
-    """And what holds a part leaves narrow and large-batch steps alike to the host: no device waits for a disk."""
+    """And what holds a part leaves small and large batches alike to the host: no device waits for a disk."""
     want = run(make_server(FileStore(folder), "100%"), STEPS)
     host_cache = make_host_cache(share(1))
-    with pytest.raises(ConfigError, match="not all experts are in host memory"):
+    with refused("host_store", option="planning"):
         make_server(host_cache, "25%", planning="device")
     host_cache.fill()
     server = make_server(host_cache, "25%", planning=planning)
@@ -329,7 +328,7 @@ def test_a_drafts_level_is_the_models(make_host_cache, model, draft):
         both.check_integrity()
         if not both.whole:
             assert 0 < server.stats().host_bytes <= budget
-            resize_host_memory(server, share(0.4))
+            server.resize_host_memory(share(0.4))
             run(server, STEPS)
             assert server.stats().host_bytes <= share(0.4)
         server.engine.close()

@@ -34,7 +34,7 @@ def planned_server(nested, share="85%", agree=list, **options):
 
 
 def serve(server, count, tokens=lambda number: (2, 5, PROMPT)[number % 3]):
-    """Whole steps, narrow and large ones in turn; yields each layer's output beside that of a frozen map."""
+    """Whole steps, small and large batches in turn; yields each layer's output beside that of a frozen map."""
     for number in range(count):
         rows = tokens(number)
         server.host_planned.begin_step(Phase.PREFILL if rows == PROMPT else Phase.DECODE)
@@ -85,8 +85,7 @@ def test_rows_that_the_device_does_not_hear_of_are_found(nested):
 def test_choices_are_counted_where_they_are_made_and_read_once(rows):
     server = planned_server(True, window_s=1e9)
     server.cache.device_table.table.recording.fill_(1)
-    counts, expected = DeviceCounts(server.cache.device_table.table), np.zeros((3, LAYERS, 6), np.int64)
-    server.small_batches.large.count = counts.add_layer
+    counts, expected = server.host_planned.migration._decoded, np.zeros((3, LAYERS, 6), np.int64)
     for _, held, (layer, (_, weights, ids)) in serve(server, 5, lambda number: rows):
         np.add.at(expected, (held[layer][ids] - LOW, layer, ids), 1)
         np.add.at(expected[2, layer], ids, squared_gates(weights))

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field
 
+from tests.errors import refused
 from tests.executor.schedules import (
     COMPUTATION,
     DEVICES,
@@ -383,7 +384,7 @@ def test_every_plan_holds_everybody_and_as_many_high_as_it_can(kind, nbytes):
     options, policy = Options(high=bits[0], low=bits[1], group_size=32), DynaExq()
     least = minimum_budget(experts, options, policy, 1000)
     if nbytes < least:
-        with pytest.raises(ConfigError, match=f"at least {least} bytes, or serve"):
+        with refused("or serve", option="expert_budget", least=least):
             plan_slots(experts, options, policy, nbytes, 1000)
         return
     plan = plan_slots(experts, options, policy, nbytes, 1000)
@@ -419,7 +420,7 @@ def test_the_least_budget_serves(nested):
     server = dynaexq(STORES[nested], places=1)
     assert server.slot_plan.limit == server.minimum_budget
     list(serve(server, random_steps(0)))
-    with pytest.raises(ConfigError, match='policy "dymoe", which fetches'):
+    with refused('policy "dymoe"', option="expert_budget", least=server.minimum_budget):
         server.resize(server.minimum_budget - 1)
     server.resize(server.minimum_budget + 100_000)
     assert (server.cache.table.precision == HIGH).all()

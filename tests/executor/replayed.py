@@ -4,17 +4,16 @@ from types import SimpleNamespace
 
 from vllm_dymoe.planner.constants import LOW_VERSION, Action
 from vllm_dymoe.planner.precision import Precision
-from vllm_dymoe.planner.rule import CPU
 
 
 def replay(server, actions):
     """Let a server's steps of the same tokens in the same order, uint8 [tokens, layers, top_k], do as these say; what
     was fetched is now fetched or there already."""
-    serving, done, decide = server.host_planned, [0] * actions.shape[1], server.host_planned._decide
+    serving, done, plan_layer = server.host_planned, [0] * actions.shape[1], server.host_planned._plan
     actions, residency = actions.numpy(), serving.policy.residency
     server.cache.table.reuse_high[:] = False  # actions say where a better version served
 
-    def device_planned(routing, planned=None):
+    def device_planned(routing):
         layer, ids = routing.layer, routing.host_ids
         told = actions[done[layer] :, layer][: len(ids)]
         done[layer] += len(ids)
@@ -25,9 +24,9 @@ def replay(server, actions):
         precisions |= {expert: Precision.SKIPPED for expert, action in found.items() if action == Action.SKIP}
         precision = SimpleNamespace(select=lambda routing: precisions, renormalizes=False)
         serving.policy, serving.executes_on_cpu = SimpleNamespace(precision=precision, residency=residency), False
-        wanted, skipped, places = decide(routing)
+        plan = plan_layer(routing)
         serving.executes_on_cpu = True
-        places[:, [found[expert] % LOW_VERSION == Action.CPU for expert in wanted]] = CPU
-        return wanted, skipped, places
+        plan.action[:, [found[expert] % LOW_VERSION == Action.CPU for expert in plan.wanted]] = Action.CPU
+        return plan
 
-    serving._decide, serving.cpu = device_planned, None
+    serving._plan, serving.cpu = device_planned, None

@@ -10,7 +10,7 @@ import torch
 from tests.executor.steps import ByNumber, forward, make_server, random_step
 from tests.small_model import make_experts, make_store
 from tests.support.recorded_device import COMPUTATION, RecordedStore, RecordedStreams, record_reads
-from vllm_dymoe.cache.device_cache import DeviceCache
+from vllm_dymoe.cache.device_cache import SlotPools
 from vllm_dymoe.cache.store import StoreError
 from vllm_dymoe.cache.transfer import TransferError
 from vllm_dymoe.cache.transfer.cuda import StreamDelivery
@@ -91,22 +91,23 @@ class IdleDelivery(CpuDelivery):
     occupies_cores = False
 
 
-class RecordedCache(DeviceCache):
-    """Tells of everything that computation writes into slots: their filling, and what comes into freed memory."""
+class RecordedPools(SlotPools):
+    """Tells of everything that computation writes into slots: their filling, and what comes into freed memory.
 
-    def __init__(self, history, stream, *arguments):
-        self._history, self._stream = history, stream
-        self._all_pools = []  # so that no other memory comes to lie at their addresses
+    ``made`` holds all pools, so that no other memory comes to lie at their addresses.
+    """
+
+    def __init__(self, history, stream, made, *arguments):
+        self._history, self._stream, self._made = history, stream, made
         super().__init__(*arguments)
-        self._make, self.pools.make = self.pools.make, self._make_recorded
 
-    def _make_recorded(self, precision, fmt, count, reserved):
-        self._make(precision, fmt, count, reserved)
-        pool = self.pools[precision]
+    def _make(self, precision, fmt, count, reserved):
+        super()._make(precision, fmt, count, reserved)
+        pool = self[precision]
         pool.close = lambda: None
-        self._all_pools.append(pool)
+        self._made.append(pool)
         for slot in pool.slots:
-            name = f"slot {slot.index} of pool {len(self._all_pools)}"
+            name = f"slot {slot.index} of pool {len(self._made)}"
             self._history.watch(slot.packed, name, fmt.sections)
             slot.packed.fill_(0xEE)
         self.write(pool)
@@ -124,10 +125,10 @@ class RecordedParts(Parts):
 
     def __init__(self, history, stream):
         super().__init__(torch.device("cpu"))
-        self._history, self._stream = history, stream
+        self._history, self._stream, self._made = history, stream, []
 
-    def cache(self, store, writer):
-        return RecordedCache(self._history, self._stream, store, self.device, self.device_memory, writer)
+    def pools(self, plan, formats):
+        return RecordedPools(self._history, self._stream, self._made, plan, formats, self.device, self.device_memory)
 
 
 def resize_recorded(server, share):
@@ -136,7 +137,7 @@ def resize_recorded(server, share):
     with contextlib.suppress(ConfigError):
         server.resize(share)
         for pool in before:
-            server.cache.write(pool)
+            server.cache.pools.write(pool)
 
 
 def make_engine(kind, store, history, turns, timeout, program):

@@ -60,7 +60,7 @@ class ByNumber(Exact):
 
 def make_server(
     store, budget="100%", policy=None, low=2, predictor=None, engine=None, parts=None, threads=None, high=4, rates=None,
-    **options,
+    on_late=print, **options,
 ):  # fmt: skip
     if isinstance(policy, str):
         options, policy = options | {"policy": policy}, None
@@ -68,6 +68,7 @@ def make_server(
     if threads is not None:
         engine = make_engine(store, CPU, 0, io_threads=threads)
     given = {"policy": policy, "predictor": predictor, "engine": engine, "parts": parts, "rates": rates}
+    given["on_late"] = on_late
     return ExpertServer(store, options, CPU, **given)
 
 

@@ -80,7 +80,7 @@ def test_no_share_changes_a_bit_where_the_device_decides(nested, misses, ratio):
 
 @needs_library
 @pytest.mark.parametrize(("misses", "ratio"), [("compute", 0), ("share", 8)])
-def test_wide_steps_whose_misses_the_host_computes_are_narrow_ones_one_behind_the_other(misses, ratio):
+def test_large_batches_whose_misses_the_cpu_executes_run_as_small_ones_in_turn(misses, ratio):
     """Two, and none in a step of the whole budget; rows behind the tokens are none of any."""
     store = make_store(make_experts(layers=2, num_experts=24))
     steps = [(seed, seed % 2, rows, tokens) for seed, (rows, tokens) in enumerate([(17, 17), (32, 19), (33, 33)])]
@@ -99,7 +99,7 @@ def test_wide_steps_whose_misses_the_host_computes_are_narrow_ones_one_behind_th
     assert asked == [True, True, False] * 2 + [False] * 3
 
 
-def test_narrow_steps_take_the_place_of_a_wide_one_where_the_count_says_so():
+def test_small_batches_replace_a_large_one_where_the_estimate_says_so():
     """Of Qwen3-30B-A3B beside a host of three times the link's rate; not where hardly anything is missing."""
     costs = np.array([[20, 0, 0, 0], [0] * 4, [1000, 333, 67, 16]])
 
@@ -119,8 +119,8 @@ def test_an_answer_that_does_not_come_fails_its_step_and_everything_is_fetched_f
     want = run_device_planned(device_planned_server(store, "100%", "exact", low=0), STEPS)
     said = []
     with mock.patch.object(native.Library, "answer", return_value=None):  # the poller is gone
-        server = device_planned_server(store, "25%", "exact", low=0, misses="compute", transfer_timeout_s=0.2)
-        server.cpu_execution.cpu_queue.on_failure = said.append
+        options = {"low": 0, "misses": "compute", "transfer_timeout_s": 0.2}
+        server = device_planned_server(store, "25%", "exact", on_late=said.append, **options)
         got = []
         for step in STEPS:
             server.small_batches.settle()  # as where a step begins
@@ -292,7 +292,7 @@ def test_recorded_actions_bring_an_answer_again_that_depends_on_them(memory_stor
     ("nested", "low", "reuse_high"), [(False, 2, True), (False, 2, False), (False, 0, True), (True, 2, True)]
 )
 def test_actions_that_a_device_decided_bring_its_answer_again(nested, low, reuse_high, tmp_path):
-    """In the host's steps, narrow and wide; every expert is recorded as it was counted."""
+    """In the host's steps, in small batches and in large ones; every expert is recorded as it was counted."""
     store = make_store(make_experts(layers=2, nested=nested))
 
     def policy():

@@ -1,4 +1,4 @@
-"""No schedule of narrow and large-batch steps without the host corrupts a slot, on a recorded device.
+"""No schedule of small and large batches without the host corrupts a slot, on a recorded device.
 
 A small-batch step, replayed from a graph or launched, is one operation of the computing stream for each of its layers:
 it reads slots, and fills slots that layers keep and slots that no layer keeps. What it leaves to the host goes through
@@ -11,7 +11,7 @@ import contextlib
 import random
 import threading
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property, partialmethod
 from typing import ClassVar
 from unittest import mock
 
@@ -84,8 +84,8 @@ class RecordedKernels(PlainKernels):
         self._chance, self._clocks, self._watched = random.Random(0), [], False
 
     def forward(self, *arguments):
-        queues = self.cpu_queue is not None
-        with DeviceAccesses(self._history, self.cpu_queue) if queues else contextlib.nullcontext():
+        *_, cpu_queue = arguments
+        with contextlib.nullcontext() if cpu_queue is None else DeviceAccesses(self._history, cpu_queue):
             return super().forward(*arguments)
 
     def fetch(self, source, destination):
@@ -194,7 +194,8 @@ class DevicePlannedParts(RecordedParts):
 def execute(program, turns, history):
     store = RecordedStore(STORES[program.nested], history, turns.pause)
     engine = make_engine("pinned", store, history, turns, None, program)
-    rung = partial(RecordedCpuQueue, history, turns, program.late)
+    made = partialmethod(RecordedCpuQueue.__init__, history, turns, program.late)
+    rung = type("Rung", (RecordedCpuQueue,), {"__init__": made})
     with rates_of(3), mock.patch.object(cpu_execution, "CpuQueue", rung):
         server = make_server(
             store,
@@ -343,7 +344,7 @@ PLANTED = {
     "a layer is planned while its list is made": (
         DevicePrefetch,
         "begin_layer",
-        lambda self, layer, x, ids: self._predictor.predict(layer, x, ids, None),
+        lambda self, layer, x, ids: setattr(self, "_predicted", self._branch.mark()),
         "of what half",
     ),
     "a prediction counts before it has arrived": (

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.errors import refused
 from vllm_dymoe.executor.device_share import StepShape, automatic_share
 from vllm_dymoe.options import ConfigError
 
@@ -59,7 +60,7 @@ def test_what_cannot_work_is_refused_with_the_length_that_would():
 
 
 def test_where_no_length_would_do_none_is_named():
-    with pytest.raises(ConfigError, match=r"of 0 B of device memory .*; raise --gpu-memory-utilization"):
+    with refused("--gpu-memory-utilization", option="expert_budget"):
         share(-5)
 
 

@@ -31,7 +31,7 @@ STORES = {nested: make_store(make_experts(layers=LAYERS, num_experts=EXPERTS, ne
 
 
 class Roomy(Exact):
-    """Half of its slots stay free for what passes."""
+    """Half of its slots are staging slots."""
 
     def staging_slots(self, slots):
         return slots // 2
@@ -83,7 +83,7 @@ def test_prompts_have_the_hosts_precisions(high_by):
 
 
 def test_an_interrupted_step_leaves_nothing_that_counts():
-    """What was copied ahead for a layer that does not come is not found by the next step, wide or narrow."""
+    """What was copied ahead for a layer that does not come is not found by the next step."""
     server = device_planned_server(STORES[0], "25%", Roomy(), low=0)
     want = run(make_server(STORES[0], "100%", Roomy(), low=0), STEPS)
     for number, (seed, layer, tokens) in enumerate(STEPS):
@@ -104,7 +104,7 @@ def test_a_graph_of_a_layer_holds_for_any_budget():
             given = random_step(seed, tokens, STORES[0].experts)
             assert torch.equal(run_large_batch(server, layer, *given, captured=True), one)
     check_device_planned(server)
-    assert len(server.small_batches.large._captured) == 1
+    assert len(server.small_batches.memory.captured) == 1
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -186,11 +186,10 @@ def test_the_link_never_rests_in_a_sweep(resident):
     A layer is computed in 1.15 ms, decided in 0.1, and between two of them attention takes 0.35, as counted for a 4090.
     """
     table = Table.allocate(48, 128, device="cpu")
-    large = LargeBatches(SimpleNamespace(top_k=8), table, None, None, torch.zeros(1))
-    large.set_slots({HIGH: 16}, {HIGH: [resident] * 48})
     shape = LargeBatchShape(512, 8, 128, 1, 8, -(-(128 - resident) // 8))
     clocks = Clocks(shape, resident, each=2.65e6 / 25e9, compute=1.15e-3, decide=1e-4)
-    large._branch, large._kernel = clocks, SimpleNamespace(large_batch_step=lambda *_: clocks)
+    kernel = SimpleNamespace(large_batch_step=lambda *_: clocks)
+    large = LargeBatches(8, table, kernel, clocks, torch.zeros(1), {HIGH: [resident] * 48}, {HIGH: 16}, {})
     for layer in range(48):
         large.forward(layer, torch.empty(512, 1), None, None, Activation.SILU)
         assert large._last[0][0] == shape

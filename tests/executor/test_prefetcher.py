@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.executor.steps import ByNumber, with_budget
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.cache.budget import SlotPlan
-from vllm_dymoe.cache.device_cache import DeviceCache, check_cache
+from vllm_dymoe.cache.device_cache import DeviceCache, SlotPools, check_cache
 from vllm_dymoe.cache.device_memory import DeviceMemory
 from vllm_dymoe.cache.expert_cache import Fetcher
 from vllm_dymoe.cache.transfer import Reason, TransferStats
@@ -104,9 +104,8 @@ class Ahead:
 
 def make_ahead(slots=6, staging=2, projections=3):
     quotas = layer_quotas(slots, [1] * 4, staging, slots)
-    cache = DeviceCache(STORE, CPU, DeviceMemory())
     plan = SlotPlan(slots * FORMAT.nbytes, 0, {Precision.HIGH: slots}, {Precision.HIGH: quotas})
-    cache.allocate(plan, {Precision.HIGH: 4}, reuse_high=True)
+    cache = DeviceCache(STORE, plan, SlotPools(plan, {Precision.HIGH: FORMAT}, CPU, DeviceMemory()))
     engine = Link()
     fetcher = Fetcher(cache, engine)
     for layer, quota in enumerate(quotas):
@@ -361,13 +360,13 @@ def test_a_layer_fills_its_share_while_a_copy_that_was_given_up_still_moves():
     ahead.check()
 
     again = fetcher.start(0, 0, Precision.HIGH, Reason.DEMAND, kept=True)
-    passing = fetcher.start(0, 2, Precision.HIGH, Reason.DEMAND)
+    streamed = fetcher.start(0, 2, Precision.HIGH, Reason.DEMAND)
     assert again is not None, "the table says that the layer has room"
-    assert passing is not None, "of two slots in no layer's share one is written by what hangs"
+    assert streamed is not None, "of two slots in no layer's share one is written by what hangs"
     assert fetcher.start(0, 3, Precision.HIGH, Reason.DEMAND) is None
-    ahead.check(again, passing)
+    ahead.check(again, streamed)
 
-    ahead.give_back([again, passing])
+    ahead.give_back([again, streamed])
     hangs.ticket.state = State.DONE
     assert fetcher.collect()
     ahead.check()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.errors import refused
 from tests.executor.device_planned import (
     KINDS,
     check_device_planned,
@@ -17,8 +18,8 @@ from tests.executor.device_planned import (
 from tests.executor.steps import BUDGETS, CPU, STEPS, equal, forward, make_server, random_step, run
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.cache.host_cache import join
-from vllm_dymoe.executor.device_planning import plans_on_device
-from vllm_dymoe.options import ConfigError, Options
+from vllm_dymoe.executor.device_planning import DRAFTED, plans_on_device
+from vllm_dymoe.options import Options
 from vllm_dymoe.planner.rule import HIGH, LOW
 from vllm_dymoe.policies.dymoe import Dymoe
 from vllm_dymoe.policies.exact import Exact
@@ -137,18 +138,23 @@ def test_changes_between_steps_are_values_and_no_memory_moves(memory_store, chan
     server = device_planned_server(
         memory_store, "50%", "dymoe", policy_options={"retention": 0.5, "high_by": "depth", "reuse_high": False}
     )
-    path, addresses = (
-        server.small_batches,
-        [tensor.data_ptr() for tensor in vars(server.cache.device_table.table).values()],
-    )
+    memory = server.small_batches.memory
+
+    def addresses():
+        plans = (tensor for plan in memory.plans[0] for tensor in plan.tensors.values())
+        tensors = *vars(memory.table).values(), memory.rows, memory.firsts, memory.of_parts, *plans
+        return [tensor.data_ptr() for tensor in tensors]
+
+    before = addresses()
     for value in (0.25, 0.75, 0.5):
         if change == "budget":
             server.resize(f"{value:.0%}")
         else:
             server.set_precision(retention=value)
         assert equal(run_device_planned(server, STEPS), run(make_server(memory_store, policy=server.policy), STEPS))
-    assert server.small_batches is path
-    assert [tensor.data_ptr() for tensor in vars(server.cache.device_table.table).values()] == addresses
+    assert server.small_batches.memory is memory
+    assert server.cache.device_table.table is memory.table
+    assert addresses() == before
 
 
 def test_what_decides_is_checked(memory_store, tmp_path):
@@ -157,20 +163,20 @@ def test_what_decides_is_checked(memory_store, tmp_path):
         ("dymoe", {"policy_options": {"skipped_weights": "renormalize"}, "low": 0}, "skipped_weights"),
         ("exact", {"trace": {"folder": tmp_path, "inputs": True}}, "inputs of routers"),
     ):
-        with pytest.raises(ConfigError, match=problem):
+        with refused(problem, option="planning"):
             device_planned_server(memory_store, "50%", policy, **options)
-    with pytest.raises(ConfigError, match="a draft with experts"):
+    with refused(DRAFTED, option="planning"):
         device_planned_server(join(make_store(make_experts()), make_store(make_experts(layers=1))))
     options = Options(group_size=32, planning="device")
-    with pytest.raises(ConfigError, match=ON_INPUT):
+    with refused(ON_INPUT, option="planning"):
         ExpertServer(memory_store, options, CPU, obstacle=ON_INPUT)
     parts = Parts(CPU)
     parts.device_memory = SimpleNamespace(shares_addresses=lambda: False)
-    with pytest.raises(ConfigError, match="other addresses for pinned host memory"):
+    with refused("addresses", option="planning"):
         ExpertServer(memory_store, options, CPU, parts=parts)
     said = plans_on_device(Options(), Exact(), "cuda", readable=True, obstacle=ON_INPUT)
     assert said == (False, ON_INPUT), "where the device was not asked for the host takes over, and says why"
-    with pytest.raises(ConfigError, match="host_store"):
+    with refused("host_store", option="planning"):
         make_server(SimpleNamespace(experts=memory_store.experts, depth=1, readable=False), planning="device")
     for planning in ("auto", "host"):
         assert make_server(memory_store, planning=planning).small_batches is None
@@ -183,7 +189,7 @@ def test_the_host_decides_where_the_kernels_cannot_and_says_why(memory_store, mo
             raise ValueError("a step needs more scratch")
 
     options = {"group_size": 32, "expert_budget": "50%", "low": 2}
-    with pytest.raises(ConfigError, match='"device" is impossible, because a step needs more scratch'):
+    with refused("a step needs more scratch", option="planning"):
         ExpertServer(memory_store, Options(planning="device", **options), CPU, parts=Unfit(CPU))
     monkeypatch.setattr(expert_server, "plans_on_device", lambda *_, **__: (True, ""))  # as by default on a GPU
     server = ExpertServer(memory_store, Options(**options), CPU, parts=Unfit(CPU))
@@ -196,7 +202,7 @@ def test_what_the_device_decides_by_is_a_part_of_the_budget(memory_store):
     server, host = device_planned_server(memory_store, "50%"), make_server(memory_store, "50%")
     tables = server.slot_plan.workspace_bytes - server.kernel.workspace_bytes
     assert tables >= sum(tensor.nbytes for tensor in vars(server.cache.device_table.table).values())
-    assert tables == server.small_batches.nbytes == server.minimum_budget - host.minimum_budget
+    assert tables == server.small_batches.memory.nbytes == server.minimum_budget - host.minimum_budget
     assert server.slot_plan.limit == host.slot_plan.limit + tables
 
 
@@ -204,7 +210,7 @@ def test_a_precision_that_needs_the_host_is_refused_while_serving(memory_store):
     server = device_planned_server(
         memory_store, "50%", "dymoe", low=0, policy_options={"retention": 0.5, "high_by": "depth"}
     )
-    with pytest.raises(ConfigError, match="planning"):
+    with refused(option="planning"):
         server.set_precision(skipped_weights="renormalize")
     run_device_planned(server, STEPS[:3])
     check_device_planned(server)

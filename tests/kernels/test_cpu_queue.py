@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.small_model import make_experts, make_store
-from vllm_dymoe.cache.device_cache import views
+from vllm_dymoe.cache.device_cache import view_in_store
 from vllm_dymoe.executor.cpu_worker import CpuQueue, CpuWorker
 from vllm_dymoe.experts.format import SliceKey
 from vllm_dymoe.kernels import Activation, native
@@ -22,7 +22,7 @@ from vllm_dymoe.kernels.cpu_queue import QueueMemory, QueueShape, collect_plain,
 from vllm_dymoe.planner.constants import Action
 from vllm_dymoe.planner.large_batch import MOST_PARTS
 from vllm_dymoe.planner.plan import LayerPlan
-from vllm_dymoe.planner.routing import Routing
+from vllm_dymoe.planner.routing import group_by_expert
 
 # -- the model ------------------------------------------------------------------------------------
 
@@ -172,8 +172,8 @@ TOKENS = 2
 class SharedQueue(CpuQueue):
     """A CPU queue in memory that another process has, too."""
 
-    def __init__(self, experts, memory, timeout=20.0):
-        super().__init__(experts, TOKENS, 1, timeout, 16, torch.device("cpu"))
+    def __init__(self, experts, memory, timeout=20.0, on_failure=print):
+        super().__init__(experts, TOKENS, 1, timeout, 16, torch.device("cpu"), on_failure=on_failure)
         self.queue = QueueMemory(self.queue.shape, memory)
         self.turn[2] = self.queue.address
 
@@ -220,9 +220,10 @@ def plan_of(store, layer, ids):
 
 def computed_here(store, layer, x, ids):
     """Rows of all pairs, by this process."""
-    beside, view, out = CpuWorker(1, 0, 16), views(store), torch.empty(ids.numel(), x.shape[1], dtype=x.dtype)
-    routing = Routing(layer, len(store.experts.layers), x, ids, torch.ones(ids.shape))
-    beside.begin(routing, x, out, Activation.SILU, {expert: view(layer, expert, (4,)) for expert in routing.active})()
+    beside, out = CpuWorker(1, 0, 16), torch.empty(ids.numel(), x.shape[1], dtype=x.dtype)
+    grouped = group_by_expert(ids.numpy())
+    plan = LayerPlan.of_experts(grouped, [view_in_store(store, layer, expert, (4,)) for expert in grouped.experts])
+    beside.begin(plan, x, out, Activation.SILU)()
     beside.close()
     return out
 
@@ -244,7 +245,8 @@ def test_another_process_answers_with_the_same_bits_and_a_kill_ends_no_wait():
     store = make_store(make_experts(layers=2))
     queue, experts = shared_queue(store.experts), store.experts
     process = forked(queue, store)
-    cpu_queue = SharedQueue(experts, queue, timeout=0.5)
+    said = []
+    cpu_queue = SharedQueue(experts, queue, timeout=0.5, on_failure=said.append)
     posts = [
         (layer, x, ids, plan_of(store, layer, ids), computed_here(store, layer, x, ids))
         for layer, x, ids in random_posts(experts)
@@ -255,8 +257,6 @@ def test_another_process_answers_with_the_same_bits_and_a_kill_ends_no_wait():
         post_plain(cpu_queue.queue, cpu_queue.turn, layer, x, ids, plan)
         assert collect_plain(cpu_queue.queue, cpu_queue.turn, out, plan.computed)
         assert torch.equal(out, want)
-    said = []
-    cpu_queue.on_failure = said.append
     watchdog = threading.Thread(target=cpu_queue._watch, daemon=True)
     watchdog.start()
     killer = threading.Timer(0.05, os.kill, (process.pid, signal.SIGKILL))

@@ -37,7 +37,7 @@ def described_layer():
 
 def plan_of(rows, pairs, order=None):
     grouped = Grouped(list(range(len(rows))), [0, *accumulate(map(len, rows))], torch.cat(rows), torch.cat(pairs))
-    return LayerPlan.of_routing(grouped, grouped.experts if order is None else order)
+    return LayerPlan.of_experts(grouped).select(grouped.experts if order is None else order)
 
 
 @pytest.mark.parametrize(

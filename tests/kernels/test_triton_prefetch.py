@@ -61,7 +61,7 @@ def test_any_predictions_and_steps(steps, share, staging, retention, projections
     quotas = {LOW: [share] * LAYERS, HIGH: [share] * LAYERS}
     twins = Twins(quotas, policy=Dymoe(retention=retention), staging=staging)
     for table in (twins.plain, twins.table):
-        set_prefetch(table, enabled=True)
+        set_prefetch(table, {LOW: staging, HIGH: staging})
     for number, (tokens, seed) in enumerate(steps):
         layer = number % LAYERS
         predict(twins, layer, seed)
@@ -73,7 +73,7 @@ def test_any_predictions_and_steps(steps, share, staging, retention, projections
 def test_nothing_beside_the_tensors_is_touched():
     twins = Twins({LOW: [0, 3], HIGH: [0, 2]}, place=at_the_edge, staging=4)
     for table in (twins.plain, twins.table):
-        set_prefetch(table, enabled=True)
+        set_prefetch(table, {LOW: 4, HIGH: 4})
     for layer in range(LAYERS):
         predict(twins, layer, layer)
         list_both(twins, layer, 1, PROJECTIONS)

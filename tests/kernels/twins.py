@@ -67,7 +67,7 @@ class Twins:
         plan_large_batch_on_gpu(
             vars(self.table), layer, *on_cpu, found.tensors, shape, half, ahead, STEPS, vars(lists), marks
         )
-        copies = shape.spans(shape.groups if ahead else shape.groups - 1).stop if shape.passes else shape.items
+        copies = shape.spans(shape.groups if ahead else shape.groups - 1).stop if shape.streamed_groups else shape.items
         for name, values in vars(large).items():
             mine = slice(copies if name == "spans" else None)
             assert torch.equal(values[mine], getattr(lists, name)[mine].cpu()), name

@@ -28,7 +28,7 @@ def listed(table, layer, projections=PROJECTIONS, real=1):
 
 def made(staging=4, quota=0):
     table = make_table({LOW: [quota] * LAYERS, HIGH: [quota] * LAYERS}, policy=Dymoe(retention=1), staging=staging)
-    set_prefetch(table, enabled=True)
+    set_prefetch(table, {HIGH: staging})
     return table
 
 
@@ -92,7 +92,7 @@ def test_nothing_is_listed_without_tokens_or_without_slots():
     predict(table, 1, [3, 4])
     assert len(listed(table, 1)[1]) == 2
     assert not len(listed(table, 1, real=0)[1])
-    set_prefetch(table, enabled=False)
+    set_prefetch(table, {})
     assert not len(listed(table, 1)[1])
 
 
@@ -101,5 +101,5 @@ def test_experts_of_several_tokens_stream_through_the_other_slots():
     ids = torch.tensor([[0, 1, 2], [0, 1, 3], [0, 1, 4]])
     plan = decide(table, 0, ids, torch.ones(3, 3))
     assert plan.slots[0, :2].tolist() == [3, -1], "three of the four are for predictions"
-    set_prefetch(table, enabled=False)
+    set_prefetch(table, {})
     assert decide(table, 0, ids, torch.ones(3, 3)).slots[0, :2].tolist() == [0, 1]

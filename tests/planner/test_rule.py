@@ -58,9 +58,9 @@ def naive(wanted, held, score, used_at, quotas, reuse_high, nested):
     held, places = dict(held), {expert: [] for expert in sorted(wanted)}
 
     def find(users, missing, slice_, code, holds):
-        wide, missing = len(users) > quotas[code], sorted(missing)
+        crowded, missing = len(users) > quotas[code], sorted(missing)
         free = max(0, quotas[code] - sum(map(holds, held.values())))
-        for expert in missing[:free] + sorted(missing[free:], key=lambda e: (-score[slice_, e] * wide, e)):
+        for expert in missing[:free] + sorted(missing[free:], key=lambda e: (-score[slice_, e] * crowded, e)):
             here = [e for e, has in held.items() if holds(has)]
             victims = sorted((score[slice_, e], used_at[slice_, e], e) for e in here if e not in wanted)
             place = STREAM

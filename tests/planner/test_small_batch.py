@@ -188,7 +188,7 @@ def test_addresses_are_those_of_the_rows(seeds, share, staging, nested, costs):
         assert not set(read) & set(written)
 
 
-def test_an_expert_with_more_positions_than_are_multiplied_at_once_passes_through_a_staging_slot():
+def test_an_expert_with_more_positions_than_are_multiplied_at_once_is_streamed_through_a_staging_slot():
     table = make_table({LOW: [0] * LAYERS, HIGH: [0] * LAYERS}, policy=Dymoe(retention=1), staging=1)
     ids = torch.tensor([[0, 1, 2], [0, 1, 3], [0, 1, 4]])
     plan = decide(table, 0, ids, torch.ones(3, 3))
@@ -199,9 +199,9 @@ def test_an_expert_with_more_positions_than_are_multiplied_at_once_passes_throug
 
 def test_shares_that_a_pool_does_not_have_are_refused():
     table = make_table({LOW: [0, 0], HIGH: [6, 6]})
-    with pytest.raises(ValueError, match="shares sum to 13 slots of precision 2, but the pool has 12"):
+    with pytest.raises(ValueError, match=r"13 slots.* 12"):
         set_pools(table, {HIGH: (0, 1, 12)}, {HIGH: [6, 7]})
-    with pytest.raises(ValueError, match="would keep 13 of its 12 experts"):
+    with pytest.raises(ValueError, match="13 of its 12"):
         set_pools(table, {HIGH: (0, 1, 13)}, {HIGH: [13, 0]})
 
 

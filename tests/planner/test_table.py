@@ -102,7 +102,7 @@ def test_a_borrowed_slot_that_is_kept_makes_another_one_free():
     assert pool.take(kept=False)
 
 
-def test_a_pool_that_lends_gives_what_is_reserved_to_what_passes():
+def test_a_pool_that_lends_gives_reserved_slots_to_what_is_streamed():
     pool = pool_of(3, reserved=2, lends=True)
     slots = [pool.take(kept=False) for _ in range(3)]
     assert None not in slots

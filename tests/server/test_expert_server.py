@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.errors import refused
 from tests.executor.steps import BUDGETS, STEPS, ByNumber, forward, make_server, random_step, run, with_budget
 from tests.small_model import make_experts, make_store
 from tests.support.faulty_store import FaultyStore
@@ -53,7 +54,7 @@ def test_misses_are_not_computed_from_files(memory_store):
     with pytest.raises(ConfigError, match="experts in memory"):
         resolve_options({"misses": "compute", "host_store": "file"}, environment={})
     assert resolve_options({"misses": "compute"}, environment={}).host_store == "pinned"
-    with pytest.raises(ConfigError, match='misses = "compute" is impossible'):
+    with refused(option="misses"):
         make_server(staged(memory_store), misses="compute")
 
 
@@ -69,9 +70,9 @@ def test_the_smallest_budget_serves_and_one_byte_less_is_refused(memory_store):
     server = with_budget(memory_store, "minimum")
     assert {precision.value: n for precision, n in server.slot_plan.slots.items()} == {"high": 1}
     least = server.minimum_budget
-    with pytest.raises(ConfigError, match=f"set expert_budget to at least {least} bytes"):
+    with refused(option="expert_budget", least=least):
         make_server(memory_store, least - 1)
-    with pytest.raises(ConfigError, match="at least"):
+    with refused(option="expert_budget", least=least):
         server.resize(least - 1)
     run(server, STEPS[:5])
 
@@ -118,8 +119,7 @@ def test_a_transfer_by_the_cores_that_compute_takes_turns_with_computation(memor
 
 def test_memory_that_another_process_has_taken_is_refused_at_start(memory_store, monkeypatch):
     monkeypatch.setattr("vllm_dymoe.cache.device_memory.available_host_memory", lambda: 5000)
-    sentence = "expert_budget needs .* bytes for 12 slots, but 5000 bytes of host memory .*lower expert_budget"
-    with pytest.raises(ConfigError, match=sentence):
+    with refused(" 5000 bytes", option="expert_budget"):
         make_server(memory_store, "100%")
 
 
@@ -128,8 +128,7 @@ def test_a_device_without_room_is_refused_with_the_options_that_matter(memory_st
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore lines")
 
     monkeypatch.setattr("vllm_dymoe.cache.device_cache.Arena", arena)
-    sentence = "CUDA out of memory. Tried to allocate 2 GiB.; lower expert_budget or gpu_memory_utilization"
-    with pytest.raises(ConfigError, match=sentence):
+    with refused("Tried to allocate 2 GiB.*gpu_memory_utilization", option="expert_budget"):
         make_server(memory_store, "100%")
 
 

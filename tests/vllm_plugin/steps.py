@@ -44,4 +44,5 @@ def scheduled(*tokens, drafted=None, new=(), reading=(), finished=(), computed=N
 def rank_of(server, drafted=0, observation=None):
     step, predictor_observer = RunningStep(), PredictorObserver(Options(policy="on-demand"))
     observation = observation or Observation()
-    return RankServer(server, step, StepFailures(step), predictor_observer, observation, drafted)
+    failures = StepFailures(step, on_failure=observation.forget)
+    return RankServer(server, step, failures, predictor_observer, observation, drafted)

@@ -27,7 +27,7 @@ def chosen(**options):
 def server_with(store, slots, **options):
     server = ExpertServer(store, chosen(**options), CPU, automatic_budget=10**9)
     bits = 2 if "low" in server.policy.precision.precisions else 4
-    server.resize(server.kernel.workspace_bytes + slots * server.experts.formats[bits].nbytes)
+    server.resize(server.overhead + slots * server.experts.formats[bits].nbytes)
     assert list(server.slot_plan.slots.values()) == [slots]
     return server
 

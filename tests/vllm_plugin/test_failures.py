@@ -101,15 +101,16 @@ def test_an_asynchronous_output_is_checked_when_it_is_there(ranks):
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_late_poller_fails_the_steps_on_their_way_and_no_other(ranks, late):
+def test_a_late_poller_fails_the_steps_on_their_way_and_no_other(store, ranks, late):
     """A wait of the second step is given up on a device when the host has begun the third; the first one has ended."""
 
     class RankServer(Output):
         def get_output(self):
             return output()
 
-    here, heard, answers = ranks[0], [], []
-    here.failures.late, here.failures.on_failure = True, heard.append
+    heard, answers = [], []
+    here = Rank(store, late=True, on_failure=heard.append)
+    ranks = here, ranks[1]
     for number in range(1, 5):
         for rank in ranks:
             rank.begin()
@@ -124,10 +125,9 @@ def test_a_late_poller_fails_the_steps_on_their_way_and_no_other(ranks, late):
     assert heard == [2, 3]
 
 
-def test_a_ranks_failure_fails_its_step_and_no_other(ranks):
-    here, there = ranks
-    heard = []
-    here.failures.on_failure = heard.append
+def test_a_ranks_failure_fails_its_step_and_no_other(store, ranks):
+    heard, (_, there) = [], ranks
+    here = Rank(store, on_failure=heard.append)
     for failing in ((), (there,), (here,), (there, here), ()):
         here.begin()
         there.begin()

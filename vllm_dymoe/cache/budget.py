@@ -159,7 +159,9 @@ def _check_budget(experts: ModelExperts, options: Options, policy: Policy, limit
         instead = ', or serve with policy "dymoe", which fetches what is not there' if migrating else ""
         raise ConfigError(
             f"vllm-dymoe: expert_budget is {limit} bytes on each rank, but {needed} and the kernel's workspace need "
-            f"{least}; set expert_budget to at least {least} bytes{instead}."
+            f"{least}; set expert_budget to at least {least} bytes{instead}.",
+            option="expert_budget",
+            least=least,
         )
 
 

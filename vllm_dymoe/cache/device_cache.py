@@ -1,8 +1,7 @@
 """The cache of a device: what a budget has become, and who writes the table."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,20 +40,29 @@ class Budget(NamedTuple):
 
 
 class SlotPools(dict[Precision, SlotPool]):
-    """Slots by precision, the high one first."""
+    """The slots of one plan by precision, the high one first; ConfigError if their memory cannot be had."""
 
-    def __init__(self, device: torch.device, device_memory: DeviceMemory) -> None:
+    def __init__(
+        self, plan: SlotPlan, formats: Mapping[Precision, ExpertFormat], device: torch.device,
+        device_memory: DeviceMemory,
+    ) -> None:  # fmt: skip
         super().__init__()
         self._device, self._device_memory = device, device_memory
         self._where = "host" if device.type == "cpu" else "device"  # in messages
+        try:
+            for precision, count in plan.slots.items():
+                self._make(precision, formats[precision], count, sum(plan.quotas[precision]))
+        except ConfigError:
+            self.free()
+            raise
 
-    def make(self, precision: Precision, fmt: ExpertFormat, count: int, reserved: int) -> None:
-        """Add slots whose memory is there from now on; ConfigError if something else has taken it already."""
+    def _make(self, precision: Precision, fmt: ExpertFormat, count: int, reserved: int) -> None:
         nbytes, available = count * fmt.nbytes, self._device_memory.available()
         if available < nbytes:
             raise ConfigError(
                 f"vllm-dymoe: expert_budget needs {nbytes} bytes for {count} slots, but {available} bytes of "
-                f"{self._where} memory are available; lower expert_budget, or end what else takes memory."
+                f"{self._where} memory are available; lower expert_budget, or end what else takes memory.",
+                option="expert_budget",
             )
         try:
             arena = Arena(nbytes, device=None if self._device.type == "cpu" else self._device)
@@ -63,7 +71,8 @@ class SlotPools(dict[Precision, SlotPool]):
             raise ConfigError(
                 f"vllm-dymoe: expert_budget needs {nbytes} bytes of {self._where} memory for {count} slots, which "
                 f"could not be had ({str(error).splitlines()[0]}); lower expert_budget or gpu_memory_utilization, or "
-                "end what else takes memory."
+                "end what else takes memory.",
+                option="expert_budget",
             ) from error
         self[precision] = SlotPool(fmt, [arena], reserved)
 
@@ -93,62 +102,58 @@ class SlotPools(dict[Precision, SlotPool]):
             raise ConfigError(
                 f"vllm-dymoe: {sum(plan.slots.values())} slots would take {wanted} bytes of {self._where} memory; now "
                 f"they take {held}, {available} are free, and computation needs {computation} of these; set "
-                f"expert_budget to at most {room + plan.workspace_bytes} bytes."
+                f"expert_budget to at most {room + plan.workspace_bytes} bytes.",
+                option="expert_budget",
             )
 
 
 class DeviceCache(ExpertCache):
-    """The device memory of one rank's experts; the device can read the store, unless the host is the writer. There are
-    no slots before ``allocate``."""
+    """The device memory of one rank's experts, for one plan of slots; another plan is another cache.
+
+    No expert is resident at first, except with device-side planning if all of them have a slot. AssertionError if the
+    plan exceeds its budget.
+
+    Args:
+        plan: how the budget is spent.
+        pools: the plan's slots.
+        device_table: what steps without the host go by, whose rows are emptied; None if the host is the writer.
+        reuse_high: a high version serves where a low one is wanted.
+
+    Attributes:
+        budget: every byte of it.
+        parts: pools that an expert of a precision needs a slot of.
+        quotas: slots of each layer, by LOW and HIGH of the precisions in use.
+        staging: number of staging slots of each precision in use.
+    """
 
     pools: SlotPools
-    slot_plan: SlotPlan  # how the budget is spent
-    budget: Budget  # every byte of it
-    parts: Mapping[Precision, tuple[Precision, ...]]  # pools that an expert of a precision needs a slot of
 
     def __init__(
-        self, store: HostStore, device: torch.device, device_memory: DeviceMemory, writer: Writer = Writer.HOST
-    ) -> None:
-        self.store, self.experts, self.writer, self.in_store = store, store.experts, writer, views(store)
-        table = Table.allocate(len(store.experts.layers), store.experts.num_experts)
-        super().__init__(table, SlotPools(device, device_memory), {})
-        self.device_table: DeviceTable | None = None  # what steps without the host go by
-        if writer is not Writer.HOST:
-            assert store.readable
-            self.device_table = DeviceTable(store, device)
-
-    def store_moved(self) -> None:
-        """The store's bytes will lie elsewhere; what the device goes by follows with the next ``serve``."""
-        self.in_store = views(self.store)
-        if self.device_table is not None:
-            self.device_table.store_moved()
-
-    def allocate(self, plan: SlotPlan, bits: Mapping[Precision, int], *, reuse_high: bool) -> None:
-        """Make the slots of a plan, when those of the plan before have been freed; ConfigError if the device has no
-        memory, AssertionError if the budget does not hold them. No expert is there then, except where the device
-        decides and all of them have a slot."""
-        self.slot_plan, self.bits = plan, {precision: bits[precision] for precision in plan.slots}
-        taken = sum(count * self.experts.formats[bits[precision]].nbytes for precision, count in plan.slots.items())
+        self, store: HostStore, plan: SlotPlan, pools: SlotPools, device_table: DeviceTable | None = None,
+        writer: Writer = Writer.HOST, *, reuse_high: bool = True,
+    ) -> None:  # fmt: skip
+        assert (device_table is None) == (writer is Writer.HOST)
+        self.store, self.experts, self.slot_plan, self.writer = store, store.experts, plan, writer
+        self.device_table, self._views = device_table, dict[tuple[int, int, tuple[int, ...]], PackedExpert]()
+        taken = sum(count * pools[precision].format.nbytes for precision, count in plan.slots.items())
         self.budget = Budget(plan.limit, plan.workspace_bytes + taken)
         assert self.budget.reserved <= plan.limit, f"{self.budget.reserved} bytes would exceed {plan.limit}"
-        high = self.experts.formats.get(self.bits.get(Precision.HIGH, 0))
-        nested = high is not None and high.nested
-        self.parts = {
+        nested = Precision.HIGH in pools and pools[Precision.HIGH].format.nested
+        self.parts: Mapping[Precision, tuple[Precision, ...]] = {
             precision: (Precision.LOW, Precision.HIGH) if nested and precision is Precision.HIGH else (precision,)
             for precision in Precision
         }
-        for precision, count in plan.slots.items():
-            self.pools.make(precision, self.experts.formats[bits[precision]], count, sum(plan.quotas[precision]))
-        self.table = Table.allocate(len(self.experts.layers), self.experts.num_experts, nested=nested)
-        self.table.reuse_high[:] = reuse_high
-        pools = {CODES[precision]: pool for precision, pool in self.pools.items()}
-        at = {code: (pool.slots[0].packed.data_ptr(), pool.format.nbytes, pool.count) for code, pool in pools.items()}
-        quotas = {CODES[precision]: plan.quotas[precision] for precision in self.pools}
-        set_pools(self.table, at, quotas)
-        if self.device_table is not None:
-            self.device_table.set_slots(at, quotas)
-            if self.writer is Writer.DEVICE:
-                self.device_table.fill(self.pools, plan.quotas)
+        table = Table.allocate(len(self.experts.layers), self.experts.num_experts, nested=nested)
+        table.reuse_high[:] = reuse_high
+        super().__init__(table, pools, {precision: pool.format.bits for precision, pool in pools.items()})
+        by_code = {CODES[precision]: pool for precision, pool in pools.items()}
+        at = {code: (pool.slots[0].packed.data_ptr(), pool.format.nbytes, pool.count) for code, pool in by_code.items()}
+        self.quotas = {CODES[precision]: plan.quotas[precision] for precision in pools}
+        self.staging = set_pools(table, at, self.quotas)
+        if device_table is not None:
+            set_pools(device_table.table, at, self.quotas)
+            if writer is Writer.DEVICE:
+                device_table.fill(pools, plan.quotas)
 
     def resident(self, layer: int, expert: int, wanted: Precision) -> tuple[Precision, tuple[Slot, ...]]:
         """The version of an expert that serves where a precision is wanted, of what is there, and its slots."""
@@ -177,10 +182,21 @@ class DeviceCache(ExpertCache):
             far.append(not all(map(self.store.in_memory, keys)))
         return far
 
-    def lost(self, layer: int, wanted: Mapping[int, Precision], on_cpu: Iterable[int]) -> str:
-        """Why some of the wanted experts were not computed by the CPU; empty if all were."""
-        parts = ((expert, part) for expert in on_cpu for part in self.parts[wanted[expert]])
+    def lost(self, layer: int, executed: Mapping[int, Precision]) -> str:
+        """Return why the CPU could not read some of the experts that it has executed; empty if it could."""
+        parts = ((expert, part) for expert, precision in executed.items() for part in self.parts[precision])
         return self.store.lost(SliceKey(layer, expert, self.bits[part]) for expert, part in parts)
+
+    def in_store(self, layer: int, expert: int, bits: tuple[int, ...]) -> PackedExpert:
+        """Return :func:`view_in_store` of an expert, made once."""
+        found = self._views.get((layer, expert, bits))
+        if found is None:
+            found = self._views[layer, expert, bits] = view_in_store(self.store, layer, expert, bits)
+        return found
+
+    def forget_views(self) -> None:
+        """Hold no memory of the store any more, which is about to give it back."""
+        self._views.clear()
 
     def packed(self, slots: Sequence[Slot]) -> PackedExpert:
         """What lies in the slots of an expert: in one, or in a base and a residual slice."""
@@ -214,18 +230,13 @@ class DeviceCache(ExpertCache):
             self.table.copy_rows(self.device_table.table)
 
 
-def views(store: HostStore) -> Callable[[int, int, tuple[int, ...]], PackedExpert]:
-    """Experts of a store in memory where they lie, by layer, number, and bits of the slices that they are made of."""
-
-    @cache
-    def view(layer: int, expert: int, bits: tuple[int, ...]) -> PackedExpert:
-        found: PackedExpert | None = None
-        for width in bits:
-            found = store.experts.formats[width].view(store.packed(SliceKey(layer, expert, width)), found)
-        assert found is not None
-        return found
-
-    return view
+def view_in_store(store: HostStore, layer: int, expert: int, bits: tuple[int, ...]) -> PackedExpert:
+    """Return views of an expert where the store has it in memory, by the bits of the slices that it is made of."""
+    found: PackedExpert | None = None
+    for width in bits:
+        found = store.experts.formats[width].view(store.packed(SliceKey(layer, expert, width)), found)
+    assert found is not None
+    return found
 
 
 def check_cache(cache: DeviceCache, in_flight: Iterable[tuple[Precision, Slot, bool]], *, moving: bool = False) -> None:

@@ -19,17 +19,14 @@ from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.planner.hotness import squared_gates, usable
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.rule import HIGH, LOW
-from vllm_dymoe.planner.table import CODES, Counter, Table, set_pools, set_precision
+from vllm_dymoe.planner.table import CODES, Counter, Table, set_precision
 from vllm_dymoe.policies import Policy
 
 _RING = 1  # steps whose routing is kept: it is read between two steps
 
 
 class DeviceTable:
-    """Beside an DeviceCache whose store the device can read."""
-
-    quotas: Mapping[int, Sequence[int]]  # experts that each layer keeps, by LOW and HIGH of the precisions in use
-    staging: Mapping[int, int]  # slots of each that no layer keeps
+    """The table of a device that can read the store; the DeviceCaches of a server share it, one after the other."""
 
     def __init__(self, store: HostStore, device: torch.device) -> None:
         experts = store.experts
@@ -44,10 +41,6 @@ class DeviceTable:
             device=device,
         )
         self._sources: tuple[tuple[int, int], ...] = ()
-
-    def set_slots(self, pools: Mapping[int, tuple[int, int, int]], quotas: Mapping[int, Sequence[int]]) -> None:
-        """Where slots are, as :func:`~vllm_dymoe.planner.table.set_pools` has it; no expert is there from now on."""
-        self.quotas, self.staging = quotas, set_pools(self.table, pools, quotas)
 
     def fill(self, pools: Mapping[Precision, SlotPool], quotas: Mapping[Precision, Sequence[int]]) -> None:
         """Where every expert has a slot, bring them all: then no step ever misses one."""
@@ -69,9 +62,6 @@ class DeviceTable:
             table.slot[int(table.nested and precision is Precision.HIGH)].copy_(named)
             table.precision.fill_(CODES[precision])
 
-    def store_moved(self) -> None:
-        self._sources = ()
-
     def serve(self, policy: Policy, bits: Mapping[Precision, int], of_slices: Mapping[Precision, int]) -> None:
         """What the device goes by in the steps from now on, with the bits of each precision, 0 for one that is skipped,
         and of what the slots of each hold."""
@@ -85,13 +75,12 @@ class DeviceTable:
         sources = tuple((code, fmt.bits) for code, fmt in formats.items() if fmt is not None)
         if table.nested:
             sources = tuple((CODES[precision], width) for precision, width in of_slices.items())
-        if sources != self._sources:
-            addresses = torch.zeros(table.source.shape, dtype=torch.int64)
-            for layer, expert in np.ndindex(table.layers, table.experts):
-                for code, width in sources:
-                    addresses[layer, expert, code] = self._store.packed(SliceKey(layer, expert, width)).data_ptr()
-            table.source.copy_(addresses)
-            self._sources = sources
+        addresses = np.zeros(table.source.shape, np.int64)  # which a store that has slept has elsewhere
+        for layer, expert in np.ndindex(table.layers, table.experts):
+            for code, width in sources:
+                addresses[layer, expert, code] = self._store.packed(SliceKey(layer, expert, width)).data_ptr()
+        table.source.copy_(torch.from_numpy(addresses))
+        self._sources = sources
 
     def take_counts(self, counts: ResidencyCounts, transfers: TransferStats, predictions: PrefetchStats) -> None:
         """Add what the device has counted since the last time; waits for it. An expert that is read through again for

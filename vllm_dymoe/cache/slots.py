@@ -99,6 +99,13 @@ class SlotPool:
 
     A slot that is reserved is not for these: a layer that does not use all of its quota finds it free when it does. A
     pool that lends gives it away all the same, to what can go at any time, and may be kept there.
+
+    Where the host writes the table, any slot can become any layer's. A prediction that proves right is kept in the
+    staging slot that it came into, without a copy; a slot that an orphaned transfer still writes is missing for a
+    while; and migration moves quotas between layers. So a pool counts free and reserved slots. With device-side
+    planning none of these happens, and a kernel inside a graph can keep no list: each layer has a fixed range of slots,
+    and the lowest that no row names is free (:meth:`~vllm_dymoe.planner.table.Table.free_slots`). Ranges on the host
+    would cost a copy for each prediction that is kept; counts on the device would cost a launch.
     """
 
     def __init__(

@@ -12,7 +12,6 @@ from vllm_dymoe.cache.store import HostStore
 from vllm_dymoe.cache.transfer import TransferEngine
 from vllm_dymoe.executor.cpu_worker import CpuQueue, CpuWorker, cpu_worker_threads, longest_wait
 from vllm_dymoe.executor.rates import Rates, costs, measure, measure_or_load
-from vllm_dymoe.executor.small_batch import SmallBatchKernel
 from vllm_dymoe.options import ConfigError, Options
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS, Cost
 from vllm_dymoe.planner.precision import Precision
@@ -25,8 +24,9 @@ class CpuExecution:
     """CPU execution of one rank's misses; ConfigError if memory for a CPU queue cannot be had.
 
     Args:
-        decoding: the kernels that plan on the device, or None; they get the CPU queue.
+        on_device: the device plans.
         lock: pins memory for the device; returns the reason why that failed, or None.
+        on_late: called with a message when the CPU has not answered the device in time.
         kept: file that stores the rates between starts; None to measure them again.
         ends_long_kernels: the device has a display watchdog, before which an answer has to be given up.
 
@@ -38,8 +38,8 @@ class CpuExecution:
 
     def __init__(
         self, options: Options, store: HostStore, engine: TransferEngine, device: torch.device,
-        decoding: SmallBatchKernel | None, lock: Callable[[Tensor], str | None], kept: Path | None = None,
-        *, ends_long_kernels: bool = False,
+        lock: Callable[[Tensor], str | None], on_late: Callable[[str], None], kept: Path | None = None,
+        *, on_device: bool, ends_long_kernels: bool = False,
     ) -> None:  # fmt: skip
         experts = store.experts
         self._options, self._experts, self._device = options, experts, device
@@ -47,15 +47,16 @@ class CpuExecution:
         self.rates: Rates | None = None
         if not options.computes_misses:
             return
-        waits = ends_long_kernels and decoding is not None  # a kernel waits, and no thread
+        waits = ends_long_kernels and on_device  # a kernel waits, and no thread
         timeout = longest_wait(options.transfer_timeout_s, ends_long_kernels=waits)
         how = cpu_worker_threads(device.type), timeout, options.activations
-        if decoding is not None:
+        if on_device:
             try:
-                self.worker = decoding.cpu_queue = CpuQueue(experts, SMALL_BATCH_ROWS, *how, device, lock)
+                self.worker = CpuQueue(experts, SMALL_BATCH_ROWS, *how, device, lock, on_late)
             except (OSError, ValueError) as error:
                 raise ConfigError(
-                    f'vllm-dymoe: misses = "{options.misses}" is impossible, because {error}; leave the option out.'
+                    f'vllm-dymoe: misses = "{options.misses}" is impossible, because {error}; leave the option out.',
+                    option="misses",
                 ) from error
         elif device.type != "cpu" or options.link_gbps is not None:
             self.worker = CpuWorker(*how)

@@ -6,7 +6,6 @@ fetches by it.
 """
 
 import ctypes
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from vllm_dymoe.experts.format import ExpertFormat, SliceKey
 from vllm_dymoe.kernels import Activation, CpuKernel, native
 from vllm_dymoe.kernels.base import check_formats
 from vllm_dymoe.kernels.native import Outcome
+from vllm_dymoe.planner.plan import LayerPlan
 from vllm_dymoe.planner.routing import Routing, RoutingError
 from vllm_dymoe.planner.rule import CPU, HIGH, LOW, Ints
 from vllm_dymoe.planner.table import CODES, Table, set_precision
@@ -29,15 +29,6 @@ FOREVER = np.iinfo(np.int64).max
 # more.
 _TO_CHECK, _ON_DISK, _LOOK_AGAIN = -2, -1, 1
 _KEPT_BYTES = 32 << 20  # scratch that is kept from step to step; what a larger step needs is given back after it
-
-
-@dataclass(frozen=True)
-class LayerPlanned:
-    """The plan of a layer that needs experts from disk."""
-
-    experts: Ints  # int64 [n], the experts to compute, ascending
-    wanted: NDArray[np.int8]  # int8 [n], LOW or HIGH
-    places: Ints  # int64 [slices, n], see :func:`~vllm_dymoe.planner.rule.decide`
 
 
 class CpuExecutor:
@@ -122,7 +113,7 @@ class CpuExecutor:
         self._row_floats = self._library.row_floats(layer.width)
         call.piece_positions = self._kernel.most_positions(self._row_floats)
 
-    def run(self, routing: Routing, activation: Activation, *, observed: bool = True) -> torch.Tensor | LayerPlanned:
+    def run(self, routing: Routing, activation: Activation, *, observed: bool = True) -> torch.Tensor | LayerPlan:
         """Compute one layer and return [tokens, hidden] like x, or its plan if an expert must come from disk first.
 
         Raises TypeError or ValueError for tensors that do not fit the experts, RoutingError for an expert id that the
@@ -170,7 +161,8 @@ class CpuExecutor:
         if self._scratch is not None and self._scratch.nbytes > _KEPT_BYTES:
             self.release_scratch()
         if outcome == Outcome.FETCH:
-            return self._planned()
+            decided = self._decided()
+            return LayerPlan.on_host(routing.grouped, *decided, row_for_each_pair=routing.weights_on_input)
         if outcome == Outcome.LOST and (sentence := self._lost(routing.layer)):
             raise TransferError(sentence)
         return into
@@ -180,19 +172,20 @@ class CpuExecutor:
         self._scratch = self._pair_rows = None
         self._call.scratch_floats = self._call.pair_capacity = 0
 
-    def _planned(self) -> LayerPlanned:
+    def _decided(self) -> tuple[Ints, NDArray[np.int8], Ints]:
+        """Return what the call has decided: experts, versions and places, as :meth:`LayerPlan.on_host` takes them."""
         n, slices = int(self._call.count), int(self._call.table.slices)
         places = self._places[: slices * n].reshape(slices, n).copy()
-        return LayerPlanned(self._experts[:n].astype(np.int64), self._wanted[:n].copy(), places)
+        return self._experts[:n].astype(np.int64), self._wanted[:n].copy(), places
 
     def _parts(self, version: int) -> tuple[int, ...]:
         return (LOW, HIGH)[:version] if self._call.table.slices == 2 else (version,)
 
     def _lost(self, layer: int) -> str:
         """Return why pages of mapped experts could not be read; empty if the lost pages were another store's."""
-        planned = self._planned()
-        executed = (planned.places == CPU).any(0)
-        wanted = zip(planned.experts[executed].tolist(), planned.wanted[executed].tolist(), strict=True)
+        experts, versions, places = self._decided()
+        executed = (places == CPU).any(0)
+        wanted = zip(experts[executed].tolist(), versions[executed].tolist(), strict=True)
         return self._cache.store.lost(
             SliceKey(layer, expert, self._slice_bits[part])
             for expert, version in wanted

@@ -8,9 +8,10 @@ others.
 import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as LateError
+from dataclasses import replace
 from statistics import median
 from typing import cast
 
@@ -19,14 +20,13 @@ from torch import Tensor
 
 from vllm_dymoe.cache.pages import map_bytes, usable_cores
 from vllm_dymoe.cache.transfer import TransferError
-from vllm_dymoe.experts.format import ModelExperts, PackedExpert
+from vllm_dymoe.experts.format import ModelExperts
 from vllm_dymoe.kernels import Activation, CpuKernel
 from vllm_dymoe.kernels.cpu import Forms
 from vllm_dymoe.kernels.cpu_queue import QueueMemory, QueueShape, native_library
 from vllm_dymoe.kernels.native import Layer, set_activation
 from vllm_dymoe.planner.large_batch import MOST_PARTS
 from vllm_dymoe.planner.plan import LayerPlan
-from vllm_dymoe.planner.routing import Routing
 
 _LOOKS = 16  # checks of the watchdog within one timeout
 _TRIPS = 256  # round trips; the median counts
@@ -83,6 +83,7 @@ class CpuQueue:
         timeout: seconds that an answer may take; 0 for no limit.
         activations: bits of the activations that codes are multiplied with.
         lock: pins memory for the device; returns the reason why that failed, or None.
+        on_failure: called with a message when an answer is given up, before the device goes on.
 
     Attributes:
         turn: int64 [3] on the device: the last number posted, the running layer's number or 0, and the queue's address.
@@ -94,11 +95,10 @@ class CpuQueue:
         OSError: the memory cannot be allocated or pinned.
     """
 
-    on_failure: Callable[[str], None]  # called with a message when an answer is given up, before the device goes on
-
     def __init__(
         self, experts: ModelExperts, tokens: int, threads: int, timeout: float, activations: int, device: torch.device,
         lock: Callable[[Tensor], str | None] = lambda memory: None,
+        on_failure: Callable[[str], None] = lambda sentence: None,
     ) -> None:  # fmt: skip
         fmt = next(iter(experts.formats.values()))
         sizes = (tokens, experts.top_k, experts.num_experts, fmt.hidden, fmt.dtype)
@@ -115,7 +115,7 @@ class CpuQueue:
         )
         self.turn = torch.tensor([0, 0, self.queue.address], device=device)
         self.present = torch.empty(tokens * experts.top_k, dtype=torch.int32, device=device)
-        self.on_failure, self.failed = lambda sentence: None, False
+        self._on_failure, self.failed = on_failure, False
         self._experts, self._library, self._activation = experts, native_library(), cast("Activation | None", None)
         self._closing, self._threads = threading.Event(), list[threading.Thread]()
 
@@ -191,7 +191,7 @@ class CpuQueue:
                 seen, since = answered, now
             elif self.failed or now - since >= self._timeout:
                 header, self.failed = self.queue.entry(answered // 2 + 1).header, True
-                self.on_failure(_late(f"{int(header[3])} experts of layer {int(header[1])}", self._timeout))
+                self._on_failure(_late(f"{int(header[3])} experts of layer {int(header[1])}", self._timeout))
                 self._library.give_up(self.queue.address)
 
 
@@ -207,26 +207,21 @@ class CpuWorker:
         self._kernel = CpuKernel(threads=threads, activations=activations)
         self._thread, self.failed = ThreadPoolExecutor(1, "dymoe computes"), False
 
-    def begin(
-        self, routing: Routing, x: Tensor, out: Tensor, activation: Activation, experts: Mapping[int, PackedExpert]
-    ) -> Callable[[], None]:
-        """Start to compute the rows of experts whose bytes are in host memory; return a function that waits for them.
+    def begin(self, plan: LayerPlan, x: Tensor, out: Tensor, activation: Activation) -> Callable[[], None]:
+        """Start to compute a plan's items, whose bytes are in host memory; return a function that waits for them.
 
         Args:
+            plan: host-planned; every item has a place.
             x: the step's input, on the device.
             out: [tokens * top_k, hidden] on the device; the returned function writes the rows into it, or raises
                 TransferError after the timeout.
-            experts: by number.
         """
-        plan = LayerPlan.of_routing(routing.grouped, list(experts), row_for_each_pair=routing.weights_on_input)
-        for item, expert in enumerate(experts.values()):
-            plan.place(item, expert)
         pairs, rows, inputs = plan.pairs, out, x
         if not x.is_cpu:  # only what is computed crosses, in either direction
-            used, plan.rows = plan.rows.unique(return_inverse=True)
+            used, inverse = plan.rows.unique(return_inverse=True)
             inputs = x[used.to(x.device)].cpu()
             rows = torch.empty(len(pairs), x.shape[1], dtype=x.dtype, device="cpu")
-            plan.pairs = torch.arange(len(pairs))
+            plan = replace(plan, rows=inverse, pairs=torch.arange(len(pairs)))
         future = self._thread.submit(self._compute, inputs, plan, rows, activation)
 
         def wait() -> None:

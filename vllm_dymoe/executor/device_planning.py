@@ -25,7 +25,8 @@ def plans_on_device(
         return False, ""
     reason = obstacle or _obstacle(options, policy, readable)
     if reason and options.planning == "device":
-        raise ConfigError(f'vllm-dymoe: planning = "device" is impossible, because {reason}; use "auto" or "host".')
+        sentence = f'vllm-dymoe: planning = "device" is impossible, because {reason}; use "auto" or "host".'
+        raise ConfigError(sentence, option="planning")
     return not reason, reason
 
 
@@ -47,6 +48,7 @@ def without_device(options: Options) -> Options:
     if options.planning == "device":
         raise ConfigError(
             'vllm-dymoe: planning = "device" is impossible, because a trace records the experts of all ranks; use '
-            '"auto" or "host", or leave trace out.'
+            '"auto" or "host", or leave trace out.',
+            option="planning",
         )
     return options.model_copy(update={"planning": "host"})

@@ -1,7 +1,8 @@
 """Fetches predicted experts in small-batch steps that the device plans, while the link is idle (``planner.prefetch``).
 
 Everything is enqueued on a branch of the compute stream, so a captured step has it, too. The compute stream waits for
-lists, which are short, and never for copies but at the end of a step: a capture has to end on one stream.
+predictions when their layer is computed, for lists, which are short, and for copies at the end of a step alone: a
+capture has to end on one stream. By then the last layer is planned, and no copy is under way.
 """
 
 from typing import Any, Protocol
@@ -41,7 +42,8 @@ class DevicePrefetch:
         self._table, self._kernel, self._branch, self._rows = table, kernel, branch, rows
         self._predictor, self._listed, self._projections = predictor, listed, projections
         self._list_made: Any = None  # mark after the list for the layer that comes next
-        self._copies_made: Any = None  # mark after all copies so far
+        self._copies_made: Any = None  # mark after everything so far
+        self._predicted: Any = None  # mark after the predictions of the running layer
 
     def begin_layer(self, layer: int, x: Tensor, ids: Tensor) -> None:
         """Before a layer is planned: its list has to be there, and its predictions for the next one begin."""
@@ -50,13 +52,14 @@ class DevicePrefetch:
             self._list_made = None
         with self._branch.fork():
             self._predictor.predict(layer, x, ids, self._rows)
-            self._copies_made = self._branch.mark()
+            self._predicted = self._copies_made = self._branch.mark()
 
     def end_layer(self, layer: int) -> None:
         """After a layer is computed: fetch for the next one, or bring the branch back at the end of the step."""
         if layer + 1 == self._table.layers:
             self._join()
             return
+        self._branch.join(self._predicted)  # x and ids may go, and other work may get their memory
         with self._branch.fork():
             self._kernel.list_predicted(self._table, layer + 1, self._rows, self._projections, self._listed)
             self._list_made = self._branch.mark()

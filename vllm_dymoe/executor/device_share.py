@@ -67,5 +67,7 @@ def automatic_share(
         f"vllm-dymoe: of {size(max(0, free))} of device memory that are left after the dense weights, one request of "
         f"{max_model_len} tokens takes {size(kv_cache)} in the KV cache, activations about {size(activations)} and the "
         f"fewest experts {size(least)}; {shorter}raise --gpu-memory-utilization, lower --max-num-batched-tokens or "
-        "--max-num-seqs, or set expert_budget yourself."
+        "--max-num-seqs, or set expert_budget yourself.",
+        option="expert_budget",
+        least=least,
     )

@@ -2,7 +2,7 @@
 the router's order at the end, so that neither what is on the device nor any timing changes a bit (invariant 1)."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,22 +17,21 @@ from vllm_dymoe.cache.migration import Migration
 from vllm_dymoe.cache.slots import Slot
 from vllm_dymoe.cache.store.disk import DiskCounts
 from vllm_dymoe.cache.transfer import TransferError
-from vllm_dymoe.executor.cpu_executor import CpuExecutor, LayerPlanned
+from vllm_dymoe.executor.cpu_executor import CpuExecutor
 from vllm_dymoe.executor.cpu_worker import CpuWorker
 from vllm_dymoe.executor.prefetcher import Prefetcher
 from vllm_dymoe.executor.read_ahead import ReadAhead, expect
 from vllm_dymoe.executor.streamed_layer import LayerStep
-from vllm_dymoe.experts.format import PackedExpert
 from vllm_dymoe.kernels import Activation, ExpertKernel, combine
+from vllm_dymoe.planner.constants import Action
 from vllm_dymoe.planner.plan import LayerPlan
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.routing import Phase, Routing
-from vllm_dymoe.planner.rule import CPU, HIT, Ints, actions_of
+from vllm_dymoe.planner.rule import actions_of
 from vllm_dymoe.planner.table import CODES
 from vllm_dymoe.policies import Policy
-from vllm_dymoe.prefetch import Measured, PredictionStats
+from vllm_dymoe.prefetch import Measured
 
-_PRECISIONS = {code: precision for precision, code in CODES.items()}
 _FAR = 1 << 40  # rows of an expert that is never computed by the CPU
 
 
@@ -134,56 +133,65 @@ class HostPlannedLayers:
             return torch.empty_like(routing.x)
         if self.fetcher.orphaned:
             self.fetcher.collect()
-        planned: LayerPlanned | None = None
+        plan: LayerPlan | None = None
         if self.cpu is not None:  # which looks at numbers of experts itself
             result = self.cpu.run(routing, activation, observed=self._observed)
             if isinstance(result, torch.Tensor):
                 if self.migration is not None or self.predictor is not None:
                     self._served(routing)
                 return result
-            planned = result
+            plan = result
         else:
             routing.check(self.cache.experts.num_experts)
-        wanted, skipped, places = self._decide(routing, planned)
+        plan = self._plan(routing) if plan is None else plan
+        self._begin_plan(routing, plan)
         x, weights = routing.inputs()
         out = x.new_empty((routing.ids.numel(), x.shape[1]))
-        look_ahead = None
-        if self.predictor is not None and routing.layer < routing.num_layers:  # a draft's layers are not predicted
-            look_ahead = partial(self._look_ahead, routing)
-        on_cpu = self._on_cpu(routing.layer, wanted, places)
-        here = {expert: precision for expert, precision in wanted.items() if expert not in on_cpu} if on_cpu else wanted
+        self._run(routing, plan, x, out, activation)
+        if plan.bounds[-1] == len(out):
+            return combine(out, weights)
+        skipped = set(routing.active) - set(plan.experts.tolist())
+        return combine(out, weights, routing.ids, skipped, renormalize=self.policy.precision.renormalizes)
+
+    def _run(
+        self, routing: Routing, plan: LayerPlan, x: torch.Tensor, out: torch.Tensor, activation: Activation
+    ) -> None:
+        """Carry out a plan: x [rows, hidden], out [tokens * top_k, hidden]; TransferError as in :meth:`forward`."""
+        layer, on_cpu, answer = routing.layer, plan.on_cpu, None
+        kept = sorted({*range(len(plan.views))} - {*on_cpu})  # items whose experts are in slots, or come into one
         self.counts.cpu_executed += len(on_cpu)
         self.counts.misses += len(on_cpu)
-        answer = None
         if on_cpu and self.cpu_worker is not None:
-            answer = self.cpu_worker.begin(routing, x, out, activation, on_cpu)
-        own = {} if answer else on_cpu
-        found = places[:, (places != CPU).all(0)]
-        if not (found == HIT).all():
-            in_turn = self.engine.occupies_cores or not self.policy.residency.overlaps
-            kernel, counts = self.kernel, self.counts
-            grain: dict[str, bool] = {"in_turn": in_turn, "whole": self.policy.residency.whole}
-            step = LayerStep(routing.layer, self.fetcher, self.prefetcher, kernel, counts, **grain)
-            step.acquire(here, found.T.tolist())
-            step.run(partial(self._begin, routing, x, out, activation), look_ahead)
-            self._compute(routing, x, out, activation, {}, own)
-        else:
-            self.counts.hits += len(here)
+            answer = self.cpu_worker.begin(plan.select(on_cpu), x, out, activation)
+            on_cpu = []
+        look_ahead = None
+        if self.predictor is not None and layer < routing.num_layers:  # a draft's layers are not predicted
+            look_ahead = partial(self._look_ahead, routing)
+        in_slots = plan.select(kept)
+        if (in_slots.action == Action.HIT).all():
+            self.counts.hits += len(kept)
             if self.prefetcher is not None:
-                self.prefetcher.claim(routing.layer, {})
+                self.prefetcher.claim(layer, {})
             if look_ahead is not None:
                 look_ahead()
-            self._compute(routing, x, out, activation, here, own)
+            self._compute(layer, in_slots if answer else plan, x, out, activation)
             if self.prefetcher is not None:
                 self.prefetcher.answer()
                 self.prefetcher.fill()
+        else:
+            grain = {
+                "in_turn": self.engine.occupies_cores or not self.policy.residency.overlaps,
+                "whole": self.policy.residency.whole,
+            }
+            step = LayerStep(layer, in_slots, self.fetcher, self.prefetcher, self.kernel, self.counts, **grain)
+            step.acquire()
+            step.run(x, out, activation, look_ahead)
+            if on_cpu:
+                self._compute(layer, plan.select(on_cpu), x, out, activation)
         if answer is not None:
             answer()
-        elif on_cpu and (sentence := self.cache.lost(routing.layer, wanted, on_cpu)):
+        elif on_cpu and (sentence := self.cache.lost(layer, plan.select(on_cpu).wanted)):
             raise TransferError(sentence)
-        if not skipped and sum(map(routing.counts.__getitem__, wanted)) == len(out):
-            return combine(out, weights)
-        return combine(out, weights, routing.ids, skipped, renormalize=self.policy.precision.renormalizes)
 
     def _served(self, routing: Routing) -> None:
         """After the CPU executor has run a layer: release its predictions, and ask for those of later layers."""
@@ -199,83 +207,59 @@ class HostPlannedLayers:
             self.prefetcher.answer()
             self.prefetcher.fill()
 
-    def _decide(
-        self, routing: Routing, planned: LayerPlanned | None = None
-    ) -> tuple[dict[int, Precision], set[int], Ints]:
-        """The precision of each expert that is computed, those that are skipped, and what the rule makes of the
-        former."""
-        counts, active = self.counts.planned, routing.active
-        if planned is not None:
-            versions = map(_PRECISIONS.__getitem__, planned.wanted.tolist())
-            wanted = dict(zip(planned.experts.tolist(), versions, strict=True))
-        else:
-            precisions = self.policy.precision.select(routing)
-            wanted = {expert: precision for expert in active if self.bits[precision := precisions[expert]] > 0}
-        counts.update(wanted.values())
-        counts[Precision.SKIPPED] += len(active) - len(wanted)
-        places = planned.places if planned is not None else self._plan(routing, wanted)
+    def _begin_plan(self, routing: Routing, plan: LayerPlan) -> None:
+        """Count a plan's precisions, start its disk reads, and place the items that the CPU executes."""
+        cache, layer, wanted = self.cache, routing.layer, plan.wanted
+        self.counts.planned.update(wanted.values())
+        self.counts.planned[Precision.SKIPPED] += len(routing.active) - len(wanted)
         if self.host_cache is not None:
-            expect(self.host_cache, self.cache, routing.layer, wanted, places)
-        return wanted, set(active) - wanted.keys(), places
+            expect(self.host_cache, cache, layer, plan)
+        if on_cpu := plan.on_cpu:
+            parts = {
+                precision: tuple(cache.bits[part] for part in cache.parts[precision])
+                for precision in set(wanted.values())
+            }
+            experts = list(wanted.items())
+            for item, (expert, precision) in ((item, experts[item]) for item in on_cpu):
+                plan.place(item, cache.in_store(layer, expert, parts[precision]))
 
-    def _plan(self, routing: Routing, wanted: Mapping[int, Precision]) -> Ints:
-        """What the rule makes of each wanted expert."""
-        layer = routing.layer
-        active = np.fromiter(wanted, np.int64, len(wanted))
+    def _plan(self, routing: Routing) -> LayerPlan:
+        """Choose precisions, and plan with NumPy."""
+        layer, bits = routing.layer, self.bits
+        chosen = self.policy.precision.select(routing)
+        wanted = {expert: precision for expert in routing.active if bits[precision := chosen[expert]] > 0}
+        experts = np.fromiter(wanted, np.int64, len(wanted))
         codes = np.fromiter(map(CODES.__getitem__, wanted.values()), np.int8, len(wanted))
         if self.migration is not None:
             uses = np.fromiter(map(routing.counts.__getitem__, wanted), np.int64, len(wanted))
-            uses = uses if routing.uses is None else routing.uses[active]
-            self.migration.count(routing, active, uses)
+            uses = uses if routing.uses is None else routing.uses[experts]
+            self.migration.count(routing, experts, uses)
         rows = None
         if self.executes_on_cpu and (self.cpu_worker is None or not self.cpu_worker.failed):
             rows = np.fromiter(map(routing.counts.__getitem__, wanted), np.int64, len(wanted))
             if not self.cache.store.whole:
                 rows[self.cache.far(layer, wanted)] = _FAR
-        counted = None if routing.uses is None else routing.uses[active] > 0
+        counted = None if routing.uses is None else routing.uses[experts] > 0
         ages = self.policy.residency.ages
-        places = self.cache.table.begin_step(layer, active, codes, rows, ages=ages, counted=counted)
+        places = self.cache.table.begin_step(layer, experts, codes, rows, ages=ages, counted=counted)
         if self.records_actions:
             held = self.cache.table.precision[layer]
-            routing.actions = torch.from_numpy(actions_of(routing.host_ids, active, codes, held, places))
-        return places
+            routing.actions = torch.from_numpy(actions_of(routing.host_ids, experts, codes, held, places))
+        return LayerPlan.on_host(routing.grouped, experts, codes, places, row_for_each_pair=routing.weights_on_input)
 
-    def _on_cpu(self, layer: int, wanted: Mapping[int, Precision], places: Ints) -> dict[int, PackedExpert]:
-        """What is computed by the CPU."""
-        cache, on_cpu = self.cache, {}
-        if self.executes_on_cpu:
-            far = (places == CPU).any(0).tolist()
-            on_cpu = {expert: precision for (expert, precision), lies in zip(wanted.items(), far, strict=True) if lies}
-        parts = {
-            precision: tuple(cache.bits[part] for part in cache.parts[precision]) for precision in set(on_cpu.values())
-        }
-        return {expert: cache.in_store(layer, expert, parts[precision]) for expert, precision in on_cpu.items()}
-
-    def _begin(
-        self, routing: Routing, x: torch.Tensor, out: torch.Tensor, activation: Activation, order: Sequence[int]
-    ) -> LayerPlan:
-        plan = LayerPlan.of_routing(routing.grouped, order, row_for_each_pair=routing.weights_on_input)
-        self.kernel.begin(x, plan, out, activation)
-        return plan
-
-    def _compute(
-        self, routing: Routing, x: torch.Tensor, out: torch.Tensor, activation: Activation,
-        here: Mapping[int, Precision], own: Mapping[int, PackedExpert],
-    ) -> None:  # fmt: skip
-        """In one call, what needs no transfer: experts in slots, and of a CPU those in the store."""
-        if not here and not own:
+    def _compute(self, layer: int, plan: LayerPlan, x: torch.Tensor, out: torch.Tensor, activation: Activation) -> None:
+        """Compute in one call what needs no transfer: items that have a place, and experts in slots."""
+        if not plan.views:
             return
-        cache, slots, order = self.cache, list[Slot](), sorted([*here, *own]) if own else list(here)
-        plan = self._begin(routing, x, out, activation, order)
-        for item, expert in enumerate(order):
-            if expert in own:
-                plan.place(item, own[expert])
-                continue
-            held, parts = cache.resident(routing.layer, expert, here[expert])
-            self.counts.reuses += held is not here[expert]
-            slots += parts
-            plan.place(item, cache.packed(parts))
-        self.kernel.compute(range(len(order)))
+        slots = list[Slot]()
+        self.kernel.begin(x, plan, out, activation)
+        for item, (expert, precision) in enumerate(plan.wanted.items()):
+            if plan.views[item] is None:
+                held, parts = self.cache.resident(layer, expert, precision)
+                self.counts.reuses += held is not precision
+                slots += parts
+                plan.place(item, self.cache.packed(parts))
+        self.kernel.compute(range(len(plan.views)))
         if self.kernel.asynchronous:
             last_read = self.engine.fence()
             for slot in slots:
@@ -319,7 +303,7 @@ class HostPlannedLayers:
         if self.migration is not None:
             self.migration.reset_stats()
         if self.predictor is not None:
-            self.predictor.stats, self.predictor.seconds = PredictionStats(), 0.0
+            self.predictor.reset_stats()
         self.disk.reset()
         if self.host_cache is not None:
             self.host_cache.reset_stats()

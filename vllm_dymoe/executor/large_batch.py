@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from vllm_dymoe.executor.copy_branch import Branch
-from vllm_dymoe.experts.format import ModelExperts
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.planner.large_batch import ADMITTED, RESIDENT, STREAMED, LargeBatchShape
 from vllm_dymoe.planner.plan import LayerPlan
@@ -63,30 +62,39 @@ class LargeBatchKernel(Protocol):
     def large_batch_step(self, table: Table, shape: LargeBatchShape, activation: Activation) -> LargeBatchStep: ...
 
 
-class LargeBatches:
-    """Every MoE layer of one rank in large-batch steps; ``rows``, int32 [1], says how many rows are tokens."""
+CapturedSteps = dict[tuple[LargeBatchShape, Activation], LargeBatchStep]
 
-    count: Callable[[int, Tensor, Tensor], None] | None = None
-    """Called with a layer, its ids int32 and its weights float32 [tokens, top_k], to count uses; None for no counts."""
+
+class LargeBatches:
+    """Every MoE layer of one rank in large-batch steps, for one allocation of slots.
+
+    Args:
+        top_k: experts of a token.
+        rows: int32 [1], how many rows are tokens.
+        quotas: slots of each layer, by LOW and HIGH of the precisions in use.
+        staging: number of staging slots of each precision in use.
+        captured: steps whose memory captured graphs use; filled here, and kept by the caller.
+        count: called with a layer, its ids int32 and its weights float32 [tokens, top_k], to count uses; None for no
+            counts.
+
+    Attributes:
+        most_streamed: most experts that a layer does not keep.
+    """
 
     def __init__(
-        self, experts: ModelExperts, table: Table, kernel: LargeBatchKernel, branch: Branch, rows: Tensor
-    ) -> None:
-        self._experts, self._table, self._kernel, self._branch, self._rows = experts, table, kernel, branch, rows
-        self._half = self.passing = 0  # staging slots of a group; most experts that a layer does not keep
-        self._ahead_code = 0
+        self, top_k: int, table: Table, kernel: LargeBatchKernel, branch: Branch, rows: Tensor,
+        quotas: Mapping[int, Sequence[int]], staging: Mapping[int, int], captured: CapturedSteps,
+        count: Callable[[int, Tensor, Tensor], None] | None = None,
+    ) -> None:  # fmt: skip
+        self._top_k, self._table, self._kernel, self._branch, self._rows = top_k, table, kernel, branch, rows
+        half = min(staging.values()) // 2
+        self._half = half if half >= _LEAST_HALF else 0  # staging slots of a group
+        self.most_streamed = table.experts - min(map(min, quotas.values()))
+        self._ahead_code = next(iter(quotas)) if len(quotas) == 1 and not table.nested else 0
         self._groups = 0  # streamed so far: groups use the two halves in turn
         self._pending: tuple[int, Any] | None = None  # layer that was copied ahead for; mark after it
-        self._captured: dict[tuple[LargeBatchShape, Activation], LargeBatchStep] = {}
+        self._captured, self._count = captured, count
         self._last: tuple[tuple[LargeBatchShape, Activation], LargeBatchStep] | None = None
-
-    def set_slots(self, staging: Mapping[int, int], quotas: Mapping[int, Sequence[int]]) -> None:
-        """Set the number of staging slots and the quota of each layer, by LOW and HIGH of the precisions in use."""
-        self.settle()  # what is copied ahead goes into slots that may be freed next
-        half = min(staging.values()) // 2
-        self._half = half if half >= _LEAST_HALF else 0
-        self.passing = self._table.experts - min(min(quotas[code]) for code in quotas)
-        self._ahead_code = next(iter(quotas)) if len(quotas) == 1 and not self._table.nested else 0
 
     def forward(
         self,
@@ -109,15 +117,16 @@ class LargeBatches:
         step, pending = self._step(key, captured=captured), self._pending
         shape = step.shape
         active = 1 - (1 - shape.top_k / max(shape.experts, shape.top_k)) ** shape.tokens
-        ahead = self._ahead_code if shape.passes and layer + 1 < self._table.layers and active >= _MOST_ACTIVE else 0
+        foresees = shape.streamed_groups and layer + 1 < self._table.layers and active >= _MOST_ACTIVE
+        ahead = self._ahead_code if foresees else 0
         step.plan(layer, x, weights, ids, self._rows, self._groups % 2, ahead, marks)
-        if self.count is not None:
-            self.count(layer, step.ids, weights)
-        if not shape.passes:
+        if self._count is not None:
+            self._count(layer, step.ids, weights)
+        if not shape.streamed_groups:
             step.copy(ADMITTED)
             step.compute(RESIDENT)
             return step.finish()
-        self._groups += shape.passes + 1  # the last group is the next layer's
+        self._groups += shape.streamed_groups + 1  # the last group is the next layer's
         self._pending, last = None, shape.groups + (ahead > 0)
         with branch.fork():
             step.copy(ADMITTED)
@@ -164,11 +173,12 @@ class LargeBatches:
             self._pending = None
 
     def _shape(self, tokens: int, *, marked: bool, captured: bool) -> LargeBatchShape:
-        table, passes = self._table, 0
+        table, streamed_groups = self._table, 0
         if self._half and not captured:
-            passes = -(-min(self.passing, tokens * self._experts.top_k) // self._half)
-        half = self._half if passes else 0
-        return LargeBatchShape(tokens, self._experts.top_k, table.experts, 1 + table.nested, half, passes, marked)
+            streamed_groups = -(-min(self.most_streamed, tokens * self._top_k) // self._half)
+        half = self._half if streamed_groups else 0
+        slices = 1 + table.nested
+        return LargeBatchShape(tokens, self._top_k, table.experts, slices, half, streamed_groups, marked)
 
     def _step(self, key: tuple[LargeBatchShape, Activation], *, captured: bool) -> LargeBatchStep:
         if captured:  # the graph keeps using this memory

@@ -38,7 +38,6 @@ class PlainKernels:
     """The SmallBatchKernel of an emulated card; with ``link_gbps``, misses wait for a link of that rate."""
 
     name = "decided and fetched as a device would, by the host"
-    cpu_queue: CpuQueue | None = None
 
     def __init__(
         self, kernel: ExpertKernel, formats: Mapping[int, ExpertFormat], link_gbps: float | None = None
@@ -57,9 +56,10 @@ class PlainKernels:
         weights: Tensor,
         ids: Tensor,
         activation: Activation,
+        cpu_queue: CpuQueue | None,
     ) -> Tensor:
         self.decide(table, layer, ids, weights, rows, plan)
-        begun, cpu_queue, real = time.perf_counter(), self.cpu_queue, int(rows)
+        begun, real = time.perf_counter(), int(rows)
         if cpu_queue is not None:
             cpu_queue.serve(activation)
             post_plain(cpu_queue.queue, cpu_queue.turn, layer, x[:real], ids[:real], plan)
@@ -82,7 +82,7 @@ class PlainKernels:
         items, positions = list(range(int(plan.count))), int((plan.computed > 0).sum())
         bounds = [*plan.work[: len(items), 1].tolist(), positions]
         host = Grouped(items, bounds, *(of[:positions].long() for of in (plan.rows, plan.pairs)))
-        step, out = LayerPlan.of_routing(host, items), x.new_empty(plan.computed.numel(), x.shape[1])
+        step, out = LayerPlan.of_experts(host), x.new_empty(plan.computed.numel(), x.shape[1])
         self.kernel.begin(x, step, out, activation)
         return step, out
 
@@ -190,7 +190,8 @@ class PlainLargeBatch:
     def copy(self, group: int) -> None:
         spans = self._large.spans[self.shape.spans(group)]
         self._owner.copy_spans(spans)
-        found = not self.shape.passes or group == self.shape.groups  # the next layer finds what is copied ahead
+        # The next layer finds what is copied ahead.
+        found = not self.shape.streamed_groups or group == self.shape.groups
         self._due[RESIDENT if found else group] = self._owner.arrival(int(spans[:, 2].sum()), time.perf_counter())
 
     def compute(self, group: int) -> None:

@@ -8,14 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import cycle
+from itertools import cycle, islice
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_dymoe.cache.device_cache import views
+from vllm_dymoe.cache.device_cache import view_in_store
 from vllm_dymoe.cache.pages import machine
 from vllm_dymoe.cache.store import HostStore
 from vllm_dymoe.cache.store.disk import MEASURED_STARTS
@@ -25,7 +25,8 @@ from vllm_dymoe.executor.cpu_worker import CpuQueue, CpuWorker
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, SliceKey
 from vllm_dymoe.kernels import Activation, Curve
 from vllm_dymoe.planner.constants import NEVER_FETCHED, Cost
-from vllm_dymoe.planner.routing import Routing
+from vllm_dymoe.planner.plan import LayerPlan
+from vllm_dymoe.planner.routing import group_by_expert
 from vllm_dymoe.planner.rule import ABSENT, HIGH, LOW
 
 RATES = "rates.json"  # file name, next to a store
@@ -148,20 +149,16 @@ def _keys(experts: ModelExperts, bits: int) -> Iterator[SliceKey]:
 
 def host_seconds(store: HostStore, fmt: ExpertFormat, cpu_worker: CpuWorker, rows: int, seconds: float) -> float:
     """Return the median seconds of the CPU for one expert with so many rows."""
-    keys, view = _keys(store.experts, fmt.bits), views(store)
+    keys = _keys(store.experts, fmt.bits)
     activation = Activation.SILU if fmt.has_gate else Activation(Curve.RELU2, has_gate=False)
     x, ids = torch.randn(rows, fmt.hidden).to(fmt.dtype), torch.arange(_AT_ONCE).expand(rows, _AT_ONCE)
-    routing, out = (
-        Routing(0, 1, x, ids, torch.ones(ids.shape, dtype=torch.float32)),
-        x.new_empty(ids.numel(), fmt.hidden),
-    )
+    grouped, out = group_by_expert(ids.numpy()), x.new_empty(ids.numel(), fmt.hidden)
     times, until, bits = list[float](), time.perf_counter() + seconds, tuple(part.bits for part in fmt.slices)
     while len(times) < 3 or time.perf_counter() < until:
-        experts = {
-            number: view(key.layer, key.expert, bits) for number, key in zip(range(_AT_ONCE), keys, strict=False)
-        }
+        some = islice(keys, _AT_ONCE)
+        plan = LayerPlan.of_experts(grouped, [view_in_store(store, key.layer, key.expert, bits) for key in some])
         begun = time.perf_counter()
-        cpu_worker.begin(routing, x, out, activation, experts)()
+        cpu_worker.begin(plan, x, out, activation)()
         times.append((time.perf_counter() - begun) / _AT_ONCE)
     return float(np.median(times))
 

@@ -1,26 +1,25 @@
 """Reads from disk into a host cache: the misses of this layer, and predictions for later layers."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 from vllm_dymoe.cache.device_cache import DeviceCache
 from vllm_dymoe.cache.host_cache import HostCache
 from vllm_dymoe.experts.format import SliceKey
+from vllm_dymoe.planner.constants import Action
+from vllm_dymoe.planner.plan import LayerPlan
 from vllm_dymoe.planner.precision import Precision
-from vllm_dymoe.planner.rule import HIT, Ints
 from vllm_dymoe.prefetch.gate import FAR
 
 Prediction = tuple[int, int, Precision]  # layer, expert, and its likely precision
 
 
-def expect(
-    host_cache: HostCache, cache: DeviceCache, layer: int, wanted: Mapping[int, Precision], places: Ints
-) -> None:
+def expect(host_cache: HostCache, cache: DeviceCache, layer: int, plan: LayerPlan) -> None:
     """Start the disk reads of all misses of a layer at once, before the link asks for them one by one."""
     keys: list[SliceKey] = []
-    for (expert, precision), place in zip(wanted.items(), places.T.tolist(), strict=True):
-        parts = zip(cache.parts[precision], place, strict=False)
-        keys += [SliceKey(layer, expert, cache.bits[part]) for part, found in parts if found != HIT]
+    for (expert, precision), actions in zip(plan.wanted.items(), plan.action.T.tolist(), strict=True):
+        parts = zip(cache.parts[precision], actions, strict=False)
+        keys += [SliceKey(layer, expert, cache.bits[part]) for part, action in parts if action != Action.HIT]
     host_cache.expect(layer, keys)
 
 

@@ -12,8 +12,10 @@ one slot is computed while others fill. As in FIRM-MoE, an expert is computed pr
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from vllm_dymoe.cache.counters import ResidencyCounts
 from vllm_dymoe.cache.device_cache import DeviceCache
@@ -22,10 +24,10 @@ from vllm_dymoe.cache.slots import Slot
 from vllm_dymoe.cache.transfer import Reason, TransferError
 from vllm_dymoe.executor.prefetcher import Prefetcher
 from vllm_dymoe.experts.format import EVERY_PROJECTION
-from vllm_dymoe.kernels import ExpertKernel
+from vllm_dymoe.kernels import Activation, ExpertKernel
+from vllm_dymoe.planner.constants import Action
 from vllm_dymoe.planner.plan import LayerPlan
 from vllm_dymoe.planner.precision import Precision
-from vllm_dymoe.planner.rule import HIT, STREAM
 from vllm_dymoe.planner.table import coldest_of
 
 
@@ -34,20 +36,22 @@ class _Held:
     """An expert that this step computes, with its slots and fetches."""
 
     expert: int  # its number
+    precision: Precision  # that is wanted
     slots: list[Slot] = field(default_factory=list)
     """Where its bytes are, or arrive; a base slice comes before its residual slice."""
     fetches: list[Fetch] = field(default_factory=list)  # the transfers of what was missing
     lacking: deque[tuple[Precision, bool]] = field(default_factory=deque)
     """For each slice without a slot: the pool to take it from, and whether it will be kept."""
-    item: int = -1  # its number in the LayerPlan
+    item: int = -1  # its number in the plan, which is in the order of computation
 
 
 class LayerStep:
-    """One layer's step: call :meth:`acquire`, then :meth:`run`."""
+    """One layer's step, which ``plan`` says: :meth:`acquire` claims slots, and :meth:`run` computes."""
 
     def __init__(
         self,
         layer: int,
+        plan: LayerPlan,  # host-planned, without items that the CPU executes
         fetcher: Fetcher[DeviceCache],
         prefetcher: Prefetcher | None,
         kernel: ExpertKernel,
@@ -56,7 +60,8 @@ class LayerStep:
         in_turn: bool,  # wait until all experts that have a slot have arrived, then compute
         whole: bool = False,  # compute an expert only when all of its projections have arrived
     ) -> None:
-        self._layer, self._fetcher, self._prefetcher, self._kernel = layer, fetcher, prefetcher, kernel
+        self._layer, self._plan = layer, plan
+        self._fetcher, self._prefetcher, self._kernel = fetcher, prefetcher, kernel
         self._memory, self._engine = fetcher.cache, fetcher.engine
         self._counts, self._in_turn, self._whole = counts, in_turn, whole
         self._shared = False  # residents were computed since the last arrivals
@@ -68,54 +73,56 @@ class LayerStep:
 
     # -- slots ------------------------------------------------------------------------------------
 
-    def acquire(self, wanted: Mapping[int, Precision], places: Iterable[Sequence[int]]) -> None:
-        """Claim prefetched experts, and evict the victims of those that are admitted.
-
-        ``places`` has for each wanted expert, ascending, the planner's decision on each slice (``rule.decide``).
-        """
-        cache, counts = self._memory, self._counts
-        keeping: list[_Held] = []
-        passing: list[_Held] = []
+    def acquire(self) -> None:
+        """Claim prefetched experts, and evict the victims of those that are admitted."""
+        cache, counts, plan, wanted = self._memory, self._counts, self._plan, self._plan.wanted
+        admitted: list[_Held] = []
+        streamed: list[_Held] = []
         ahead = self._prefetcher.claim(self._layer, wanted) if self._prefetcher else {}
-        places = list(places)
-        for (expert, precision), place in zip(wanted.items(), places, strict=True):
-            if all(there == HIT for there in place):
+        decided = zip(wanted.items(), plan.action.T.tolist(), plan.victims.T.tolist(), strict=True)
+        for item, ((expert, precision), actions, victims) in enumerate(decided):
+            if all(action == Action.HIT for action in actions):
                 held, slots = cache.resident(self._layer, expert, precision)
-                self._ready.append(_Held(expert, list(slots)))
+                self._ready.append(_Held(expert, precision, list(slots), item=item))
                 counts.hits += 1
                 counts.reuses += held is not precision
                 continue
             counts.promotions += precision is Precision.HIGH and bool(cache.table.precision[self._layer, expert])
-            coming = self._acquire_slices(expert, precision, place, ahead)
+            coming = _Held(expert, precision, item=item)
+            self._acquire_slices(coming, actions, victims, ahead)
             complete = not coming.lacking and all(fetch.complete for fetch in coming.fetches)
             counts.hits += complete
             counts.misses += not complete
             if coming.lacking:
-                (keeping if any(kept for _, kept in coming.lacking) else passing).append(coming)
+                (admitted if any(kept for _, kept in coming.lacking) else streamed).append(coming)
             else:
                 (self._ready if complete else self._arriving).append(coming)
         # Experts that have one of two slots go first: a slot that waits for its partner is useless.
-        self._missing.extend(sorted(keeping + passing, key=lambda coming: not coming.fetches))
+        self._missing.extend(sorted(admitted + streamed, key=lambda coming: not coming.fetches))
 
     def _acquire_slices(
-        self, expert: int, precision: Precision, places: Sequence[int], ahead: Mapping[tuple[int, Precision], Fetch]
-    ) -> _Held:
+        self,
+        coming: _Held,
+        actions: Sequence[int],
+        victims: Sequence[int],
+        ahead: Mapping[tuple[int, Precision], Fetch],
+    ) -> None:
         """Evict what an admitted expert displaces, and take its slots that are filled or in flight."""
-        cache, coming = self._memory, _Held(expert)
-        for part, place in zip(cache.parts[precision], places, strict=False):
-            if place == HIT:
+        cache, expert = self._memory, coming.expert
+        for part, action, victim in zip(cache.parts[coming.precision], actions, victims, strict=False):
+            if action == Action.HIT:
                 slot = cache.slot_of(self._layer, expert, part)
                 assert slot is not None
                 coming.slots.append(slot)
                 continue
             fetch = ahead.get((expert, part))
             # A residual slice is kept only with its base, which may be a prediction that cannot be kept.
-            kept = place != STREAM and all(brought.kept for brought in coming.fetches)
+            kept = action == Action.ADMIT and all(brought.kept for brought in coming.fetches)
             if kept:
                 if not cache.nested:
                     cache.evict(self._layer, expert)  # in another version
-                if place >= 0:
-                    self._counts.evictions += cache.evict(self._layer, place, part)
+                if victim >= 0:
+                    self._counts.evictions += cache.evict(self._layer, victim, part)
             if fetch is not None and coming.lacking:  # the base gave its slot to a demand
                 self._fetcher.give_up([fetch])
                 fetch = None
@@ -128,9 +135,8 @@ class LayerStep:
                 self._fetcher.keep(fetch)
             coming.slots.append(fetch.slot)
             coming.fetches.append(fetch)
-        return coming
 
-    def _fetch(self, plan: LayerPlan) -> None:
+    def _fetch(self) -> None:
         while self._missing:
             coming = self._missing[0]
             precision, kept = coming.lacking[0]
@@ -147,17 +153,17 @@ class LayerStep:
             coming.fetches.append(fetch)
             if not coming.lacking:
                 self._arriving.append(self._missing.popleft())
-                plan.place(coming.item, self._memory.packed(coming.slots))
+                self._plan.place(coming.item, self._memory.packed(coming.slots))
 
     def _make_room(self, precision: Precision, coming: _Held) -> bool:
         """Evict the coldest expert, or residual slice, of the layer that this step does not read any more."""
         reading = {held.expert for held in (*self._ready, *self._arriving)}
         reading |= {held.expert for held in self._missing if held.slots}
-        passing = [fetch for fetch in coming.fetches if not fetch.kept]
-        if passing:  # a residual slice is kept only with its base
-            if not self._evict_coldest(passing[0].precision, reading):
+        bases = [fetch for fetch in coming.fetches if not fetch.kept]
+        if bases:  # a residual slice is kept only with its base
+            if not self._evict_coldest(bases[0].precision, reading):
                 return False
-            self._fetcher.keep(passing[0])
+            self._fetcher.keep(bases[0])
         return self._evict_coldest(precision, reading)
 
     def _evict_coldest(self, precision: Precision, spared: set[int]) -> bool:
@@ -167,22 +173,24 @@ class LayerStep:
 
     # -- computation ------------------------------------------------------------------------------
 
-    def run(self, begin: Callable[[Sequence[int]], LayerPlan], look_ahead: Callable[[], None] | None) -> None:
-        """Fetch and compute until every wanted expert is done; a TransferError loses no slot.
+    def run(self, x: Tensor, out: Tensor, activation: Activation, look_ahead: Callable[[], None] | None) -> None:
+        """Fetch and compute until every item is done; a TransferError loses no slot.
 
         Args:
-            begin: begins the kernel's step, for experts in about the order in which they will be computed.
+            x: [rows, hidden].
+            out: [tokens * top_k, hidden], written where pairs of the plan's items are.
             look_ahead: asks for predictions; called once, when every transfer that has a slot is in flight.
         """
         try:
-            held = [*self._ready, *self._arriving, *self._missing]
+            held = [*self._ready, *self._arriving, *self._missing]  # in about the order of computation
+            self._plan = self._plan.select([one.item for one in held])
             for item, one in enumerate(held):
                 one.item = item
-            plan = begin([one.expert for one in held])
+            self._kernel.begin(x, self._plan, out, activation)
             for one in (*self._ready, *self._arriving):
-                plan.place(one.item, self._memory.packed(one.slots))
+                self._plan.place(one.item, self._memory.packed(one.slots))
             while self._ready or self._arriving or self._missing:
-                self._fetch(plan)
+                self._fetch()
                 self._foresee(look_ahead)
                 look_ahead = None
                 if self._ready or self._arriving:
@@ -227,8 +235,8 @@ class LayerStep:
         """Whether to compute one expert by itself, because predictions wait for its slot (DuoServe-MoE 5.3)."""
         if self._in_turn or self._missing or self._arriving or len(self._ready) < 2:
             return False
-        passing = any(not fetch.kept for fetch in self._ready[-1].fetches)
-        return passing and self._prefetcher is not None and self._prefetcher.frees_slots_early
+        streamed = any(not fetch.kept for fetch in self._ready[-1].fetches)
+        return streamed and self._prefetcher is not None and self._prefetcher.frees_slots_early
 
     def _next_launch(self, arrived: int) -> tuple[list[_Held], bool]:
         """Choose the new arrivals and a share of the residents, or half of what is in flight.

@@ -28,7 +28,6 @@ class TritonKernels:
     """
 
     name = "triton"
-    cpu_queue: CpuQueue | None = None
 
     def __init__(self, kernel: ExpertKernel, experts: ModelExperts, rows: int) -> None:
         assert isinstance(kernel, TritonKernel)
@@ -54,11 +53,12 @@ class TritonKernels:
         weights: Tensor,
         ids: Tensor,
         activation: Activation,
+        cpu_queue: CpuQueue | None,
     ) -> Tensor:
         out = torch.empty_like(x)
         step = self._step(activation)
         device_queue = None
-        if (cpu_queue := self.cpu_queue) is not None:
+        if cpu_queue is not None:
             cpu_queue.serve(activation)
             device_queue = DeviceQueue(cpu_queue.queue.shape, cpu_queue.turn, cpu_queue.present)
         step.run(vars(table), layer, x, ids, weights, rows, plan.tensors, out, device_queue)

@@ -43,7 +43,7 @@ class LargeBatchShape:
     experts: int  # of a layer
     slices: int = 1  # 2 where low versions lie inside high ones
     half: int = 0  # staging slots of a streamed group
-    passes: int = 0  # streamed groups; with 0 everything is one group
+    streamed_groups: int = 0  # with 0 everything is one group
     marked: bool = False  # whether tokens of prompts are marked
 
     @property
@@ -59,7 +59,7 @@ class LargeBatchShape:
     @property
     def groups(self) -> int:
         """Number of groups that are computed."""
-        return STREAMED + self.passes if self.passes else 1
+        return STREAMED + self.streamed_groups if self.streamed_groups else 1
 
     @property
     def chunk(self) -> int:
@@ -109,7 +109,7 @@ class LargeBatchWork:
         """Allocate for a step of a shape; ``steps`` has the most positions of each class."""
         work = shape.groups, len(steps), max(shape.work_items(RESIDENT, steps)), 3
         return cls(
-            torch.zeros(shape.spans(STREAMED + shape.passes).stop, 3, dtype=torch.int64, device=device),
+            torch.zeros(shape.spans(STREAMED + shape.streamed_groups).stop, 3, dtype=torch.int64, device=device),
             torch.zeros(shape.tokens, shape.top_k, dtype=torch.int32, device=device),
             torch.zeros(work, dtype=torch.int32, device=device),
         )
@@ -172,7 +172,7 @@ def plan_large_batch(
     host.staged_for[layer % 2] = -1
     if ahead:
         most = shape.half if len(group) else 0
-        _copy_ahead(host, layer + 1, shape, (half + shape.passes) % 2, ahead, most, large)
+        _copy_ahead(host, layer + 1, shape, (half + shape.streamed_groups) % 2, ahead, most, large)
     _list_work(plan, group, ids, shape, steps, large)
     return group
 
@@ -181,23 +181,23 @@ def _list_groups(
     host: Table, layer: int, plan: LayerPlan, shape: LargeBatchShape, half: int, large: LargeBatchWork
 ) -> NDArray[np.int64]:
     count = int(plan.count)
-    group, kept, passed = np.full(count, RESIDENT), 0, 0
+    group, kept, streamed = np.full(count, RESIDENT), 0, 0
     experts, precisions = plan.experts[:count].tolist(), plan.precisions[:count].tolist()
     for item, (expert, code) in enumerate(zip(experts, precisions, strict=True)):
         parts = (LOW, HIGH)[:code] if host.nested else (code,)
         actions = plan.action[: len(parts), item].tolist()
         slot, projections = found_ahead(host, layer, expert, code)
         found = slot if projections == PROJECTIONS else None
-        passes = Action.STREAM in actions and found is None and passed < shape.passes * shape.half
-        if passes:
-            group[item], listed, place = STREAMED + passed // shape.half, shape.items + passed, passed % shape.half
-            place += (half + passed // shape.half) % 2 * shape.half
-            passed += 1
+        streams = Action.STREAM in actions and found is None and streamed < shape.streamed_groups * shape.half
+        if streams:
+            group[item], listed = STREAMED + streamed // shape.half, shape.items + streamed
+            place = streamed % shape.half + (half + streamed // shape.half) % 2 * shape.half
+            streamed += 1
         elif Action.ADMIT in actions:
-            group[item], listed = ADMITTED if shape.passes else RESIDENT, kept
+            group[item], listed = ADMITTED if shape.streamed_groups else RESIDENT, kept
             kept += 1
         for number, (part, action) in enumerate(zip(parts, actions, strict=True)):
-            if action == Action.HIT or (action == Action.STREAM and not passes):
+            if action == Action.HIT or (action == Action.STREAM and not streams):
                 continue
             slot = int(host.staging[part, 0]) + place if action == Action.STREAM else int(plan.slots[number, item])
             source = int(host.source[layer, expert, part]) if found is None else slot_address(host, part, found)

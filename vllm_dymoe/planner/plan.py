@@ -1,22 +1,30 @@
 """The plan of one layer's step: which experts are computed, on which rows, from which bytes, and what is kept.
 
-A GPU planner or its NumPy twin fills in all of it. A host-planned step fills in experts and rows, and adds the bytes'
-places as slots are filled.
+A planner returns it, and executors carry it out: nothing else passes between the two. Device-side planning has every
+column on the device, written by a GPU planner or its NumPy twin. A plan made on the host says which bytes are missing;
+it names their places as slots are filled, because a free slot is known only when its transfer starts.
 """
 
 # ruff: noqa: RUF009
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import accumulate
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_dymoe.experts.format import PackedExpert
 from vllm_dymoe.planner.constants import LOW_VERSION, Action, scratch_size
-from vllm_dymoe.planner.rule import LOW
+from vllm_dymoe.planner.precision import Precision
+from vllm_dymoe.planner.rule import CPU, FREE, HIGH, HIT, LOW, STREAM, Ints
+from vllm_dymoe.planner.table import PRECISIONS
 
 _NONE = torch.empty(0, dtype=torch.int32)
+_ACTIONS = np.zeros(-CPU, np.int8)  # of a slice, by its place, which is negative
+_ACTIONS[[CPU, HIT, STREAM, FREE]] = Action.CPU, Action.HIT, Action.STREAM, Action.ADMIT
 
 
 class Grouped(NamedTuple):
@@ -36,22 +44,26 @@ def _column(*shape: str | int, dtype: torch.dtype = torch.int32) -> Any:
 class LayerPlan:
     """What a layer's step does: one item for each expert that is computed.
 
-    Rows after the last item are empty: expert and slot -1, everything else 0. With device-side planning all layers
-    use one plan in turn, and its items are in ascending order of experts. A host-planned step fills in `experts`,
-    `rows` and `pairs` (int64), `views` and `bounds` only.
+    With device-side planning all layers use one plan in turn, and its items are in ascending order of experts. Rows
+    after the last item are empty: expert and slot -1, everything else 0.
+
+    Made on the host (:meth:`on_host`), a plan has exactly its items: `experts`, `precisions` and `action` are NumPy
+    arrays, `rows` and `pairs` int64, and `victims`, `views` and `bounds` take the place of the other columns.
     """
 
-    experts: Tensor = _column("items")
+    experts: Any = _column("items")
     work: Tensor = _column("items and one", 3)
     """The item's number, its first position and its last + 1; an item that the CPU executes has no positions here. The
     last row, (-1, 0, tokens), asks for zeros for tokens without a computed pair."""
     rows: Tensor = _column("positions")  # row of the input of each (token, expert) pair, by item
     pairs: Tensor = _column("positions")  # row of the output, token * top_k + k; ascending within an item
     count: Tensor = _column(1)  # number of items
-    precisions: Tensor = _column("items")  # LOW or HIGH, the version that is computed
+    precisions: Any = _column("items")
+    """LOW or HIGH, the version that is computed; on the host the version that is wanted, since a better one may serve.
+    """
     slots: Tensor = _column("slices", "items")
     """Slot in the pool of the precision, or of the slice, where the bytes are or are copied to; -1 for none."""
-    action: Tensor = _column("slices", "items")  # an Action each; HIT if the slice is not computed
+    action: Any = _column("slices", "items")  # an Action each; HIT if the slice is not computed
     bits: Tensor = _column("items", 3)  # encoding tags of gate, up and down
     addresses: Tensor = _column("slices", "items", 3, dtype=torch.int64)
     """Source addresses of gate, up and down; 0 if the slice is not computed."""
@@ -59,6 +71,7 @@ class LayerPlan:
     """Addresses to which the bytes are copied as well; 0 for none."""
     computed: Tensor = _column("tokens", "top_k")  # 1 for computed pairs, 2 for those of the CPU
     scratch: Tensor = _column("scratch")  # for the GPU planner
+    victims: Any = None  # int64 [slices, items], the expert that an admitted item evicts; -1 for a free slot
     views: list[PackedExpert | None] = field(default_factory=list)  # each item's bytes; None until they have a place
     bounds: list[int] = field(default_factory=list)  # as in Grouped, by item
 
@@ -76,20 +89,50 @@ class LayerPlan:
         return cls(**made)
 
     @classmethod
-    def of_routing(cls, grouped: Grouped, order: Sequence[int], *, row_for_each_pair: bool = False) -> Self:
-        """Return a host-side plan for some of a step's experts, in the order in which they will be computed.
+    def on_host(
+        cls, grouped: Grouped, experts: Ints, wanted: NDArray[np.int8], places: Ints, *, row_for_each_pair: bool = False
+    ) -> Self:
+        """Return the plan of a host-planned step, with items in ascending order of experts.
 
-        ``row_for_each_pair``: the input has a row for each pair, not for each token.
+        Args:
+            grouped: all pairs of the step.
+            experts: int64 [items], the experts that are computed, ascending.
+            wanted: int8 [items], LOW or HIGH.
+            places: int64 [slices, items], see :func:`~.rule.decide`.
+            row_for_each_pair: the input has a row for each pair, not for each token.
         """
         rows, pairs, bounds = grouped.pairs if row_for_each_pair else grouped.rows, grouped.pairs, grouped.bounds
-        if list(order) != grouped.experts:
-            number = {expert: n for n, expert in enumerate(grouped.experts)}
-            parts = [slice(bounds[n], bounds[n + 1]) for n in map(number.__getitem__, order)]
-            bounds = [0]
-            for part in parts:
-                bounds.append(bounds[-1] + part.stop - part.start)
-            rows, pairs = (torch.cat([of[part] for part in parts]) if parts else of[:0] for of in (rows, pairs))
-        return cls(torch.tensor(order), _NONE, rows, pairs, views=[None] * len(order), bounds=bounds)
+        if len(experts) < len(grouped.experts):  # the others are skipped
+            bounds, (rows, pairs) = _some(bounds, np.searchsorted(grouped.experts, experts).tolist(), rows, pairs)
+        decided = {"precisions": wanted, "action": _ACTIONS[np.minimum(places, FREE)], "victims": places.clip(FREE)}
+        return cls(experts, rows=rows, pairs=pairs, views=[None] * len(experts), bounds=bounds, **decided)
+
+    @classmethod
+    def of_experts(cls, grouped: Grouped, views: Sequence[PackedExpert | None] = ()) -> Self:
+        """Return the plan of a step that computes all of its experts high, without a planner; ``views`` by item."""
+        n = len(grouped.experts)
+        plan = cls.on_host(grouped, np.array(grouped.experts), np.full(n, HIGH, np.int8), np.full((1, n), HIT))
+        plan.views[: len(views)] = views
+        return plan
+
+    def select(self, items: Sequence[int]) -> Self:
+        """Return the part of a host-planned step that computes some items, in the order given."""
+        if list(items) == list(range(len(self.bounds) - 1)):
+            return self
+        bounds, (rows, pairs) = _some(self.bounds, items, self.rows, self.pairs)
+        decided = {name: getattr(self, name)[..., items] for name in ("precisions", "action", "victims")}
+        views = [self.views[item] for item in items]
+        return type(self)(self.experts[items], rows=rows, pairs=pairs, views=views, bounds=bounds, **decided)
+
+    @property
+    def wanted(self) -> dict[int, Precision]:
+        """Return the precision of each expert of a host-planned step, in the order of the items."""
+        return dict(zip(self.experts.tolist(), map(PRECISIONS.__getitem__, self.precisions.tolist()), strict=True))
+
+    @property
+    def on_cpu(self) -> list[int]:
+        """Return the items of a host-planned step that the CPU executes."""
+        return (self.action == Action.CPU).any(0).nonzero()[0].tolist()
 
     def place(self, item: int, expert: PackedExpert) -> None:
         """Set where an item's bytes are, or will be when it is computed; once per item."""
@@ -123,6 +166,13 @@ class LayerPlan:
             part = tuple(slice(sizes.get(size)) for size in column.metadata["shape"])
             parts[column.name] = getattr(self, column.name)[part]
         return type(self)(**parts)
+
+
+def _some(bounds: Sequence[int], items: Sequence[int], *columns: Tensor) -> tuple[list[int], list[Tensor]]:
+    """Return the bounds and the positions of some items, in the order given."""
+    parts = [slice(bounds[item], bounds[item + 1]) for item in items]
+    some = [torch.cat([column[part] for part in parts]) if parts else column[:0] for column in columns]
+    return [0, *accumulate(part.stop - part.start for part in parts)], some
 
 
 def _sizes(tokens: int, top_k: int, items: int) -> dict[str | int, int]:

@@ -11,10 +11,10 @@ hit on a staging slot; copies stop when the plan begins, so that a demand does n
 has not arrived is an ordinary miss.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -84,7 +84,7 @@ def prefetch_slots(staging: int) -> int:
     return staging - staging // 4
 
 
-def set_prefetch(table: Table, *, enabled: bool) -> None:
-    """Write ``Table.prefetch_slots``, for the slots that the table describes."""
-    slots = [prefetch_slots(count) if enabled else 0 for count in np.asarray(table.staging.cpu())[:, 1].tolist()]
+def set_prefetch(table: Table, staging: Mapping[int, int]) -> None:
+    """Write ``Table.prefetch_slots`` for so many staging slots of LOW and HIGH; nothing is prefetched without any."""
+    slots = [prefetch_slots(staging.get(code, 0)) for code in (ABSENT, LOW, HIGH)]
     table.prefetch_slots.copy_(torch.tensor(slots, dtype=torch.int32))

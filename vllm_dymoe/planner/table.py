@@ -27,6 +27,8 @@ from vllm_dymoe.planner.threshold import NO_THRESHOLD
 
 CODES = {Precision.SKIPPED: ABSENT, Precision.LOW: LOW, Precision.HIGH: HIGH}  # the table's numbers of precisions
 
+PRECISIONS = {code: precision for precision, code in CODES.items()}
+
 
 class Counter(IntEnum):
     """Columns of :attr:`Table.counters`; they count experts unless noted."""
@@ -200,7 +202,10 @@ class Table:
             self.slot[1:, layer, precision == ABSENT] = -1
 
     def free_slots(self, layer: int, code: int) -> list[int]:
-        """Return the slots of a layer's own range that no row names, ascending."""
+        """Return the slots of a layer's own range that no row names, ascending; for device-side planning.
+
+        A table that the host writes gets its slots from a :class:`~vllm_dymoe.cache.slots.SlotPool`, which says why.
+        """
         first = int(self.first_slot[layer, code])
         own = np.arange(first, first + int(self.quotas[layer, code]))
         slot = self.slot[code - 1 if self.nested else 0, layer]

@@ -33,4 +33,5 @@ class Exact(Policy):
         if model.predictor is not None:
             return TrainedPredictor.load(model)
         layers = max(self.look_ahead, model.horizon)
-        return NextGate(model.gates, model.top_k, layers=layers, side_stream=make_side_stream(model.device))
+        how = {"layers": layers, "side_stream": make_side_stream(model.device), "hidden": model.hidden}
+        return NextGate(model.gates, model.top_k, **how)

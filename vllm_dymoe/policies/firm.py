@@ -38,4 +38,4 @@ def predictor(model: RoutedModel) -> Predictor:
     start = Setting(min(model.top_k, model.num_experts), _START_P)
     largest = Setting(max(start.k, min(_LARGEST_K * model.top_k, model.num_experts)), _LARGEST_P)
     tuner = Heop(model.num_layers, start, largest)
-    return MeetingOfLayers(model.gates, *start, tuner, model.held, make_side_stream(model.device))
+    return MeetingOfLayers(model.gates, *start, tuner, model.held, make_side_stream(model.device), model.hidden)

@@ -91,6 +91,9 @@ class Measured:
         self.seconds = 0.0
         self._predicted: dict[int, set[int]] = {}
 
+    def reset_stats(self) -> None:
+        self.stats, self.seconds = PredictionStats(), 0.0
+
     @property
     def nbytes(self) -> int:
         return self.predictor.nbytes

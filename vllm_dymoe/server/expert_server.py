@@ -1,6 +1,6 @@
 """Every MoE layer of one model on one rank: how the budget is spent, and what changes while ``serving`` has steps."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from vllm_dymoe.cache.budget import (
     slot_bits,
     workspace_bytes,
 )
-from vllm_dymoe.cache.device_cache import Budget, DeviceCache, Writer, check_cache
+from vllm_dymoe.cache.device_cache import Budget, DeviceCache, SlotPools, Writer, check_cache
 from vllm_dymoe.cache.device_memory import make_device_memory
-from vllm_dymoe.cache.device_table import DeviceCounts
+from vllm_dymoe.cache.device_table import DeviceCounts, DeviceTable
 from vllm_dymoe.cache.expert_cache import Fetcher
 from vllm_dymoe.cache.host_cache import HostCache
 from vllm_dymoe.cache.migration import Agree, Migration
@@ -34,8 +34,8 @@ from vllm_dymoe.executor.cpu_worker import CpuWorker
 from vllm_dymoe.executor.device_planning import DRAFTED, plans_on_device
 from vllm_dymoe.executor.host_planned import HostPlannedLayers, StepCounts
 from vllm_dymoe.executor.plain_kernels import PlainKernels
-from vllm_dymoe.executor.small_batch import SmallBatches, SmallBatchKernel
-from vllm_dymoe.experts.format import ModelExperts
+from vllm_dymoe.executor.small_batch import SmallBatches, SmallBatchKernel, StepMemory
+from vllm_dymoe.experts.format import ExpertFormat, ModelExperts
 from vllm_dymoe.kernels import CpuKernel, ExpertKernel, make_kernel
 from vllm_dymoe.options import ConfigError, ExpertBudget, Options
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
@@ -53,8 +53,8 @@ class Parts:
     def __init__(self, device: torch.device) -> None:
         self.device, self.device_memory = device, make_device_memory(device)
 
-    def cache(self, store: HostStore, writer: Writer) -> DeviceCache:
-        return DeviceCache(store, self.device, self.device_memory, writer)
+    def pools(self, plan: SlotPlan, formats: Mapping[Precision, ExpertFormat]) -> SlotPools:
+        return SlotPools(plan, formats, self.device, self.device_memory)
 
     def decode_kernel(
         self, kernel: ExpertKernel, experts: ModelExperts, link_gbps: float | None = None
@@ -93,19 +93,39 @@ class _Spending:
         return plan_slots(self.experts, options, policy, budget, overhead, filled=self.filled)
 
 
+@dataclass(frozen=True, eq=False)
+class _DevicePlanning:
+    """What steps without the host have as long as the server lives, since captured graphs use it."""
+
+    table: DeviceTable
+    memory: StepMemory
+    kernel: SmallBatchKernel
+    branch: Branch
+    counts: DeviceCounts | None  # of what routers choose; None unless versions move between steps
+
+
+@dataclass(frozen=True, eq=False)
+class _Serving:
+    """What serves with one allocation of slots and one policy: it is replaced as a whole."""
+
+    options: Options
+    cache: DeviceCache
+    layers: HostPlannedLayers
+    small_batches: SmallBatches | None  # None if the host plans
+
+
 class ExpertServer:
     """Every MoE layer of one model on one rank; ConfigError if the budget cannot hold one expert of each precision in
     use.
+
+    A resize, another precision and waking up each build a new ``_Serving`` between two steps, and swap it in.
 
     Args:
         agree: with the ranks that have other parts of the same experts, for a policy that moves versions.
         around: MoE layers of a pipeline's stages before this one and behind it.
         rates: file that keeps how fast link and host are; None to measure anew.
+        on_late: called with a message when the CPU has not answered the device in time.
     """
-
-    options: Options  # in force
-    slot_plan: SlotPlan  # how the budget is spent
-    budget: Budget  # every byte of it
 
     def __init__(
         self,
@@ -122,11 +142,12 @@ class ExpertServer:
         around: tuple[int, int] = (0, 0),
         parts: Parts | None = None,  # in place of those of the device
         rates: Path | None = None,
+        on_late: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         self.store, self.experts, self.device = store, store.experts, device
         on_cpu = device.type == "cpu" and options.link_gbps is None
         self._plain_cpu = on_cpu and engine is None and parts is None  # nothing stands in for another device
-        parts = parts or Parts(device)
+        self._parts = parts = parts or Parts(device)
         formats, policy = self.experts.formats.values(), policy or make_policy(options).of_stage(*around)
         matrices = [matrix for fmt in formats for matrix in fmt.matrices]
         try:
@@ -144,32 +165,28 @@ class ExpertServer:
         decoding = None
         if decides:
             decoding, why_not = _make_decode_kernel(parts, self.kernel, self.experts, options)
-        watched = parts.device_memory.ends_long_kernels()
-        self.cpu_execution = CpuExecution(
-            options, store, self.engine, device, decoding, parts.lock, rates, ends_long_kernels=watched
-        )
         self.host_plans_because = why_not  # if the device was to decide
-        writer = Writer.DEVICE if policy.residency.migrating is None else Writer.PLANNER
-        cache = self.cache = parts.cache(store, Writer.HOST if decoding is None else writer)
-        self.small_batches: SmallBatches | None = None
-        if decoding is not None and (side := cache.device_table) is not None:
-            recorded = options.trace is not None
-            self.small_batches = SmallBatches(
-                self.experts, side.table, decoding, device, parts.branch(), recorded=recorded, prefetch=policy.prefetch
-            )
+        execution = options, store, self.engine, device, parts.lock, on_late, rates
+        watched = parts.device_memory.ends_long_kernels()
+        self.cpu_execution = CpuExecution(*execution, on_device=decoding is not None, ends_long_kernels=watched)
+        self._on_device: _DevicePlanning | None = None
+        if decoding is not None:
+            side = DeviceTable(store, device)
+            records = options.trace is not None
+            memory = StepMemory(self.experts, side.table, device, recorded=records, prefetch=policy.prefetch)
+            counts = None if policy.residency.migrating is None else DeviceCounts(side.table)
+            self._on_device = _DevicePlanning(side, memory, decoding, parts.branch(), counts)
         # A device that plans asks no predictor, and neither does a CPU whose cores would bring what it names.
         unasked = decoding is not None or (self._plain_cpu and self.engine.occupies_cores)
-        measured = None if predictor is None or unasked else Measured(predictor)
+        self.predictor: Measured | None = None if predictor is None or unasked else Measured(predictor)
         self.host_cache = store if isinstance(store, HostCache) and not store.whole else None
-        self._predictor = measured
         files = self.host_cache.files if self.host_cache else store
         self._step_counts = StepCounts(disk=files.counts) if isinstance(files, FileStore) else StepCounts()
         self._agree, self._around = agree, around
-        self._counts: DeviceCounts | None = None
-        self._layers: HostPlannedLayers | None = None
         self.asleep = 0  # at which level
         self._spending = _Spending(self.experts, decoding is not None, automatic_budget)
-        self._allocate(options, policy, self._spending.plan(options.expert_budget, options, policy, self.overhead))
+        plan = self._spending.plan(options.expert_budget, options, policy, self.overhead)
+        self._serving = self._allocate(options, policy, plan)
 
     # -- what can change between two steps --------------------------------------------------------
 
@@ -179,6 +196,22 @@ class ExpertServer:
         precision, or the device has not so much, or a read that was given up still has not ended."""
         plan = self._spending.plan(ExpertBudget.parse(budget), self.options, self.policy, self.overhead)
         self._replace("expert_budget", self.options, self.policy, plan)
+
+    def resize_host_memory(self, wanted: Any) -> None:
+        """Change the budget of host memory, as the option has it; the tier starts empty. On a CPU it is the expert
+        budget. The old one stays with a ValueError: there is no such tier, or the budget is too small or too large."""
+        parsed, host_cache = ExpertBudget.parse(wanted), self.host_cache
+        if host_cache is None and self.device.type == "cpu" and self.options.link_gbps is None:
+            return self.resize(parsed)
+        nbytes = host_memory_bytes(parsed, self.experts)
+        why = "say how many bytes it is to be" if host_cache else f"experts are in {self.store.description}"
+        if host_cache is None or nbytes is None:
+            raise ConfigError(f"vllm-dymoe: host_memory stays as it was: {why}.", option="host_memory")
+        self._check_awake("a change of host_memory")
+        try:
+            host_cache.resize(nbytes)
+        except StoreError as error:
+            raise ConfigError(f"vllm-dymoe: {error}.", option="host_memory") from error
 
     def set_precision(self, /, **changes: Any) -> None:
         """Change retention, precisions or another parameter of the policy, as
@@ -190,9 +223,9 @@ class ExpertServer:
         if self.small_batches is not None and policy.needs_host:
             raise ConfigError(
                 "vllm-dymoe: the precision stays as it was: the device plans, and this needs the host, because "
-                f'{policy.needs_host}; start with planning "host".'
+                f'{policy.needs_host}; start with planning "host".',
+                option="planning",
             )
-        self._take_decode_counts()  # of the bit-widths that they had
         plan = self._spending.plan(self.slot_plan.limit, options, policy, self.overhead)
         if plan == self.slot_plan and slot_bits(self.experts, options, policy.precision.precisions) == self.cache.bits:
             self.serve(options, policy)
@@ -201,96 +234,147 @@ class ExpertServer:
 
     def drop_predictor(self) -> None:
         """Predict nothing from now on."""
-        self._predictor = None
+        self.predictor = None
         self.serve(self.options, self.policy)
 
+    def sleep(self, level: int) -> None:
+        """Give the slots' memory back until ``wake``, from level 2 on the host memory of the experts, too; what runs
+        without requests may go on. ConfigError if a read that was given up has not ended: all stays as it was."""
+        self._check_awake("falling asleep")
+        if level > 1 and isinstance(self.store, HostCache):
+            try:
+                self.store.sleep()
+            except StoreError as error:
+                raise ConfigError(f"vllm-dymoe: {error}.") from error
+            self.cache.forget_views()
+        self.asleep = level
+        self.cache.pools.free()
+
+    def wake(self) -> None:
+        """Have slots again, which are empty but where all have one. ConfigError if there is no memory, StoreError if
+        the experts cannot be read; it goes on sleeping."""
+        if self.asleep > 1 and isinstance(self.store, HostCache):
+            self.store.wake()
+            self.asleep = 1
+        if self.asleep:
+            self._take_decode_counts()
+            self._serving = self._allocate(self.options, self.policy, self.slot_plan, self._serving)
+            self.asleep = 0
+
+    def _check_awake(self, what: str) -> None:
+        """ConfigError if slots cannot go now: they have gone, or a read that was given up writes into one."""
+        if self.asleep:
+            raise ConfigError(f"vllm-dymoe: {what} is impossible while the engine sleeps; wake it up first.")
+        if self.small_batches is not None:
+            self.small_batches.settle()  # its copies write into slots
+        if not self.host_planned.end():
+            raise ConfigError(
+                f"vllm-dymoe: {what} is impossible while reads that were given up have not ended "
+                f"({self.store.description}); try again later."
+            )
+
     def _replace(self, what: str, options: Options, policy: Policy, plan: SlotPlan) -> None:
-        """Go on with other slots; if they cannot be had, with the old ones and a ConfigError: slots cannot go now, or
-        there is no memory."""
-        check_awake(self, f"a change of {what}")
+        """Go on with other slots; if they cannot be had, with as many as before and a ConfigError: slots cannot go now,
+        or there is no memory. The old ones are freed before, so that only one arena exists."""
+        self._check_awake(f"a change of {what}")
         bits = slot_bits(self.experts, options, policy.precision.precisions)
         formats = {precision: self.experts.formats[width] for precision, width in bits.items()}
         self.cache.pools.check_growth(plan, self.slot_plan, formats)
-        before = self.options, self.policy, self.slot_plan
-        self.cache.pools.free()
+        self._take_decode_counts()  # from the table that goes, at the bits that it had
+        before = self._serving
+        before.cache.pools.free()
         try:
-            self._allocate(options, policy, plan)
+            self._serving = self._allocate(options, policy, plan, before)
         except ConfigError:
-            self.cache.pools.free()
-            self._allocate(*before)
+            self._serving = self._allocate(before.options, before.layers.policy, before.cache.slot_plan, before)
             raise
 
-    def _allocate(self, options: Options, policy: Policy, plan: SlotPlan) -> None:
-        """Allocate slots and serve with them; the old ones are freed before, so that only one arena exists."""
-        cache, migrating, before = self.cache, policy.residency.migrating, self._layers
-        if before is not None:  # whose CPU executor counts in the table that goes
-            self._take_decode_counts()
-        bits = slot_bits(self.experts, options, policy.precision.precisions)
-        cache.allocate(plan, bits, reuse_high=policy.precision.reuses_high)
-        self.slot_plan, self.budget = plan, cache.budget
-        if self.small_batches is not None and cache.device_table is not None:
-            side, passes = cache.device_table, migrating is None  # the planner's staging slots are for moves
-            self.small_batches.set_slots(side.staging if passes else dict.fromkeys(side.staging, 0), side.quotas)
-        cache.pools.fence(self.engine.fence())
-        # Policies that move slots between steps have no last-reader fence, so their copies wait for all computation.
-        overlaps = policy.residency.overlaps and migrating is None
-        fetcher, migration = Fetcher(cache, self.engine, overlaps=overlaps), None
-        if migrating is not None:
-            if self.small_batches is not None and self._counts is None:  # once: captured steps add to them
-                self._counts = DeviceCounts(self.small_batches.table)
-                self.small_batches.large.count = self._counts.add_layer
-            if self._counts is not None:
-                self._counts.clear()
-            known = before.migration.hotness if before is not None and before.migration is not None else None
-            known = known if known is not None and known.any() else None
-            migration = Migration(fetcher, migrating, known, self._agree, self._counts)
-        self._layers = self._make_layers(options, policy, fetcher, migration)
+    def _allocate(self, options: Options, policy: Policy, plan: SlotPlan, before: _Serving | None = None) -> _Serving:
+        """Return what serves a plan after ``before``, whose slots are free; ConfigError if memory is short."""
+        bits, migrating = slot_bits(self.experts, options, policy.precision.precisions), policy.residency.migrating
+        pools = self._parts.pools(plan, {precision: self.experts.formats[bits[precision]] for precision in plan.slots})
+        try:
+            writer, device_table = Writer.HOST, None
+            if self._on_device is not None:
+                writer = Writer.DEVICE if migrating is None else Writer.PLANNER
+                device_table = self._on_device.table
+            reuse_high = policy.precision.reuses_high
+            cache = DeviceCache(self.store, plan, pools, device_table, writer, reuse_high=reuse_high)
+            pools.fence(self.engine.fence())
+            # Policies that move slots between steps have no last-reader fence, so their copies wait for all
+            # computation.
+            fetcher = Fetcher(cache, self.engine, overlaps=policy.residency.overlaps and migrating is None)
+            migration = None
+            if migrating is not None:
+                counts = None if self._on_device is None else self._on_device.counts
+                if counts is not None:
+                    counts.clear()
+                known = before.layers.migration.hotness if before is not None and before.layers.migration else None
+                known = known if known is not None and known.any() else None
+                migration = Migration(fetcher, migrating, known, self._agree, counts)
+            return self._make_serving(options, policy, cache, fetcher, migration)
+        except ConfigError:
+            pools.free()
+            raise
 
     def serve(self, options: Options, policy: Policy) -> None:
         """Serve with other options and another policy, in the slots that exist."""
         self._take_decode_counts()
         layers = self.host_planned
         layers.settle()
-        self._layers = self._make_layers(options, policy, layers.fetcher, layers.migration)
+        if self.small_batches is not None:
+            self.small_batches.settle()
+        self._serving = self._make_serving(options, policy, self.cache, layers.fetcher, layers.migration)
 
-    def _make_layers(
-        self, options: Options, policy: Policy, fetcher: Fetcher[DeviceCache], migration: Migration | None
-    ) -> HostPlannedLayers:
-        """Write costs and precisions into the tables, and build the object that runs the steps."""
-        cache, table, records = self.cache, self.cache.table, options.trace is not None
-        self.options = options
+    def _make_serving(
+        self, options: Options, policy: Policy, cache: DeviceCache, fetcher: Fetcher[DeviceCache],
+        migration: Migration | None,
+    ) -> _Serving:  # fmt: skip
+        """Write costs and precisions into the tables, and build the objects that run the steps."""
+        table, records = cache.table, options.trace is not None
         policy.precision.begin(self.experts.curves)
         bits = {precision: precision_bits(options, precision) for precision in Precision}
         costs = self.cpu_execution.costs(bits)
         table.cpu_costs[:], table.reuse_high[:] = costs, policy.precision.reuses_high
-        if cache.device_table is not None:
-            cache.device_table.serve(policy, bits, cache.bits)
-            cache.device_table.table.cpu_costs.copy_(torch.from_numpy(costs))
-        if self.small_batches is not None:  # actions of a trace are of whole steps
-            shares = len(policy.precision.precisions) == 1 and policy.residency.migrating is None and not records
-            self.small_batches.costs = costs if shares and costs.any() else None
+        small_batches = None
+        if (on_device := self._on_device) is not None:
+            on_device.table.serve(policy, bits, cache.bits)
+            on_device.table.table.cpu_costs.copy_(torch.from_numpy(costs))
+            # Actions of a trace are of whole steps. With migration the staging slots are for moves.
+            shares = len(policy.precision.precisions) == 1 and migration is None and not records
+            small_batches = SmallBatches(
+                on_device.memory,
+                on_device.kernel,
+                on_device.branch,
+                cache.quotas,
+                cache.staging if migration is None else dict.fromkeys(cache.staging, 0),
+                cpu_queue=self.cpu_execution.cpu_queue,
+                costs=costs if shares and costs.any() else None,
+                count=None if on_device.counts is None else on_device.counts.add_layer,
+            )
         worker = self.cpu_execution.worker
-        return HostPlannedLayers(
+        layers = HostPlannedLayers(
             fetcher,
             self.kernel,
             policy,
             bits,
-            self._predictor,
+            self.predictor,
             self._step_counts,
             executes_on_cpu=bool(costs.any()),
-            cpu=self._make_cpu_executor(policy, bits, migration, executes=bool(costs.any()), records=records),
+            cpu=self._make_cpu_executor(cache, policy, bits, migration, executes=bool(costs.any()), records=records),
             cpu_worker=worker if isinstance(worker, CpuWorker) else None,
             migration=migration,
             host_cache=self.host_cache,
             records_actions=records,
         )
+        return _Serving(options, cache, layers, small_batches)
 
     def _make_cpu_executor(
-        self, policy: Policy, bits: Mapping[Precision, int], migration: Migration | None, *, executes: bool,
-        records: bool,
+        self, cache: DeviceCache, policy: Policy, bits: Mapping[Precision, int], migration: Migration | None,
+        *, executes: bool, records: bool,
     ) -> CpuExecutor | None:  # fmt: skip
         """Return the CPU executor; None beside a device or an emulated link, or without the native library."""
-        kernel, cache = self.kernel, self.cache
+        kernel = self.kernel
         if not (self._plain_cpu and isinstance(kernel, CpuKernel) and kernel.library and cache.writer is Writer.HOST):
             return None
         formats = {CODES[precision]: self.experts.formats.get(bits[precision]) for precision in Precision}
@@ -303,26 +387,41 @@ class ExpertServer:
     # -- seeing inside ----------------------------------------------------------------------------
 
     @property
-    def host_planned(self) -> HostPlannedLayers:
-        """The layers, as they are served now."""
-        assert self._layers is not None
-        return self._layers
+    def options(self) -> Options:
+        """The options in force."""
+        return self._serving.options
 
     @property
     def policy(self) -> Policy:
-        return self.host_planned.policy
+        return self._serving.layers.policy
 
     @property
-    def predictor(self) -> Measured | None:
-        return self._predictor
+    def cache(self) -> DeviceCache:
+        return self._serving.cache
+
+    @property
+    def slot_plan(self) -> SlotPlan:
+        return self._serving.cache.slot_plan
+
+    @property
+    def budget(self) -> Budget:
+        return self._serving.cache.budget
+
+    @property
+    def host_planned(self) -> HostPlannedLayers:
+        return self._serving.layers
+
+    @property
+    def small_batches(self) -> SmallBatches | None:
+        return self._serving.small_batches
 
     @property
     def overhead(self) -> int:
         """Bytes of the budget that are no slots: the kernel's workspace, predictor, and what a device decides by."""
         predictor = 0 if self.predictor is None else self.predictor.nbytes
-        return (
-            self.kernel.workspace_bytes + predictor + (0 if self.small_batches is None else self.small_batches.nbytes)
-        )
+        on_device, cpu_queue = self._on_device, self.cpu_execution.cpu_queue
+        decides = 0 if on_device is None else on_device.memory.nbytes + (0 if cpu_queue is None else cpu_queue.nbytes)
+        return self.kernel.workspace_bytes + predictor + decides
 
     @property
     def minimum_budget(self) -> int:
@@ -363,65 +462,6 @@ class ExpertServer:
             self.host_cache.check_integrity()
 
 
-def sleep(server: ExpertServer, level: int) -> None:
-    """Give the slots' memory back until ``wake``, from level 2 on the host memory of the experts, too; what runs
-    without requests may go on. ConfigError if a read that was given up has not ended: all stays as it was."""
-    check_awake(server, "falling asleep")
-    if level > 1 and isinstance(server.store, HostCache):
-        try:
-            server.store.sleep()
-        except StoreError as error:
-            raise ConfigError(f"vllm-dymoe: {error}.") from error
-        server.cache.store_moved()
-    server.asleep = level
-    server.cache.pools.free()
-
-
-def wake(server: ExpertServer) -> None:
-    """Have slots again, which are empty but where all have one. ConfigError if there is no memory, StoreError if
-    the experts cannot be read; it goes on sleeping."""
-    if server.asleep > 1 and isinstance(server.store, HostCache):
-        server.store.wake()
-        server.asleep = 1
-    if server.asleep:
-        try:
-            server._allocate(server.options, server.policy, server.slot_plan)
-        except ConfigError:
-            server.cache.pools.free()
-            raise
-        server.asleep = 0
-
-
-def check_awake(server: ExpertServer, what: str) -> None:
-    """ConfigError if slots cannot go now: they have gone, or a read that was given up writes into one."""
-    if server.asleep:
-        raise ConfigError(f"vllm-dymoe: {what} is impossible while the engine sleeps; wake it up first.")
-    if server.small_batches is not None:
-        server.small_batches.settle()  # its copies write into slots
-    if not server.host_planned.end():
-        raise ConfigError(
-            f"vllm-dymoe: {what} is impossible while reads that were given up have not ended "
-            f"({server.store.description}); try again later."
-        )
-
-
-def resize_host_memory(server: ExpertServer, wanted: Any) -> None:
-    """Change the budget of host memory, as the option has it; the level starts empty. On a CPU it is the expert budget.
-    The old one stays with a ValueError: there is no level, or the budget is too small or more than there is."""
-    parsed, host_cache = ExpertBudget.parse(wanted), server.host_cache
-    if host_cache is None and server.device.type == "cpu" and server.options.link_gbps is None:
-        return server.resize(parsed)
-    nbytes = host_memory_bytes(parsed, server.experts)
-    why = "say how many bytes it is to be" if host_cache else f"experts are in {server.store.description}"
-    if host_cache is None or nbytes is None:
-        raise ConfigError(f"vllm-dymoe: host_memory stays as it was: {why}.")
-    check_awake(server, "a change of host_memory")
-    try:
-        host_cache.resize(nbytes)
-    except StoreError as error:
-        raise ConfigError(f"vllm-dymoe: {error}.") from error
-
-
 def precision_of(server: ExpertServer) -> Mapping[str, Any]:
     """What decides precision at the moment, and what it means for a single token, as JSON-serialisable data."""
     options, layers = server.options, len(server.experts.layers)
@@ -443,7 +483,8 @@ def _check_misses(options: Options, store: HostStore, *, on_cpu: bool) -> None:
     if options.computes_misses and not (store.readable or (on_cpu and store.mapped)):
         raise ConfigError(
             f'vllm-dymoe: misses = "{options.misses}" is impossible, because the experts are not in memory; use '
-            'host_store "pinned", or leave the option out.'
+            'host_store "pinned", or leave the option out.',
+            option="misses",
         )
 
 
@@ -455,5 +496,6 @@ def _make_decode_kernel(
         return parts.decode_kernel(kernel, experts, options.link_gbps), ""
     except ValueError as error:
         if options.planning == "device":
-            raise ConfigError(f'vllm-dymoe: planning = "device" is impossible, because {error}.') from error
+            sentence = f'vllm-dymoe: planning = "device" is impossible, because {error}.'
+            raise ConfigError(sentence, option="planning") from error
         return None, str(error)

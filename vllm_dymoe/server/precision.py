@@ -28,10 +28,12 @@ def changed_precision(options: Options, stored: Collection[int], changes: Mappin
         if owners and name not in parameters:
             raise ConfigError(
                 f'vllm-dymoe: {name} is a parameter of the policy "{owners[0]}", but "{options.policy}" is served; '
-                f'start with policy "{owners[0]}".'
+                f'start with policy "{owners[0]}".',
+                option=name,
             )
         if name not in known:
-            raise ConfigError(f"vllm-dymoe: {name} cannot change while the model is served; {', '.join(known)} can.")
+            sentence = f"vllm-dymoe: {name} cannot change while the model is served; {', '.join(known)} can."
+            raise ConfigError(sentence, option=name)
     for name in _PRECISIONS:
         bits = changes.get(name, getattr(options, name))
         is_number = isinstance(bits, int) and not isinstance(bits, bool)
@@ -39,16 +41,18 @@ def changed_precision(options: Options, stored: Collection[int], changes: Mappin
             widths = " and ".join(str(width) for width in sorted(stored, reverse=True))
             raise ConfigError(
                 f"vllm-dymoe: {name} cannot become {bits!r} bits, because the experts are stored at {widths} bits; "
-                "start again with the precisions that you want to change between."
+                "start again with the precisions that you want to change between.",
+                option=name,
             )
     values = dict(options) | {name: value for name, value in changes.items() if name not in parameters}
     values["policy_options"] = options.policy_options | {n: v for n, v in changes.items() if n in parameters}
+    changing = next(iter(changes)) if len(changes) == 1 else None
     try:
         changed = Options.model_validate(values)
         make_policy(changed)
     except ValidationError as error:
         reasons = "; ".join(item["msg"].removeprefix("Value error, ") for item in error.errors())
-        raise ConfigError(f"vllm-dymoe: the precision stays as it was: {reasons}.") from None
+        raise ConfigError(f"vllm-dymoe: the precision stays as it was: {reasons}.", option=changing) from None
     except PolicyOptionError as error:
-        raise ConfigError(f"vllm-dymoe: the precision stays as it was: {error}.") from None
+        raise ConfigError(f"vllm-dymoe: the precision stays as it was: {error}.", option=changing) from None
     return changed

@@ -3,7 +3,8 @@
 Such a step may be the replay of a CUDA graph, in which nothing of Python runs. Before the model it is told how many
 rows are tokens, behind it observers hear what routers chose.
 
-Steps of few rows are *narrow*, the others *wide*; and so are those with a prompt's tokens, where these count otherwise.
+Steps of few rows are small batches, the others large ones; so are steps with a prompt's tokens, where a policy serves
+these in another way.
 """
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from vllm_dymoe.executor.small_batch import SmallBatches
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.planner.routing import Routing
+from vllm_dymoe.planner.table import Table
 from vllm_dymoe.server import ExpertServer
 from vllm_dymoe.vllm_plugin.observers import Observation, Observer
 from vllm_dymoe.vllm_plugin.step import PromptTap, RankLayer, RunningStep
@@ -20,14 +22,20 @@ class DecodeSteps:
     """Those of one rank; a request has at most ``longest`` tokens where it decodes, its own and those drafted."""
 
     def __init__(
-        self, server: ExpertServer, path: SmallBatches, step: RunningStep, observation: Observation, longest: int,
+        self, server: ExpertServer, table: Table, step: RunningStep, observation: Observation, longest: int,
         prompts: PromptTap | None = None,
     ) -> None:  # fmt: skip
-        self._server, self.path, self._step, self._observation = server, path, step, observation
-        self._longest, self._table = longest, path.table
+        self._server, self._table, self._step, self._observation = server, table, step, observation
+        self._longest = longest
         self._prompts = prompts
         self._tokens, self._large = 0, False  # of the running step
         self._recording = False
+
+    @property
+    def path(self) -> SmallBatches:
+        """What runs the layers now: a resize replaces it."""
+        assert self._server.small_batches is not None
+        return self._server.small_batches
 
     def enter_layer(self, rows: int, *, capturing: bool) -> bool:
         """Whether a layer of so many rows is a small-batch step's; what vLLM computes to warm up has no tokens."""
@@ -48,10 +56,9 @@ class DecodeSteps:
             return path.forward_large(layer.position, x, weights, here, layer.activation, captured=capturing)
         tokens, marks = step.real(rows), None if self._prompts is None else self._prompts.marks(rows, x.device)
         out = path.forward_large(layer.position, x, weights, here, layer.activation, marks)
-        at = self._routing(layer.position, x[:tokens], here[:tokens], weights[:tokens])
-        at.global_ids = None if here is ids else ids[:tokens]
-        if self._server.host_planned.records_actions:
-            at.actions = path.large.actions(at.ids)
+        everywhere, own = None if here is ids else ids[:tokens], here[:tokens]
+        actions = path.large.actions(own) if self._server.host_planned.records_actions else None
+        at = self._routing(layer.position, x[:tokens], own, weights[:tokens], everywhere, actions)
         for observer in self._observation.observers:
             observer.see(at)
         return out
@@ -79,12 +86,15 @@ class DecodeSteps:
         for observer in () if self._large else self._listeners:
             for layer in range(self._table.layers):
                 ids, weights = self._table.ring_ids[0, layer, :tokens], self._table.ring_weights[0, layer, :tokens]
-                at = self._routing(layer, torch.empty(tokens, 0, device=ids.device), ids, weights)
-                at.actions = self.path.actions(layer, ids)
-                observer.see(at)
+                actions, x = self.path.actions(layer, ids), torch.empty(tokens, 0, device=ids.device)
+                observer.see(self._routing(layer, x, ids, weights, actions=actions))
 
-    def _routing(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Routing:
-        return Routing(layer, self._table.layers, x, ids, weights, self._step.phase)
+    def _routing(
+        self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
+        everywhere: torch.Tensor | None = None, actions: torch.Tensor | None = None,
+    ) -> Routing:  # fmt: skip
+        layers, phase = self._table.layers, self._step.phase
+        return Routing(layer, layers, x, ids, weights, phase, global_ids=everywhere, actions=actions)
 
     @property
     def _decodes(self) -> bool:

@@ -44,12 +44,12 @@ class StepFailures:
         collects: bool = True,  # this rank's output is the one that vLLM collects
         shared: bool = False,  # other engines compute the same steps with these experts, and have to find the sentence
         engine: int = 0,  # whose steps these are, where they are not shared
+        late: bool = False,  # whether a step that has run on the host may still fail on the device
+        on_failure: Callable[[int], None] = lambda step: None,
+        # Called with the number of a step that failed on any rank, when its output is complete.
     ) -> None:
         self.sentence: str | None = None
-        # Called with the number of a step that failed on any rank, when its output is complete.
-        self.on_failure: Callable[[int], None] = lambda step: None
-        self.late = False  # whether a step that has run on the host may still fail on the device
-        self._failed_through = 0, ""
+        self._late, self._on_failure, self._failed_through = late, on_failure, (0, "")
         self._step, self._store, self._collects, self._shared, self._engine = step, store, collects, shared, engine
 
     @property
@@ -76,14 +76,14 @@ class StepFailures:
         step, mine = self._step.number, self.sentence
         self.sentence = None
         self._step.end()
-        if output is None or not self._collects or (mine is None and self._store is None and not self.late):
+        if output is None or not self._collects or (mine is None and self._store is None and not self._late):
             return output
 
         def checked(complete: ModelRunnerOutput) -> ModelRunnerOutput:
             through, sentence = self._failed_through
             failure = mine or self._taken(step) or (sentence if step <= through else "")
             if failure:
-                self.on_failure(step)
+                self._on_failure(step)
             return FailedStep.of(complete, failure) if failure else complete
 
         # An output that is still being computed says nothing yet about the other ranks.
@@ -117,18 +117,20 @@ class _Checked(AsyncModelRunnerOutput):
         return self._output.get_kv_connector_output()
 
 
-def make_step_failures(step: RunningStep, *, shared: bool) -> StepFailures:
-    """For this worker, after vLLM has set up its process groups; ``shared`` as above."""
+def make_step_failures(
+    step: RunningStep, *, shared: bool, late: bool, on_failure: Callable[[int], None]
+) -> StepFailures:
+    """For this worker, after vLLM has set up its process groups; arguments as above."""
     from torch.distributed import distributed_c10d
     from vllm.distributed.parallel_state import get_dp_group, get_pp_group, get_tp_group, get_world_group
 
     engines = get_dp_group()
     if not shared and get_world_group().world_size == engines.world_size:  # an engine is one rank
-        return StepFailures(step)
+        return StepFailures(step, late=late, on_failure=on_failure)
     collects = get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0
     engine = 0 if shared else engines.rank_in_group
     store = distributed_c10d._get_default_store()
-    return StepFailures(step, store, collects=collects, shared=shared, engine=engine)
+    return StepFailures(step, store, collects=collects, shared=shared, engine=engine, late=late, on_failure=on_failure)
 
 
 def update_from_output(

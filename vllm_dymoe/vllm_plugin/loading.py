@@ -1,7 +1,7 @@
 """The MoE layers of one rank while vLLM loads them, and then running."""
 
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -135,7 +135,11 @@ class Loading:
         predictor = self._predictor_observer.predictor(self._routed_model())
         if options.trace is not None and config.parallel_config.enable_expert_parallel:
             options = without_device(options)
-        server = self._server(store, options, device, predictor, self._obstacle)
+        observation, step = Observation(self._recordable()), RunningStep()
+        failures = make_step_failures(
+            step, shared=meets(config.parallel_config), late=options.computes_misses, on_failure=observation.forget
+        )
+        server = self._server(store, options, device, predictor, self._obstacle, failures.record_late)
         if server.small_batches is not None:
             for activation in dict.fromkeys(layer.activation for layer in self._model.layers):
                 server.small_batches.warm_up(activation)
@@ -147,13 +151,9 @@ class Loading:
             model = config.model_config.model, self._model.model_fingerprint
             return ModelIdentity(*model, len(self._model.layers), num_experts, spec.top_k, spec.hidden)
 
-        observation = Observation(self._recordable())
-        observation.trace = observe_trace(options, header, lambda: self._predictor_observer.gates)
-        if observation.trace is not None:
-            observation.join(observation.trace)
-        speculative, step = config.speculative_config, RunningStep()
+        observation.start_trace(observe_trace(options, header, lambda: self._predictor_observer.gates))
+        speculative = config.speculative_config
         drafted = speculative.num_speculative_tokens if speculative else 0
-        failures = make_step_failures(step, shared=meets(config.parallel_config))
         self.rank_server = RankServer(server, step, failures, self._predictor_observer, observation, drafted)
 
     def _extend(self, rank_server: RankServer, draft: ModelStore) -> None:
@@ -163,7 +163,7 @@ class Loading:
         before.close(keep_store=True)  # two arenas at a time would exceed the budget
         store = join(before.store, draft.store)
         predictor = None if before.predictor is None else before.predictor.predictor
-        server = self._server(store, self.options, before.device, predictor, DRAFTED)
+        server = self._server(store, self.options, before.device, predictor, DRAFTED, rank_server.failures.record_late)
         leave_layers_out(self.config, DRAFTED)
         rank_server.extend(server)
         self._announce(server, draft)
@@ -192,8 +192,9 @@ class Loading:
             logger.warning("vllm-dymoe: %s", warning)
 
     def _server(
-        self, store: HostStore, options: Options, device: torch.device, predictor: Predictor | None, obstacle: str
-    ) -> ExpertServer:
+        self, store: HostStore, options: Options, device: torch.device, predictor: Predictor | None, obstacle: str,
+        on_late: Callable[[str], None],
+    ) -> ExpertServer:  # fmt: skip
         experts, config = store.experts, self.config
         mine = self.options
         policy = make_policy(mine).of_stage(*self.around)
@@ -214,6 +215,7 @@ class Loading:
             "obstacle": obstacle,
             "agree": _agreement(config),
             "around": self.around,
+            "on_late": on_late,
         }
         given["rates"] = self._model.rates
         return ExpertServer(store, options, device, budget, **given)

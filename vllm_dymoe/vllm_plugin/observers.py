@@ -57,6 +57,12 @@ class Observation:
         self.trace: TraceObserver | None = None
         self._calibration: CalibrationObserver | None = None
 
+    def start_trace(self, trace: "TraceObserver | None") -> None:
+        """Record a trace from now on, if this rank has one."""
+        self.trace = trace
+        if trace is not None:
+            self.join(trace)
+
     def join(self, observer: Observer) -> None:
         self.observers = (*self.observers, observer)
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from vllm.config import get_current_vllm_config_or_none
 
-from vllm_dymoe.server.expert_server import sleep, wake
 from vllm_dymoe.vllm_plugin import data_parallel, failures, prepare
 from vllm_dymoe.vllm_plugin.quant_config import DymoeConfig
 from vllm_dymoe.vllm_plugin.rank_server import RankServer
@@ -208,7 +207,7 @@ def _reload_weights(original: Original, self: Any, *args: Any, **kwargs: Any) ->
 def _sleep(original: Original, self: Any, level: int = 1) -> None:
     """Slots are no weights of vLLM's, which would leave them where they are."""
     if (rank := _rank(self.vllm_config.quant_config)) is not None:
-        sleep(rank.server, level)
+        rank.server.sleep(level)
     original(self, level)
 
 
@@ -219,7 +218,7 @@ def _wake_up(original: Original, self: Any, tags: list[str] | None = None) -> No
     original(self, tags)
     rank = _rank(self.vllm_config.quant_config)
     if rank is not None and (tags is None or "weights" in tags):
-        wake(rank.server)
+        rank.server.wake()
 
 
 @_replaces(_WORKER, "shutdown", "a hook of QuantizationConfig at the end of its worker")

@@ -39,11 +39,8 @@ class RankServer:
             self.prompts = PromptTap(lambda: self.server.policy, step, drafted, self._predictor_asks)
         self._decode: DecodeSteps | None = None
         if server.small_batches is not None:
-            self._decode = DecodeSteps(server, server.small_batches, step, observation, 1 + drafted, self.prompts)
+            self._decode = DecodeSteps(server, server.small_batches.table, step, observation, 1 + drafted, self.prompts)
         self._num_layers = len(server.experts.layers)  # without a draft's, which come later
-        failures.on_failure = observation.forget
-        if (cpu_queue := server.cpu_execution.cpu_queue) is not None:
-            failures.late, cpu_queue.on_failure = True, failures.record_late
         predictor_observer.listen(observation, lambda: self.server.drop_predictor())
 
     def _predictor_asks(self) -> bool:
@@ -83,8 +80,8 @@ class RankServer:
         prompts = self.prompts if reads_prompts else None
         prompt = None if prompts is None else prompts.tokens(tokens, x.device)
         everywhere = None if here is ids else ids
-        routing = Routing(layer.position, self._num_layers, x, here, weights, phase, prompt, everywhere)
-        routing.weights_on_input = layer.weights_on_input
+        told = phase, prompt, everywhere, layer.weights_on_input
+        routing = Routing(layer.position, self._num_layers, x, here, weights, *told)
         try:
             if not x.shape[0] or (self.failures.sentence is not None and not step.warming_up):
                 out = torch.zeros_like(x)  # no engine has requests, or the step has failed already

@@ -11,7 +11,6 @@ from fastapi import FastAPI, HTTPException, Request
 
 from vllm_dymoe.quantize.recording import CalibrationError
 from vllm_dymoe.server import ExpertServer, precision_of
-from vllm_dymoe.server.expert_server import resize_host_memory
 from vllm_dymoe.vllm_plugin.rank_server import RankServer
 
 PATH = "/v1/dymoe/precision"
@@ -36,7 +35,7 @@ class DymoeWorkerExtension:
         """
         server = _server(self)
         if host_memory is not None:
-            resize_host_memory(server, host_memory)
+            server.resize_host_memory(host_memory)
         if expert_budget is not None:
             server.resize(expert_budget)
         return {**server.stats().to_dict(), "free_device_bytes": server.cache.pools.available}

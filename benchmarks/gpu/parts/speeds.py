@@ -138,10 +138,9 @@ def _measure_cpu_queue(record: Recorder, machine: Machine, store: HostStore, sta
     """Both bandwidths, each while the other works, and the way to the host and back without a row to compute."""
     with record.check("the CPU queue could be measured") as wrong:
         server = server_of(stack, store, BITS, BUDGETS[0], misses="share")
-        path, rates = server.small_batches, server.cpu_execution.rates
-        assert path is not None
+        cpu_queue, rates = server.cpu_execution.cpu_queue, server.cpu_execution.rates
         assert rates is not None
-        cpu_queue, (_, steps) = path.kernel.cpu_queue, STEPS["decode"]
+        _, steps = STEPS["decode"]
         assert cpu_queue is not None
         cpu_queue.serve(Activation.SILU)
         link, most = rates.link / 1e9, machine.host_bytes_per_second / 1e9

@@ -139,7 +139,7 @@ def test_a_layer_that_takes_too_long_beside_the_device_fails_its_step(memory_sto
     want = forward(server, 0, *x)
     hung, compute = threading.Event(), CpuKernel.compute
     with mock.patch.object(server.cpu_execution.worker._kernel, "compute", side_effect=lambda *_: hung.wait()):
-        with pytest.raises(TransferError, match="computed a layer's experts within transfer_timeout_s"):
+        with pytest.raises(TransferError, match="transfer_timeout_s"):
             forward(server, 0, *x)
         hung.set()
     assert compute is CpuKernel.compute

@@ -74,6 +74,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
     **{name: (name,) for name in ("rotate", "combine", "place")},
     "decide": ("planner",),
     "copy_spans": ("spans",),
+    **dict.fromkeys(("list_predicted", "copy_predicted"), ("planner", "prefetch")),
+    "popularity": ("popularity",),
     **dict.fromkeys(_WIDE, ("planner", "large_batch")),
     **dict.fromkeys(("post", "wait", "collect"), ("cpu_queue",)),
 }
@@ -98,7 +100,7 @@ class Variant:
         """The kernel itself; by name, because Triton's functions cannot travel to another process."""
         name, modules = (
             f"{self.kernel}_kernel",
-            (launch, combine, place, planner, rotate, spans, large_batch, cpu_queue),
+            (launch, combine, place, planner, prefetch, popularity, rotate, spans, large_batch, cpu_queue),
         )
         return next(vars(module)[name] for module in modules if name in vars(module))
 

@@ -32,9 +32,11 @@ from vllm_dymoe.executor.plain_kernels import PlainKernels, PlainLargeBatch
 from vllm_dymoe.executor.triton_kernels import TritonKernels
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.kernels.triton import TritonKernel, large_batch_step
+from vllm_dymoe.kernels.triton.popularity import count_and_name_on_gpu
 from vllm_dymoe.options import Options
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.policies import POLICIES, Policy, make_policy
+from vllm_dymoe.prefetch import on_device
 from vllm_dymoe.server import Parts
 
 LAYERS, EXPERTS = 6, 16
@@ -142,7 +144,8 @@ def work_of_the_host(name: str, tokens: int) -> tuple[int, float]:
         return out.new_empty(len(ids), out.shape[1])
 
     launch = mock.patch.object(JITFunction, "run", lambda self, *_, **__: launched.append(self.__name__))
-    with launch, mock.patch.object(large_batch_step, "combine", combine):
+    popular = mock.patch.object(on_device, "_count_and_name_on", return_value=count_and_name_on_gpu)
+    with launch, popular, mock.patch.object(large_batch_step, "combine", combine):
         server = device_planned_server(STORE, given.pop("budget"), name, parts=OnTriton(torch.device("cpu")), **given)
         step = decode if tokens <= SMALL_BATCH_ROWS else run_large_batch
         server.small_batches.tell(tokens)

@@ -54,18 +54,18 @@ def test_what_is_foreseen_changes_no_bit_and_is_mostly_right(firm):
     assert stats.prefetches["useful"] + stats.prefetches["late"] > stats.prefetches["wasted"]
     assert tuner.settled
 
-    server._predictor = type(meeting)(NextGate(meeting.predictor._gates, top_k=4))
+    server.predictor = type(meeting)(NextGate(meeting.predictor._gates, top_k=4))
     next_tokens, next_layers, stats = answered(firm)
     assert stats.predictions["correct"] / stats.predictions["needed"] > 0.6
     assert stats.prefetches["useful"] > 0
 
-    server._predictor = None
+    server.predictor = None
     plain_tokens, plain_layers, stats = answered(firm)
     assert sum(stats.prefetches.values()) == 0
     assert tokens == next_tokens == plain_tokens
     assert same_bits(layers, plain_layers)
     assert same_bits(next_layers, plain_layers)
-    server._predictor = meeting
+    server.predictor = meeting
 
 
 ODD = 5  # the layer with such a router

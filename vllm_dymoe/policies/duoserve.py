@@ -1,7 +1,7 @@
 """DuoServe-MoE: as many slots as a token uses experts, and a trained network that fills them ahead (4.2, 5.1, 5.3)."""
 
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from vllm_dymoe.options import ExpertBudget
 from vllm_dymoe.policies.base import Policy, PrefetchPolicy, ResidencyPolicy
@@ -26,7 +26,7 @@ class DuoServe(Policy):
     def prefetch(self) -> PrefetchPolicy:
         """The network, or popularity (Eq. 2) until one is trained. A prefill's first experts come while what is before
         them computes (5.2), in every layer."""
-        ways = {"takes_predictor": True, "first_layer": True, "paced": True}
+        ways: dict[str, Any] = {"takes_predictor": True, "first_layer": True, "paced": True}
         return PrefetchPolicy("popularity", _predictor, on_device=PopularityOnDevice, **ways)
 
 

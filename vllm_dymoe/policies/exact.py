@@ -33,5 +33,4 @@ class Exact(Policy):
         if model.predictor is not None:
             return TrainedPredictor.load(model)
         layers = max(self.look_ahead, model.horizon)
-        how = {"layers": layers, "side_stream": make_side_stream(model.device), "hidden": model.hidden}
-        return NextGate(model.gates, model.top_k, **how)
+        return NextGate(model.gates, model.top_k, layers, make_side_stream(model.device), model.hidden)

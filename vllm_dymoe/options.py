@@ -208,7 +208,7 @@ class Options(BaseModel):
     disk_gbps: float | None = Field(default=None, gt=0)
     """1e9 bytes per second of an emulated disk, slower than the real one."""
     link_gbps: float | None = Field(default=None, gt=0)
-    """1e9 bytes per second of an emulated link to the device, on a CPU."""
+    """1e9 bytes per second of the link to an emulated card, on a CPU."""
     trace: TraceOptions | None = None
     """[Records](traces.md) every token's experts: a folder, or an object of `folder`, `limit` and `inputs`."""
 

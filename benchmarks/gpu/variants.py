@@ -41,12 +41,15 @@ from vllm_dymoe.kernels.triton import (
     launch,
     place,
     planner,
+    popularity,
+    prefetch,
     rotate,
     spans,
 )
 from vllm_dymoe.kernels.triton.large_batch import plan_large_batch_on_gpu
 from vllm_dymoe.planner.large_batch import LargeBatchShape, LargeBatchWork
 from vllm_dymoe.planner.plan import LayerPlan
+from vllm_dymoe.planner.prefetch import PrefetchList
 from vllm_dymoe.planner.table import Table
 
 ARCHITECTURES, MAIN = (80, 90, 120), 90
@@ -71,6 +74,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
     **{name: (name,) for name in ("rotate", "combine", "place")},
     "decide": ("planner",),
     "copy_spans": ("spans",),
+    **dict.fromkeys(("list_predicted", "copy_predicted"), ("planner", "prefetch")),
+    "popularity": ("popularity",),
     **dict.fromkeys(_WIDE, ("planner", "large_batch")),
     **dict.fromkeys(("post", "wait", "collect"), ("cpu_queue",)),
 }
@@ -95,7 +100,7 @@ class Variant:
         """The kernel itself; by name, because Triton's functions cannot travel to another process."""
         name, modules = (
             f"{self.kernel}_kernel",
-            (launch, combine, place, planner, rotate, spans, large_batch, cpu_queue),
+            (launch, combine, place, planner, prefetch, popularity, rotate, spans, large_batch, cpu_queue),
         )
         return next(vars(module)[name] for module in modules if name in vars(module))
 
@@ -211,9 +216,22 @@ def _others(architecture: int) -> Iterator[Variant]:
                 yield _noted(described, shared, vars(columns), 0, ids, scores, rows, plan)
     key = architecture, "copy_spans", "", "", ""
     yield _noted(key, spans.copy_spans, torch.zeros(1, 3, dtype=torch.int64))
+    yield from _prefetch(architecture, *_ROUTERS[1])
     for nested in (False, True):
         yield from _wide(architecture, *_ROUTERS[1], nested)
     yield from _cpu_queue(architecture)
+
+
+def _prefetch(architecture: int, experts: int, top_k: int) -> Iterator[Variant]:
+    """What lists and copies predicted experts."""
+    table = vars(Table.allocate(2, experts, rows=1, top_k=top_k, depth=1, device="cpu"))
+    listed, rows = vars(PrefetchList.allocate(experts, "cpu")), torch.zeros(1).int()
+    key = f"{experts} experts", "", ""
+    yield _noted((architecture, "list_predicted", *key), prefetch.list_predicted_on_gpu, table, 1, rows, 3, listed)
+    yield _noted((architecture, "copy_predicted", *key), prefetch.copy_predicted_on_gpu, table, 1, 3, listed)
+    counts, ids = torch.zeros(2, experts).long(), torch.zeros(1, top_k).int()
+    named = counts, table["predicted"][0], 0, ids, rows, 10, 1 << 20, top_k
+    yield _noted((architecture, "popularity", *key), popularity.count_and_name_on_gpu, *named)
 
 
 def _wide(architecture: int, experts: int, top_k: int, nested: bool) -> Iterator[Variant]:

@@ -24,6 +24,7 @@ from vllm_dymoe.kernels.triton.start import Start, run_kernel
 _CONTROL = ctypes.sizeof(native.QueueControl)
 _ANSWERED = tl.constexpr(native.QueueControl.answered.offset)
 _BLOCK = 1024
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # which knows no assembly
 
 
 class DeviceQueue(NamedTuple):
@@ -146,7 +147,29 @@ def post_kernel(
             inside = first + lane < real * wide
             tl.store(inputs + first + lane, tl.load(source + first + lane, mask=inside), mask=inside)
         tl.debug_barrier()
-        tl.atomic_xchg(queue.to(tl.pointer_type(tl.int64)), number, sem="release", scope="sys")
+        _release(queue, number)
+
+
+@triton.jit
+def _release(address, number):
+    """Store a number behind everything that the program has stored, for other processors of the machine.
+
+    A release store: an exchange would read over PCIe, and not every platform has atomics there. One thread stores.
+    """
+    if _INTERPRETED:
+        tl.atomic_xchg(address.to(tl.pointer_type(tl.int64)), number, sem="release", scope="sys")
+    else:
+        tl.inline_asm_elementwise(
+            """{
+                .reg .pred first;
+                .reg .b32 thread;
+                mov.u32 thread, %tid.x;
+                setp.eq.u32 first, thread, 0;
+                @first st.release.sys.global.u64 [$1], $2;
+                mov.u32 $0, 0;
+            }""",
+            "=r,l,l", [address, number], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=["turn"])
@@ -176,5 +199,6 @@ def collect_kernel(
         to = rows.to(tl.pointer_type(words)) + pair.to(tl.int64) * wide
         for first in range(0, wide, BLOCK):
             column = first + tl.arange(0, BLOCK)
-            values = tl.load(answer + column, mask=column < wide, cache_modifier=".cv")
+            # Volatile and not ".cv", which Triton 3.6.0 and 3.7.1 drop: no earlier answer may come from a cache.
+            values = tl.load(answer + column, mask=column < wide, volatile=True)
             tl.store(to + column, values, mask=column < wide)

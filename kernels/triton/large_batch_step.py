@@ -65,9 +65,10 @@ class TritonLargeBatch:
         )
         classes = max(2, 1 + sum(step < shape.tokens for step in self._steps[:-1]))
         self._large, self._plan = LargeBatchWork.allocate(shape, self._steps[:classes], device), plan.tensors
-        self.ids = self._large.ids
+        self._lists = self._large, self._large.with_own_spans()  # for even and odd layers
+        self.ids, self._parity = self._large.ids, 0
         groups = range(ADMITTED, STREAMED + shape.streamed_groups + (shape.streamed_groups > 0))
-        self._spans = {group: self._large.spans[shape.spans(group)] for group in groups}
+        self._spans = [{group: lists.spans[shape.spans(group)] for group in groups} for lists in self._lists]
         residual = plan.addresses[-1] if experts.nested else None
         self._rotation = experts.rotation(precisions)
         self._experts = ExpertTable(experts, precisions, plan.addresses[0], plan.bits, residual=residual)
@@ -82,9 +83,10 @@ class TritonLargeBatch:
         marks: Tensor | None,
     ) -> None:  # fmt: skip
         """Plan the step in four launches, and allocate hidden states and unweighted outputs."""
+        self._parity = layer % 2
         plan_large_batch_on_gpu(
             self._table, layer, ids, weights, rows, self._plan, self.shape, half, ahead, self._steps,
-            vars(self._large), marks,
+            vars(self._lists[self._parity]), marks,
         )  # fmt: skip
         self._x, self._weights = rotated_inputs(x, self._rotation), weights
         self._hidden = x.new_empty(self.shape.positions, self._inner)
@@ -94,7 +96,7 @@ class TritonLargeBatch:
 
     def copy(self, group: int) -> None:
         """Copy a group's experts in one launch."""
-        copy_spans(self._spans[group])
+        copy_spans(self._spans[self._parity][group])
 
     def compute(self, group: int) -> None:
         """Compute a group in two launches per class."""

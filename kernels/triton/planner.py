@@ -53,6 +53,8 @@ _OF_TABLE = (
     "staging",
     "staged",
     "staged_for",
+    "prefetch_slots",
+    "planned",
     "critical",
     "threshold",
     "prompt_threshold",
@@ -170,6 +172,8 @@ def decide_kernel(
     staging,
     staged,
     staged_for,
+    prefetch_slots,
+    planned,
     critical,
     threshold,
     prompt_threshold,
@@ -236,6 +240,7 @@ def decide_kernel(
         WIDTH: a power of two, at least EXPERTS.
         CHUNK: pairs at a time, a power of two.
     """
+    tl.store(planned, layer)  # copies of predictions for this layer stop
     real = tl.load(rows)
     expert = tl.arange(0, WIDTH)
     known = expert < EXPERTS
@@ -382,17 +387,28 @@ def decide_kernel(
         half = layer % 2 * 3 * EXPERTS
         ahead_slot = tl.load(staged + half + expert, mask=known, other=-1)
         of_precision = tl.load(staged + half + EXPERTS + expert, mask=known, other=0) == wanted
-        ahead = tl.load(staged + half + 2 * EXPERTS + expert, mask=known, other=0)
-        ahead = tl.where(
-            (uses & (hit == 0) & (far == 0)) & (of_precision & (tl.load(staged_for + layer % 2) == layer)), ahead, 0
-        )
+        # Volatile: copies may arrive now. The bytes of those that are seen here are read by later launches.
+        ahead = tl.load(staged + half + 2 * EXPERTS + expert, mask=known, other=0, volatile=True)
+        ahead = tl.where(tl.load(staged_for + layer % 2) == layer, ahead, 0)
+        # Where warps hold the same experts, all have to see the same arrivals.
+        tl.store(item_scratch + WIDTH + expert, ahead)
+        tl.debug_barrier()
+        ahead = tl.load(item_scratch + WIDTH + expert)
+        tl.debug_barrier()
+        if LARGE == 0:
+            if real > 0:
+                ahead_code = tl.load(staged + half + EXPERTS + expert, mask=known, other=0)
+                arrived = tl.sum(tl.where(ahead > 0, bytes_ahead(offsets, slot_bytes, ahead_code, ahead), 0), 0)
+                add_to(counters + layer * COUNTERS, 11, number_of(ahead > 0))
+                add_to(counters + layer * COUNTERS, 12, arrived)
+        ahead = tl.where((uses & (hit == 0) & (far == 0)) & of_precision, ahead, 0)
         if real > 0:
             used = tl.sum(tl.where(ahead > 0, bytes_ahead(offsets, slot_bytes, wanted, ahead), 0), 0)
             add_to(counters + layer * COUNTERS, 13, number_of(ahead > 0))
             add_to(counters + layer * COUNTERS, 14, used)
     read_through = (uses & (sizes > _AT_ONCE)) & (ahead < 3)
-    low_staged = _staging_slots(staging + 2, read_through & (low_action == 2))
-    high_staged = _staging_slots(staging + 4, read_through & (high_action == 2))
+    low_staged = _staging_slots(staging + 2, prefetch_slots + 1, read_through & (low_action == 2))
+    high_staged = _staging_slots(staging + 4, prefetch_slots + 2, read_through & (high_action == 2))
     high = computed_precision == 2
     empty = (expert >= items) & (expert < most)
     if NESTED:
@@ -438,6 +454,7 @@ def decide_kernel(
         if CPU:
             tl.store(item_scratch + WIDTH + expert, tl.where(far, 2, 1))
         tl.debug_barrier()
+        tl.store(staged_for + layer % 2, -1)
         total = tl.sum(positions, 0)
         wrong = tl.full([WIDTH], -1, tl.int64)
         for first_pair in range(0, tokens * TOP_K, WIDTH):
@@ -556,9 +573,12 @@ def _find_places(
 
 
 @triton.jit
-def _staging_slots(staging, passes):
-    """int32 [WIDTH]: a staging slot for each of those that pass, as long as there are some; -1 for the others."""
-    place = tl.cumsum(passes.to(tl.int32), 0) - 1
+def _staging_slots(staging, prefetched, passes):
+    """int32 [WIDTH]: a staging slot for each of those that pass, as long as there are some; -1 for the others.
+
+    The first slots are those of predicted experts.
+    """
+    place = tl.load(prefetched) + tl.cumsum(passes.to(tl.int32), 0) - 1
     has = passes & (place < tl.load(staging + 1))
     return tl.where(has, tl.load(staging) + place, -1)
 

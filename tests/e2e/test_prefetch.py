@@ -27,7 +27,7 @@ BUDGET = "25%"
 
 
 # A link on which the shipped model's experts take about a millisecond each: there is something to hide.
-OPTIONS = {"high": 4, "expert_budget": BUDGET, "link_gbps": 0.03}
+OPTIONS = {"high": 4, "expert_budget": BUDGET, "link_gbps": 0.03, "planning": "host"}
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from vllm_dymoe.experts.encoding import STEPS as GRIDS
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, SliceKey, stored_formats
 from vllm_dymoe.kernels import Activation, native
 from vllm_dymoe.kernels.activation import Curve
-from vllm_dymoe.planner.routing import PromptTokens, Routing
+from vllm_dymoe.planner.routing import PromptTokens, Routing, RoutingError
 from vllm_dymoe.planner.table import check_integrity
 from vllm_dymoe.policies.dymoe import Dymoe
 from vllm_dymoe.policies.dynaexq import DynaExq
@@ -205,8 +205,9 @@ def test_a_number_that_is_no_expert_is_refused_and_the_next_step_is_served():
     for wrong in (EXPERTS, 65536 + 1):
         bad = ids.clone()
         bad[1, 0] = wrong
-        with pytest.raises(ValueError, match=f"expert {wrong}"):
+        with pytest.raises(RoutingError) as raised:
             forward(ours, 0, x, weights, bad)
+        assert (raised.value.layer, raised.value.expert) == (0, wrong)
     check(ours, theirs)
 
 

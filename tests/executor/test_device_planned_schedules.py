@@ -10,7 +10,9 @@ the middle.
 import contextlib
 import random
 import threading
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partialmethod
+from typing import ClassVar
 from unittest import mock
 
 import pytest
@@ -23,11 +25,11 @@ from tests.executor.schedules import (
     EXPERTS,
     LAYERS,
     STORES,
-    HostPredictions,
     Program,
     RecordedParts,
     expected,
     make_engine,
+    resize_recorded,
 )
 from tests.executor.steps import make_server, random_step
 from tests.support.deterministic_threads import DeterministicThreads
@@ -35,14 +37,18 @@ from tests.support.happens_before import History
 from tests.support.recorded_cpu_queue import DeviceAccesses, RecordedCpuQueue
 from tests.support.recorded_device import COMPUTATION, RecordedStore, record_reads
 from vllm_dymoe.executor import cpu_execution, cpu_worker, plain_kernels
+from vllm_dymoe.executor.device_prefetch import DevicePrefetch
 from vllm_dymoe.executor.large_batch import LargeBatches
-from vllm_dymoe.executor.plain_kernels import PlainKernels
+from vllm_dymoe.executor.plain_kernels import PlainKernels, PlainLargeBatch
 from vllm_dymoe.kernels import cpu_queue as queue
 from vllm_dymoe.kernels import native
 from vllm_dymoe.kernels.cpu_queue import QueueShape, post_plain
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
+from vllm_dymoe.planner.large_batch import LargeBatchWork
+from vllm_dymoe.planner.rule import HIGH
 from vllm_dymoe.planner.table import Table, check_integrity
 from vllm_dymoe.policies.exact import Exact
+from vllm_dymoe.prefetch.on_device import DevicePredictor
 
 PROMPT = SMALL_BATCH_ROWS + 4
 MISSES = ("fetch", "compute", "share") if native.load() else ("fetch",)
@@ -75,6 +81,7 @@ class RecordedKernels(PlainKernels):
     def __init__(self, history, branch, *arguments):
         super().__init__(*arguments)
         self._history, self._branch = history, branch
+        self._chance, self._clocks, self._watched = random.Random(0), [], False
 
     def forward(self, *arguments):
         *_, cpu_queue = arguments
@@ -86,14 +93,90 @@ class RecordedKernels(PlainKernels):
         self._history.follow(stream, self._history.now(threading.current_thread()))  # that launches it
         self._history.read(stream, source)
         self._history.write(stream, destination)
+        self._clocks.append(self._history.now(stream))
         return super().fetch(source, destination)
+
+    def list_predicted(self, table, layer, *arguments):
+        history = self._history
+        if not self._watched:
+            self._watched = True
+            for half, staged in enumerate(table.staged):
+                history.watch(staged, f"what half {half} of the layers finds", [slice(0, staged.nbytes)])
+        history.follow("branch", history.now(threading.current_thread()))
+        history.write("branch", table.staged[layer % 2])
+        PlainKernels.list_predicted(table, layer, *arguments)
+
+    def copy_predicted(self, *arguments):
+        """Any number of the copies are made before the next layer is planned."""
+        self._clocks = []
+        super().copy_predicted(*arguments)
+        due = self._coming.due
+        made = self._chance.randint(0, len(due))
+        due.update(dict.fromkeys(list(due)[made:], float("inf")))
+        self._published = self.publish_after(made)
+
+    def publish_after(self, made):
+        return self._clocks[made - 1] if made else {}
+
+    def decide(self, table, layer, *arguments, **how):
+        self._history.follow(COMPUTATION, self._history.now(threading.current_thread()))
+        if self._coming is not None and self._coming.layer == layer:
+            self._history.follow(COMPUTATION, self._published)  # it sees that they have arrived
+        self._history.read(COMPUTATION, table.staged[layer % 2])
+        super().decide(table, layer, *arguments, **how)
+
+    def large_batch_step(self, *arguments):
+        return RecordedLargeBatch(self, *arguments)
+
+
+class RecordedLargeBatch(PlainLargeBatch):
+    """Tells when a layer's list of copies is written; its steps are kept, so that no other list has their addresses."""
+
+    _all: ClassVar[list] = []
+
+    def __init__(self, owner, *arguments):
+        super().__init__(owner, *arguments)
+        self._all.append(self)
+        for lists in {id(lists): lists for lists in self.lists}.values():
+            spans = lists.spans
+            owner._history.watch(spans, f"list {len(self._all)}", [slice(0, spans.nbytes)])
+
+    def plan(self, layer, *arguments):
+        history = self._owner._history
+        history.follow(COMPUTATION, history.now(threading.current_thread()))
+        history.write(COMPUTATION, self.lists[layer % 2].spans)
+        super().plan(layer, *arguments)
+
+    def copy(self, group):
+        history, stream = self._owner._history, self._owner._branch.stream
+        history.follow(stream, history.now(threading.current_thread()))
+        history.read(stream, self._large.spans)
+        super().copy(group)
+
+
+class NamesExperts(DevicePredictor):
+    """Names what a program says for the layer after each step's."""
+
+    answers = iter(())
+
+    def predict(self, layer, x, ids, rows):
+        if layer + 1 == LAYERS:
+            return
+        named = dict.fromkeys(expert for later, expert in next(self.answers, ()) if later == layer + 1)
+        self._table.predicted[:, layer + 1] = -1
+        self._table.predicted[0, layer + 1, : len(named)] = torch.tensor([*named], dtype=torch.int32)
+        self._table.predicted[1, layer + 1] = HIGH
 
 
 class Roomy(Exact):
-    """Has two groups of two staging slots."""
+    """Has two groups of two slots for what passes, and fetches ahead what a program names."""
 
     def staging_slots(self, slots):
         return min(4, slots)
+
+    @cached_property
+    def prefetch(self):
+        return replace(super().prefetch, on_device=NamesExperts)
 
 
 class DevicePlannedParts(RecordedParts):
@@ -111,13 +194,13 @@ class DevicePlannedParts(RecordedParts):
 def execute(program, turns, history):
     store = RecordedStore(STORES[program.nested], history, turns.pause)
     engine = make_engine("pinned", store, history, turns, None, program)
-    rung = partial(RecordedCpuQueue, history, turns, program.late)
+    made = partialmethod(RecordedCpuQueue.__init__, history, turns, program.late)
+    rung = type("Rung", (RecordedCpuQueue,), {"__init__": made})
     with rates_of(3), mock.patch.object(cpu_execution, "CpuQueue", rung):
         server = make_server(
             store,
             program.budget or "100%",
             Roomy(),
-            predictor=HostPredictions(program.predictions),
             engine=engine,
             parts=DevicePlannedParts(history),
             planning="device",
@@ -125,13 +208,14 @@ def execute(program, turns, history):
         )
     if not program.budget:
         server.resize(server.minimum_budget)
+    NamesExperts.answers = iter(program.predictions)
     server.kernel.asynchronous = True
     record_reads(server.kernel, history, COMPUTATION, turns.pause)
     outputs, before, failed, cpu_queue = [], LAYERS, False, server.cpu_execution.cpu_queue
     with mock.patch.object(queue, "native_library", return_value=cpu_queue):
         for number, (seed, layer, tokens) in enumerate(program.steps):
             if number in program.resizes:
-                server.resize(program.resizes[number])
+                resize_recorded(server, program.resizes[number])
             if cpu_queue is not None and layer <= before:  # the host begins a step, while the one before may still run
                 if failed:
                     server.small_batches.settle()
@@ -242,14 +326,32 @@ PLANTED = {
         RecordedBranch,
         "fork",
         fork_at_once,
-        "the branch stream writes",
+        "the branch stream",
     ),
-    "what was copied ahead counts for another step": (Table, "forget_ahead", lambda self: None, "wrong"),
+    "what was copied ahead counts for another step": (Table, "forget_ahead", lambda self: None, "stream"),
     "another step begins beside copies for a large one": (
         LargeBatches,
         "settle",
         lambda self: None,
         "while the branch",
+    ),
+    "two layers list their copies in one place": (
+        LargeBatchWork,
+        "with_own_spans",
+        lambda self: self,
+        "of list",
+    ),
+    "a layer is planned while its list is made": (
+        DevicePrefetch,
+        "begin_layer",
+        lambda self, layer, x, ids: setattr(self, "_predicted", self._branch.mark()),
+        "of what half",
+    ),
+    "a prediction counts before it has arrived": (
+        RecordedKernels,
+        "publish_after",
+        lambda self, made: {},
+        "the computation stream reads",
     ),
     "a group is computed before it is there": (RecordedBranch, "join", lambda self, mark: None, "reads"),
     "a row is published before another stream has filled its slot": (RecordedKernels, "fetch", elsewhere, "writes"),

@@ -137,6 +137,7 @@ def test_experts_are_fetched_ahead_in_the_precision_that_their_layer_will_want(l
         low=low,
         predictor=HostPredictions(1),
         link_gbps=FORMAT.nbytes / 1e-3 / 1e9,
+        planning="host",
     )
     server.host_planned.prefetcher.offer(2, candidates(0, 1, layer=3))
     server.host_planned.prefetcher.fill()

@@ -190,7 +190,7 @@ def the_first_copy_waits_for_nothing_but_what_was_there_before_the_slots(monkeyp
     def too_early(self, *arguments):
         filled = self.engine.fence()
         monkeypatch.setattr(SlotPool, "fence", lambda pool, later: fence(pool, filled))
-        allocate(self, *arguments)
+        return allocate(self, *arguments)
 
     monkeypatch.setattr(ExpertServer, "_allocate", too_early)
 
@@ -223,23 +223,23 @@ def only_the_first_expert_of_a_launch_is_waited_for(monkeypatch):
     monkeypatch.setattr(LayerStep, "_compute", compute_early)
 
 
-PASSS = ("pinned", "staged")
+DEVICE_KINDS = ("pinned", "staged")
 FAULTS = [
-    (only_the_first_expert_of_a_launch_is_waited_for, PASSS),
-    (computation_does_not_wait, PASSS),
-    (the_last_reader_is_not_remembered, PASSS),
-    (published_before_completion, ("disk", "link", *PASSS)),
-    (a_projection_is_read_before_it_is_waited_for, ("link", *PASSS)),
-    (a_running_transfer_is_cancelled_and_its_slot_freed, ("disk", "link", *PASSS)),
+    (only_the_first_expert_of_a_launch_is_waited_for, DEVICE_KINDS),
+    (computation_does_not_wait, DEVICE_KINDS),
+    (the_last_reader_is_not_remembered, DEVICE_KINDS),
+    (published_before_completion, ("disk", "link", *DEVICE_KINDS)),
+    (a_projection_is_read_before_it_is_waited_for, ("link", *DEVICE_KINDS)),
+    (a_running_transfer_is_cancelled_and_its_slot_freed, ("disk", "link", *DEVICE_KINDS)),
     (settling_does_not_wait, ("disk",)),
-    (a_prefetched_projection_counts_before_its_copy_has_ended, PASSS),
-    (a_prediction_is_given_up_without_asking, ("disk", *PASSS)),
-    (what_a_step_reads_is_evicted, PASSS),
+    (a_prefetched_projection_counts_before_its_copy_has_ended, DEVICE_KINDS),
+    (a_prediction_is_given_up_without_asking, ("disk", *DEVICE_KINDS)),
+    (what_a_step_reads_is_evicted, DEVICE_KINDS),
     (a_failed_step_forgets_what_it_has_read, ("staged",)),
     (a_staging_buffer_is_reused_too_early, ("staged",)),
-    (the_first_copy_into_a_slot_does_not_wait, PASSS),
-    (the_first_copy_waits_for_nothing_but_what_was_there_before_the_slots, PASSS),
-    (slots_are_freed_while_predictions_are_on_their_way, ("disk", *PASSS)),
+    (the_first_copy_into_a_slot_does_not_wait, DEVICE_KINDS),
+    (the_first_copy_waits_for_nothing_but_what_was_there_before_the_slots, DEVICE_KINDS),
+    (slots_are_freed_while_predictions_are_on_their_way, ("disk", *DEVICE_KINDS)),
 ]
 
 

@@ -159,8 +159,8 @@ def test_changes_between_steps_are_values_and_no_memory_moves(memory_store, chan
 
 def test_what_decides_is_checked(memory_store, tmp_path):
     for policy, options, problem in (
-        ("firm", {}, "needs the host"),
-        ("dymoe", {"policy_options": {"skipped_weights": "renormalize"}, "low": 0}, "needs the host"),
+        ("on-demand", {"policy_options": {"overlap": False}}, "overlap"),
+        ("dymoe", {"policy_options": {"skipped_weights": "renormalize"}, "low": 0}, "skipped_weights"),
         ("exact", {"trace": {"folder": tmp_path, "inputs": True}}, "inputs of routers"),
     ):
         with refused(problem, option="planning"):

@@ -12,7 +12,7 @@ from vllm_dymoe.prefetch import TrainedPredictor
 from vllm_dymoe.prefetch.folded import FoldedMLP
 from vllm_dymoe.prefetch.meeting_of_layers import MeetingOfLayers
 from vllm_dymoe.prefetch.next_gate import NextGate
-from vllm_dymoe.prefetch.side_stream import Inline
+from vllm_dymoe.prefetch.side_stream import MOST_ROWS, Inline
 
 LAYERS, EXPERTS, TOP_K, HIDDEN = 4, 8, 2, 16
 GATES, _ = random_gates(LAYERS, EXPERTS, HIDDEN)
@@ -66,3 +66,20 @@ def test_a_side_stream_changes_no_answer(name, phases, tokens):
             if name == "gate":
                 assert later.predict(layer) == [], "it is said once"
     assert any(named)
+
+
+@pytest.mark.parametrize("kind", [NextGate, MeetingOfLayers])
+def test_copies_of_a_prompts_inputs_are_what_the_budget_has_for_them(kind):
+    hidden, tokens = 5, 3 * MOST_ROWS + 7
+    gates, _ = random_gates(3, 8, hidden)
+    stream = RecordedStream()
+    how = {"top_k": 2} if kind is NextGate else {"k": 2, "p": 3}
+    predictor = kind(gates, side_stream=stream, hidden=hidden, **how)
+    for layer in range(2):
+        x = torch.randn(tokens, hidden)
+        predictor.observe(Routing(layer, 3, x, torch.zeros(0, 0).int(), torch.zeros(0, 0), Phase.PREFILL))
+        predictor.begin(layer)
+    copies = [tensor for copies in stream.copies for tensor in copies[:1]][-1:] or list(predictor._inputs)
+    taken = sum(2 * tensor.numel() for tensor in copies)  # in 16 bits
+    assert 0 < taken <= predictor.nbytes < 2 * 3 * tokens * hidden
+    assert kind(gates, hidden=hidden, **how).nbytes == 0, "without a stream of its own nothing is copied for it"

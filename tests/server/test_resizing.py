@@ -80,6 +80,11 @@ class Device:
         return self.computing
 
 
+def use(server, device):
+    """Let the slots that there are, and those to come, be in a device's memory."""
+    server._parts.device_memory = server.cache.pools._device_memory = device
+
+
 @pytest.fixture
 def server(memory_store):
     server = make_server(memory_store, "50%", low=0)
@@ -90,7 +95,7 @@ def server(memory_store):
 @pytest.mark.parametrize("computing", [0, 7000])
 def test_more_than_the_device_has_is_refused_with_the_number_that_fits_and_changes_nothing(server, computing):
     slot = server.experts.formats[4].nbytes
-    server.cache.pools._device_memory = Device(server, 4 * slot + computing - 1, computing)
+    use(server, Device(server, 4 * slot + computing - 1, computing))
     versions, pools, plan = kept_by(server), server.cache.pools, server.slot_plan
     with pytest.raises(ConfigError) as caught:
         server.resize("100%")
@@ -107,13 +112,13 @@ def test_more_than_the_device_has_is_refused_with_the_number_that_fits_and_chang
 
 def test_the_old_slots_count_for_the_new_ones(server):
     slot = server.experts.formats[4].nbytes
-    server.cache.pools._device_memory = Device(server, 6 * slot)
+    use(server, Device(server, 6 * slot))
     server.resize("100%")
     assert sum(server.slot_plan.slots.values()) == 12
 
 
 def test_a_smaller_budget_is_always_possible(server):
-    server.cache.pools._device_memory = Device(server, 0, computing=10**9)
+    use(server, Device(server, 0, computing=10**9))
     server.resize("25%")
     assert sum(server.slot_plan.slots.values()) == 3
     assert server.cache.pools.available == 3 * server.experts.formats[4].nbytes
@@ -158,13 +163,14 @@ def test_what_torch_keeps_unused_is_given_back_and_counts_as_free(monkeypatch):
 
 
 @pytest.mark.parametrize(("code", "value", "shared"), [(0, 1, True), (0, 0, False), (100, 1, False), (None, 1, False)])
-def test_the_driver_says_whether_a_device_has_the_hosts_addresses(monkeypatch, code, value, shared):
-    def attribute(answer, number, device):
-        assert (number, device) == (91, 3)
+@pytest.mark.parametrize(("question", "number"), [("shares_addresses", 91), ("ends_long_kernels", 17)])
+def test_the_driver_says_what_a_device_does(monkeypatch, question, number, code, value, shared):
+    def attribute(answer, asked, device):
+        assert (asked, device) == (number, 3)
         if code is None:
             raise OSError
         answer._obj.value = value
         return code
 
     monkeypatch.setattr(device_memory.ctypes, "CDLL", lambda name: SimpleNamespace(cuDeviceGetAttribute=attribute))
-    assert CudaMemory(torch.device("cuda:3")).shares_addresses() is shared
+    assert getattr(CudaMemory(torch.device("cuda:3")), question)() is shared

@@ -71,7 +71,7 @@ def test_what_cannot_be_had_again_is_a_sentence_and_may_be_tried_again(folder, m
     with pytest.raises(StoreError, match="5 are free"):
         server.wake()
     monkeypatch.undo()
-    monkeypatch.setattr(server.cache.pools, "_device_memory", type("Full", (), {"available": lambda self: 5})())
+    monkeypatch.setattr(server._parts, "device_memory", type("Full", (), {"available": lambda self: 5})())
     with refused(" 5 bytes", option="expert_budget"):
         server.wake()
     monkeypatch.undo()

@@ -29,7 +29,7 @@ def chosen(**options):
 def server_with(store, slots, **options):
     server = ExpertServer(store, chosen(**options), CPU, automatic_budget=10**9)
     bits = 2 if "low" in server.policy.precision.precisions else 4
-    server.resize(server.kernel.workspace_bytes + slots * server.experts.formats[bits].nbytes)
+    server.resize(server.overhead + slots * server.experts.formats[bits].nbytes)
     assert list(server.slot_plan.slots.values()) == [slots]
     return server
 
@@ -87,10 +87,15 @@ def test_the_first_line_says_what_is_active(store):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"policy": "firm", "link_gbps": 1.0}, "; policy firm; prefetch meeting of layers; high"),
+        (
+            {"policy": "firm", "link_gbps": 1.0, "planning": "host"},
+            "; policy firm; prefetch meeting of layers; high",
+        ),
+        ({"policy": "firm", "link_gbps": 1.0}, "; policy firm; prefetch none in steps of up to 16 tokens, the next"),
+        ({"policy": "layer-prefetch", "link_gbps": 1.0}, "prefetch all of the next layer in steps of up to 16 tokens"),
         ({"policy": "firm"}, "; policy firm; prefetch none, because the cores that would copy compute; high"),
         (
-            {"policy": "duoserve", "link_gbps": 1.0},
+            {"policy": "duoserve", "link_gbps": 1.0, "planning": "host"},
             "; policy duoserve; prefetch popularity, because no predictor was given; high",
         ),
         ({"policy_options": {"look_ahead": 0}}, "; prefetch none; high"),

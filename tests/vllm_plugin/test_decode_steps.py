@@ -90,7 +90,7 @@ def test_a_warm_up_changes_nothing(server):
             run(warming_up, 2, 3)
             warming_up.step.end()
         stats, table = server.stats(), vars(server.cache.device_table.table)
-        before = {name: tensor.clone() for name, tensor in table.items()}
+        before = {name: tensor.clone() for name, tensor in table.items() if name != "planned"}
         for rows in (1, SMALL_BATCH_ROWS, SMALL_BATCH_ROWS + 4):
             assert not warming_up.forward(LAYERS[0], *random_step(1, rows, server.experts)).any()
         assert all(torch.equal(before[name], table[name]) for name in before)

@@ -6,7 +6,9 @@ import torch
 
 from vllm_dymoe.cache.pages import available_host_memory
 
-_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM = 91  # of cuda.h's CUdevice_attribute
+# Of cuda.h's CUdevice_attribute.
+_KERNEL_EXEC_TIMEOUT = 17
+_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM = 91
 
 
 class DeviceMemory:
@@ -28,6 +30,10 @@ class DeviceMemory:
         """Whether the device reads pinned host memory at the address that the host has for it."""
         return True
 
+    def ends_long_kernels(self) -> bool:
+        """Whether a display watchdog ends kernels after some seconds, and with them the process's context."""
+        return False
+
 
 class CudaMemory(DeviceMemory):
     """Of a CUDA device."""
@@ -48,14 +54,19 @@ class CudaMemory(DeviceMemory):
 
     def shares_addresses(self) -> bool:
         """What the driver says of memory that ``cudaHostRegister`` locked; no if it says nothing."""
+        return self._attribute(_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM) == 1
+
+    def ends_long_kernels(self) -> bool:
+        """What the driver says; no if it says nothing."""
+        return self._attribute(_KERNEL_EXEC_TIMEOUT) == 1
+
+    def _attribute(self, number: int) -> int | None:
         answer, device = ctypes.c_int(0), torch.cuda.device(self._device).idx
         try:
-            failed = ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(
-                ctypes.byref(answer), _CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM, device
-            )
+            failed = ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(answer), number, device)
         except (OSError, AttributeError):
-            return False
-        return not failed and bool(answer.value)
+            return None
+        return None if failed else answer.value
 
 
 def make_device_memory(device: torch.device) -> DeviceMemory:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vllm_dymoe.cache.store import HostStore
 from vllm_dymoe.cache.transfer import TransferEngine
-from vllm_dymoe.executor.cpu_worker import CpuQueue, CpuWorker, cpu_worker_threads
+from vllm_dymoe.executor.cpu_worker import CpuQueue, CpuWorker, cpu_worker_threads, longest_wait
 from vllm_dymoe.executor.rates import Rates, costs, measure, measure_or_load
 from vllm_dymoe.options import ConfigError, Options
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS, Cost
@@ -28,6 +28,7 @@ class CpuExecution:
         lock: pins memory for the device; returns the reason why that failed, or None.
         on_late: called with a message when the CPU has not answered the device in time.
         kept: file that stores the rates between starts; None to measure them again.
+        ends_long_kernels: the device has a display watchdog, before which an answer has to be given up.
 
     Attributes:
         worker: a CpuQueue for device-side plans, a CpuWorker for host-side plans; None if there is no device to compute
@@ -38,7 +39,7 @@ class CpuExecution:
     def __init__(
         self, options: Options, store: HostStore, engine: TransferEngine, device: torch.device,
         lock: Callable[[Tensor], str | None], on_late: Callable[[str], None], kept: Path | None = None,
-        *, on_device: bool,
+        *, on_device: bool, ends_long_kernels: bool = False,
     ) -> None:  # fmt: skip
         experts = store.experts
         self._options, self._experts, self._device = options, experts, device
@@ -46,7 +47,9 @@ class CpuExecution:
         self.rates: Rates | None = None
         if not options.computes_misses:
             return
-        how = cpu_worker_threads(device.type), options.transfer_timeout_s, options.activations
+        waits = ends_long_kernels and on_device  # a kernel waits, and no thread
+        timeout = longest_wait(options.transfer_timeout_s, ends_long_kernels=waits)
+        how = cpu_worker_threads(device.type), timeout, options.activations
         if on_device:
             try:
                 self.worker = CpuQueue(experts, SMALL_BATCH_ROWS, *how, device, lock, on_late)

@@ -44,10 +44,25 @@ def cpu_worker_threads(device_type: str) -> int:
     return max(1, cores // ranks // 2 if device_type == "cpu" else cores // ranks - 1)
 
 
+WATCHDOG_S = 1.0
+"""Longest wait for an answer on a card that ends long kernels: Windows ends them after two seconds."""
+
+
+def longest_wait(timeout: float, *, ends_long_kernels: bool) -> float:
+    """Return the seconds that a device waits for an answer, 0 for no limit.
+
+    Args:
+        timeout: the option transfer_timeout_s.
+        ends_long_kernels: a display watchdog ends a kernel that waits for too long, and with it the server.
+    """
+    return min(timeout or WATCHDOG_S, WATCHDOG_S) if ends_long_kernels else timeout
+
+
 def _late(what: str, timeout: float) -> str:
     return (
-        f"the host has not computed {what} within transfer_timeout_s, which is {timeout:g} seconds; see what else its "
-        "cores do, or raise transfer_timeout_s. From now on all misses are fetched."
+        f"the host has not computed {what} within {timeout:g} seconds (transfer_timeout_s, and at most {WATCHDOG_S:g} "
+        "where a display watchdog ends long kernels); see what else its cores do, or raise transfer_timeout_s. From "
+        "now on all misses are fetched."
     )
 
 

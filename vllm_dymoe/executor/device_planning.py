@@ -16,11 +16,12 @@ def plans_on_device(
     """Return whether the device plans, and else the reason; ConfigError if ``planning`` asks for it and it cannot.
 
     Args:
-        device_type: "cuda", or "cpu" for an emulated device.
+        device_type: "cuda", or "cpu", which with ``link_gbps`` emulates a card.
         readable: the device can read the host store by itself.
         obstacle: why the model needs the host; empty if it does not.
     """
-    if options.planning == "host" or (options.planning == "auto" and device_type != "cuda"):
+    emulated = device_type != "cuda" and options.link_gbps is not None
+    if options.planning == "host" or (options.planning == "auto" and device_type != "cuda" and not emulated):
         return False, ""
     reason = obstacle or _obstacle(options, policy, readable)
     if reason and options.planning == "device":
@@ -30,8 +31,8 @@ def plans_on_device(
 
 
 def _obstacle(options: Options, policy: Policy, readable: bool) -> str:
-    if not policy.residency.on_device:
-        return f'what the policy "{policy.name}" chooses with its options needs the host'
+    if policy.needs_host:
+        return policy.needs_host
     if options.computes_misses and native.load() is None:
         return "the host answers a device with the native library only, which was not built here"
     if not readable:

@@ -111,11 +111,11 @@ class LargeBatches:
 
         ``marks``, for policies that ask for them: int8 [rows], 1 for a prompt's token, 2 for a heavy hitter, else 0.
         """
-        step, branch = self._step(len(x), activation, marked=marks is not None, captured=captured), self._branch
-        shape, pending = step.shape, self._pending
-        if pending is not None and (pending[0] != layer or not shape.streamed_groups):
-            self.settle()
-            pending = None
+        branch, key = self._branch, (self._shape(len(x), marked=marks is not None, captured=captured), activation)
+        if self._pending is not None and (self._pending[0] != layer or self._last is None or self._last[0] != key):
+            self.settle()  # before the list of those copies goes with its step
+        step, pending = self._step(key, captured=captured), self._pending
+        shape = step.shape
         active = 1 - (1 - shape.top_k / max(shape.experts, shape.top_k)) ** shape.tokens
         foresees = shape.streamed_groups and layer + 1 < self._table.layers and active >= _MOST_ACTIVE
         ahead = self._ahead_code if foresees else 0
@@ -172,18 +172,20 @@ class LargeBatches:
             self._table.forget_ahead()
             self._pending = None
 
-    def _step(self, tokens: int, activation: Activation, *, marked: bool, captured: bool) -> LargeBatchStep:
-        table, groups = self._table, 0
+    def _shape(self, tokens: int, *, marked: bool, captured: bool) -> LargeBatchShape:
+        table, streamed_groups = self._table, 0
         if self._half and not captured:
-            groups = -(-min(self.most_streamed, tokens * self._top_k) // self._half)
-        half = self._half if groups else 0
-        shape = LargeBatchShape(tokens, self._top_k, table.experts, 1 + table.nested, half, groups, marked)
-        key = shape, activation
+            streamed_groups = -(-min(self.most_streamed, tokens * self._top_k) // self._half)
+        half = self._half if streamed_groups else 0
+        slices = 1 + table.nested
+        return LargeBatchShape(tokens, self._top_k, table.experts, slices, half, streamed_groups, marked)
+
+    def _step(self, key: tuple[LargeBatchShape, Activation], *, captured: bool) -> LargeBatchStep:
         if captured:  # the graph keeps using this memory
             if key not in self._captured:
-                self._captured[key] = self._kernel.large_batch_step(table, shape, activation)
+                self._captured[key] = self._kernel.large_batch_step(self._table, *key)
             return self._captured[key]
         if self._last is None or self._last[0] != key:
             self._last = None
-            self._last = key, self._kernel.large_batch_step(table, shape, activation)
+            self._last = key, self._kernel.large_batch_step(self._table, *key)
         return self._last[1]

@@ -5,7 +5,8 @@ The plain twin of ``triton_kernels``, for tests and for ``planning`` "device" on
 
 import ctypes
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +20,18 @@ from vllm_dymoe.kernels.cpu_queue import collect_plain, post_plain
 from vllm_dymoe.planner.constants import Action
 from vllm_dymoe.planner.large_batch import RESIDENT, LargeBatchShape, LargeBatchWork, plan_large_batch
 from vllm_dymoe.planner.plan import Grouped, LayerPlan
+from vllm_dymoe.planner.prefetch import PrefetchList, list_predicted, publish
 from vllm_dymoe.planner.small_batch import plan_small_batch
 from vllm_dymoe.planner.table import Table
+
+
+class _Coming(NamedTuple):
+    """Predicted experts on the emulated link."""
+
+    layer: int
+    projections: int
+    begun: float  # when the link was free for them
+    due: dict[int, float]  # when each has crossed the link
 
 
 class PlainKernels:
@@ -31,6 +42,7 @@ class PlainKernels:
     def __init__(
         self, kernel: ExpertKernel, formats: Mapping[int, ExpertFormat], link_gbps: float | None = None
     ) -> None:
+        self._coming: _Coming | None = None
         self._seconds_per_byte, self._free = 1e-9 / link_gbps if link_gbps else 0.0, 0.0
         self.kernel, self._formats = kernel, {fmt.encoding.tag: fmt for fmt in formats.values()}
 
@@ -52,11 +64,12 @@ class PlainKernels:
             cpu_queue.serve(activation)
             post_plain(cpu_queue.queue, cpu_queue.turn, layer, x[:real], ids[:real], plan)
         step, out = self.begin(x, plan, activation)
+        slots = slot_ranges(table)
         actions = plan.action[:, : int(plan.count)]
         hits, on_cpu = (actions == Action.HIT).all(0), (actions == Action.CPU).any(0)
         for part in (hits, ~hits & ~on_cpu) if self._seconds_per_byte else (~on_cpu,):
             some = part.nonzero().flatten().tolist()
-            sleep_until(self.arrival(sum(self.place(step, plan, item) for item in some), begun))
+            sleep_until(self.arrival(sum(self.place(step, plan, item, slots) for item in some), begun))
             self.kernel.compute(some)
         if cpu_queue is not None:
             collect_plain(cpu_queue.queue, cpu_queue.turn, out, plan.computed)
@@ -73,7 +86,27 @@ class PlainKernels:
         self.kernel.begin(x, step, out, activation)
         return step, out
 
-    decide = staticmethod(plan_small_batch)
+    def decide(
+        self, table: Table, layer: int, ids: Tensor, weights: Tensor, rows: Tensor, plan: LayerPlan, **how: Any
+    ) -> None:
+        """Plan a layer, with the predicted experts that the link has brought by now."""
+        if (coming := self._coming) is not None:
+            self._coming, now = None, time.perf_counter()
+            if coming.layer == layer:
+                for expert, due in coming.due.items():
+                    if due <= now:
+                        publish(table, layer, expert, coming.projections)
+            self._free = min(self._free, max(coming.begun, now))  # the others are not fetched
+        plan_small_batch(table, layer, ids, weights, rows, plan, **how)
+
+    list_predicted = staticmethod(list_predicted)
+
+    def copy_predicted(self, table: Table, layer: int, projections: int, listed: PrefetchList) -> None:
+        begun, due = self._free, {}
+        for source, destination, nbytes, expert in listed.copies[: int(listed.count)].tolist():
+            self.fetch(memory_at(source, nbytes), memory_at(destination, nbytes))
+            due[expert] = self.arrival(nbytes, time.perf_counter())
+        self._coming = _Coming(layer, projections, begun, due)
 
     def large_batch_step(self, table: Table, shape: LargeBatchShape, activation: Activation) -> "PlainLargeBatch":
         return PlainLargeBatch(self, table, shape, activation)
@@ -84,10 +117,13 @@ class PlainKernels:
             if nbytes:
                 self.fetch(memory_at(source, nbytes), memory_at(destination, nbytes))
 
-    def place(self, step: LayerPlan, plan: LayerPlan, item: int, *, through: bool = True) -> int:
+    def place(
+        self, step: LayerPlan, plan: LayerPlan, item: int, slots: Sequence[range], *, through: bool = True
+    ) -> int:
         """Copy an item's bytes to their slot if it has one, and give the step their place.
 
         Args:
+            slots: addresses of the device's slots; what is read elsewhere crosses the link.
             through: copy on the way, as the kernels of small batches do; False where copies have been made already.
 
         Returns:
@@ -95,11 +131,13 @@ class PlainKernels:
         """
         gate, up, down = (self._matrix(plan, item, projection, through) for projection in range(3))
         step.place(item, PackedExpert(gate, up, down))
-        widths = [self._formats[int(plan.bits[item, projection])].matrices[projection] for projection in range(3)]
-        slices = [[m.base.nbytes, m.nbytes] if m.nested else [m.nbytes] for m in widths]
-        actions = (Action.ADMIT, Action.STREAM) if through else (Action.STREAM,)
-        missed = [action in actions for action in plan.action[:, item].tolist()]
-        return sum(nbytes for parts in slices for nbytes, far in zip(parts, missed, strict=False) if far)
+        read = 0
+        for projection in range(3):
+            matrix = self._formats[int(plan.bits[item, projection])].matrices[projection]
+            parts = (matrix.base, matrix) if matrix.nested else (matrix,)
+            for part, address in zip(parts, plan.addresses[:, item, projection].tolist(), strict=False):
+                read += 0 if any(address in memory for memory in slots) else part.nbytes
+        return read
 
     def arrival(self, nbytes: int, asked: float = 0.0) -> float:
         """Return the ``time.perf_counter`` at which bytes requested at ``asked`` have crossed the emulated link."""
@@ -133,6 +171,7 @@ class PlainLargeBatch:
         slices = {"slices": shape.slices, "scratch": shape.scratch}
         self.layer_plan = LayerPlan.allocate(shape.tokens, shape.top_k, shape.experts, "cpu", **slices)
         self._large = LargeBatchWork.allocate(shape, self._steps, "cpu")
+        self.lists = self._large, self._large.with_own_spans()  # for even and odd layers
         self.ids = self._large.ids
         self._due: dict[int, float] = {}  # when each group has crossed the emulated link
 
@@ -140,12 +179,12 @@ class PlainLargeBatch:
         self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, rows: Tensor, half: int, ahead: int,
         marks: Tensor | None,
     ) -> None:  # fmt: skip
-        plan, owner = self.layer_plan, self._owner
+        plan, owner, self._large = self.layer_plan, self._owner, self.lists[layer % 2]
         owner.decide(self._table, layer, ids, weights, rows, plan, large=True, marks=marks)
         self._groups = plan_large_batch(
             self._table, layer, ids, plan, self.shape, half, ahead, self._steps, self._large
         )
-        self._weights = weights
+        self._weights, self._slots = weights, slot_ranges(self._table)
         self._step, self._out = owner.begin(x, plan, self._activation)
 
     def copy(self, group: int) -> None:
@@ -158,14 +197,19 @@ class PlainLargeBatch:
     def compute(self, group: int) -> None:
         items, owner, read = (self._groups == group).nonzero()[0].tolist(), self._owner, 0
         for item in items:
-            read += owner.place(self._step, self.layer_plan, item, through=False)
-        if self.shape.streamed_groups:
-            read = 0  # all of it was copied
+            read += owner.place(self._step, self.layer_plan, item, self._slots, through=False)
         sleep_until(max(self._due.pop(group, 0.0), owner.arrival(read, time.perf_counter())))
         owner.kernel.compute(items)
 
     def finish(self) -> Tensor:
         return combine(self._out, self._weights, self.ids)
+
+
+def slot_ranges(table: Table) -> list[range]:
+    """Return the addresses of the slots of each precision."""
+    counts = table.staging.sum(1).tolist()
+    sizes = zip(table.pool.tolist(), table.slot_bytes.tolist(), counts, strict=True)
+    return [range(first, first + nbytes * count) for first, nbytes, count in sizes if count]
 
 
 def memory_at(address: int, nbytes: int) -> Tensor:

@@ -14,16 +14,21 @@ from torch import Tensor
 
 from vllm_dymoe.executor.copy_branch import Branch
 from vllm_dymoe.executor.cpu_worker import CpuQueue
+from vllm_dymoe.executor.device_prefetch import DevicePrefetch, PrefetchKernel
 from vllm_dymoe.executor.large_batch import CapturedSteps, LargeBatches, LargeBatchKernel
 from vllm_dymoe.experts.format import ModelExperts
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.planner.large_batch import MOST_PARTS, small_batch_parts
 from vllm_dymoe.planner.plan import LayerPlan
+from vllm_dymoe.planner.prefetch import PrefetchList, prefetch_slots, set_prefetch
+from vllm_dymoe.planner.small_batch import PROJECTIONS
 from vllm_dymoe.planner.table import Table
+from vllm_dymoe.policies.base import PrefetchPolicy
+from vllm_dymoe.prefetch.on_device import DevicePredictor
 
 
-class SmallBatchKernel(LargeBatchKernel, Protocol):
+class SmallBatchKernel(LargeBatchKernel, PrefetchKernel, Protocol):
     """Plans and computes one layer's step on a device."""
 
     name: str  # which implementation, for logs and reports
@@ -47,7 +52,8 @@ class SmallBatchKernel(LargeBatchKernel, Protocol):
 class StepMemory:
     """What captured graphs read and write: made once per server, so that a resize moves none of it.
 
-    With ``recorded``, each layer has a plan of its own, which stays readable until the next step.
+    With ``recorded``, each layer has a plan of its own, which stays readable until the next step. ``prefetch`` names
+    experts ahead, if it can on a device.
 
     Attributes:
         table: on the device; between two steps the host changes values in it.
@@ -56,9 +62,15 @@ class StepMemory:
         firsts: int32 [parts, 1], the first rows of the small steps that replace a large one.
         of_parts: int32 [parts, 4], the row counts of these steps in column 0, with the alignment of ``rows``.
         captured: the large-batch steps of captured graphs.
+        predictor: names experts in small-batch steps; None if nothing does.
+        listed: copies of predicted experts.
+        projections: how many of a predicted expert are fetched.
     """
 
-    def __init__(self, experts: ModelExperts, table: Table, device: torch.device, *, recorded: bool = False) -> None:
+    def __init__(
+        self, experts: ModelExperts, table: Table, device: torch.device, *, recorded: bool = False,
+        prefetch: PrefetchPolicy | None = None,
+    ) -> None:  # fmt: skip
         self.experts, self.table, self.device, layers = experts, table, device, table.layers if recorded else 1
         sizes = SMALL_BATCH_ROWS, experts.top_k, experts.num_experts, device
         self.plans = [
@@ -69,13 +81,19 @@ class StepMemory:
         self.firsts = torch.arange(MOST_PARTS, dtype=torch.int32, device=device).mul_(SMALL_BATCH_ROWS).view(-1, 1)
         self.of_parts = torch.zeros(MOST_PARTS, 4, dtype=torch.int32, device=device)
         self.captured: CapturedSteps = {}
+        self.predictor: DevicePredictor | None = None
+        if prefetch is not None and prefetch.on_device is not None and not table.nested:
+            self.predictor = prefetch.on_device(table, experts.top_k)
+        self.projections = PROJECTIONS if prefetch is None else prefetch.projections
+        self.listed = PrefetchList.allocate(0 if self.predictor is None else experts.num_experts, device)
 
     @property
     def nbytes(self) -> int:
         """Bytes of device memory of the table and the plans; slots and scratch are counted elsewhere."""
         tensors = *vars(self.table).values(), self.rows, self.firsts, self.of_parts
         tensors += tuple(tensor for of_layer in self.plans for tensor in of_layer[-1].tensors.values())
-        return sum(tensor.nbytes for tensor in tensors)
+        tensors += tuple(vars(self.listed).values())
+        return sum(tensor.nbytes for tensor in tensors) + (0 if self.predictor is None else self.predictor.nbytes)
 
 
 class SmallBatches:
@@ -104,6 +122,11 @@ class SmallBatches:
         self.cpu_queue, self.costs = cpu_queue, costs
         self._plans, slots = memory.plans, (quotas, staging, memory.captured)
         self.large = LargeBatches(memory.experts.top_k, memory.table, kernel, branch, memory.rows, *slots, count)
+        self.prefetch: DevicePrefetch | None = None
+        if memory.predictor is not None and any(map(prefetch_slots, staging.values())):
+            how = memory.predictor, memory.listed, memory.projections
+            self.prefetch = DevicePrefetch(memory.table, kernel, branch, memory.rows, *how)
+        set_prefetch(memory.table, {} if self.prefetch is None else staging)
         self._told = -1  # not known what an earlier object has set
 
     def warm_up(self, activation: Activation) -> None:
@@ -130,10 +153,14 @@ class SmallBatches:
 
     def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> Tensor:
         self.large.settle()
-        plan = self._plans[layer % len(self._plans)][len(x)]
-        return self.kernel.forward(
-            self.table, layer, self.memory.rows, plan, x, weights, ids, activation, self.cpu_queue
-        )
+        plan, prefetch = self._plans[layer % len(self._plans)][len(x)], self.prefetch
+        if prefetch is not None:
+            prefetch.begin_layer(layer, x, ids)
+        given = x, weights, ids, activation, self.cpu_queue
+        out = self.kernel.forward(self.table, layer, self.memory.rows, plan, *given)
+        if prefetch is not None:
+            prefetch.end_layer(layer)
+        return out
 
     def forward_large(
         self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation, marks: Tensor | None = None,
@@ -143,6 +170,9 @@ class SmallBatches:
 
         It runs as several small-batch steps, one after another, if the CPU executes misses and this is faster.
         """
+        if self.prefetch is not None:
+            self.prefetch.settle()
+            self.prefetch.observe(layer, x, ids)
         parts, experts = 0, self.table.experts
         if self.costs is not None and marks is None:
             sizes = len(x), SMALL_BATCH_ROWS, ids.shape[1], experts
@@ -164,8 +194,10 @@ class SmallBatches:
         return self._plans[layer][-1].actions(ids, self.table.experts)
 
     def settle(self) -> None:
-        """Begin a step: forget what an earlier large-batch step copied ahead."""
+        """Begin a step: forget what an earlier one copied ahead."""
         self.large.settle()
+        if self.prefetch is not None:
+            self.prefetch.settle()
         if self.cpu_queue is not None and self.cpu_queue.failed:
             self.table.cpu_costs.zero_()  # from now on everything is fetched
             self.costs = None

@@ -11,10 +11,12 @@ from vllm_dymoe.kernels import Activation, ExpertKernel
 from vllm_dymoe.kernels.triton import TritonKernel
 from vllm_dymoe.kernels.triton.cpu_queue import DeviceQueue
 from vllm_dymoe.kernels.triton.large_batch_step import TritonLargeBatch
+from vllm_dymoe.kernels.triton.prefetch import copy_predicted_on_gpu, list_predicted_on_gpu
 from vllm_dymoe.kernels.triton.small_batch_step import SmallBatchStep
 from vllm_dymoe.planner.constants import check_experts
 from vllm_dymoe.planner.large_batch import LargeBatchShape
 from vllm_dymoe.planner.plan import LayerPlan
+from vllm_dymoe.planner.prefetch import PrefetchList
 from vllm_dymoe.planner.table import Table
 
 
@@ -61,6 +63,12 @@ class TritonKernels:
             device_queue = DeviceQueue(cpu_queue.queue.shape, cpu_queue.turn, cpu_queue.present)
         step.run(vars(table), layer, x, ids, weights, rows, plan.tensors, out, device_queue)
         return out
+
+    def list_predicted(self, table: Table, layer: int, rows: Tensor, projections: int, out: PrefetchList) -> None:
+        list_predicted_on_gpu(vars(table), layer, rows, projections, vars(out))
+
+    def copy_predicted(self, table: Table, layer: int, projections: int, listed: PrefetchList) -> None:
+        copy_predicted_on_gpu(vars(table), layer, projections, vars(listed))
 
     def large_batch_step(self, table: Table, shape: LargeBatchShape, activation: Activation) -> TritonLargeBatch:
         return self._kernel.large_batch_step(vars(table), shape, self._formats, activation)

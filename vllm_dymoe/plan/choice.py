@@ -120,7 +120,7 @@ def predict(
         }
         far = replay(routings, both, choose, low=options.low > 0, nested=nested)
         layer_read = sum(far.missing[precision] * nbytes for precision, nbytes in slot_bytes.items())
-    alone = policy.residency.on_device and options.planning != "host" and in_host_cache is None
+    alone = not policy.needs_host and options.planning != "host" and in_host_cache is None
     deciding = device.in_a_graph() if alone else device
     bits = {precision: precision_bits(options, precision) for precision in demand.active}
     weights = sum(

@@ -14,7 +14,7 @@ is computed, and streamed ones are read from host memory by the kernel that comp
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -113,6 +113,14 @@ class LargeBatchWork:
             torch.zeros(shape.tokens, shape.top_k, dtype=torch.int32, device=device),
             torch.zeros(work, dtype=torch.int32, device=device),
         )
+
+    def with_own_spans(self) -> Self:
+        """Return the same work with a list of copies of its own, for the layers of the other parity.
+
+        A layer's last copies are experts of the next layer: the copy stream may still read their list while the next
+        layer writes its own.
+        """
+        return replace(self, spans=torch.zeros_like(self.spans))
 
 
 def small_batch_parts(

@@ -39,7 +39,10 @@ def plan_small_batch(
     """
     _empty(plan)
     real, top_k, host = int(rows), ids.shape[1], table.on_host()
+    host.planned[0] = layer
     if not real:
+        if not large:
+            host.staged_for[layer % 2] = -1
         return
     chosen = ids[:real].numpy().astype(np.int64).reshape(-1)
     outside = (chosen < -1) | (chosen >= host.experts)
@@ -81,7 +84,11 @@ def plan_small_batch(
     }
     for counter, those in counted.items():
         host.counters[layer, counter] += np.count_nonzero(those)
+    if not large:
+        _count_arrived(host, layer)
     _list_items(host, layer, active, computed, places, sizes, plan)
+    if not large:  # a large step reads it once more
+        host.staged_for[layer % 2] = -1
     list_positions(np.where(np.isin(chosen, active), chosen, -1), top_k, plan)
     plan.computed.numpy().reshape(-1)[np.isin(chosen, active[on_cpu]).nonzero()] = 2
 
@@ -125,6 +132,16 @@ def found_ahead(table: Table, layer: int, expert: int, code: int) -> tuple[int, 
     return (slot, projections) if found else (-1, 0)
 
 
+def _count_arrived(table: Table, layer: int) -> None:
+    """Count the predicted experts of a layer that have arrived in time, whether or not they are used."""
+    _, codes, projections = table.staged[layer % 2]
+    if table.nested or table.staged_for[layer % 2] != layer:
+        return
+    arrived = projections.nonzero()[0].tolist()
+    nbytes = sum(bytes_ahead(table, int(codes[expert]), int(projections[expert])) for expert in arrived)
+    table.counters[layer, [Counter.AHEAD, Counter.AHEAD_BYTES]] += len(arrived), nbytes
+
+
 def _list_items(
     table: Table, layer: int, active: Ints, computed: NDArray[np.int8], places: Ints, sizes: Ints, plan: LayerPlan
 ) -> None:
@@ -134,7 +151,11 @@ def _list_items(
     expert is read once for every two positions (POSITIONS_AT_ONCE); if it has more and has to cross the link, it gets a
     staging slot while there are some, because the link is slower than a slot.
     """
-    staged = dict(enumerate(table.staging.tolist()))
+    predicted = table.prefetch_slots.tolist()
+    staged = {
+        code: [first + predicted[code], count - predicted[code]]
+        for code, (first, count) in enumerate(table.staging.tolist())
+    }
     counts = table.counters[layer]
     plan.count.fill_(len(active))
     position = 0

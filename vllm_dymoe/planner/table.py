@@ -84,6 +84,13 @@ class Table:
     """What was fetched ahead, for an even and an odd layer: each expert's slot, version, and number of projections,
     gate first. An entry is valid until the next prediction for a layer of the same parity."""
     staged_for: Any = _column(2, dtype="int32", fill=-1)  # the layers of ``staged``, -1 for none
+    predicted: Any = _column(2, "layers", "experts", dtype="int32", fill=-1)
+    """Experts that a layer will probably want, the best first and each once, and the version of each; the first
+    negative expert ends the list. Written by whoever predicts: the host between steps, or the device within one."""
+    prefetch_slots: Any = _column(3, dtype="int32")
+    """How many of the staging slots, from the first on, predicted experts fill in small-batch steps, by version."""
+    planned: Any = _column(1, dtype="int32", fill=-1)
+    """The layer that was planned last. Copies of predicted experts for a layer stop once it is planned."""
     critical: Any = _column("layers", "counts", dtype="int32")
     """How many experts are high, by the number of active experts in a step."""
     threshold: Any = _column(2)  # see :mod:`~.threshold`; if in use, ``critical`` is ignored

@@ -79,6 +79,5 @@ class Adaptive(DynaExq):
 
     @cached_property
     def residency(self) -> ResidencyPolicy:
-        """A device does not know a threshold that rests."""
         moves = Migrating(**{name: getattr(self, name) for name in Migrating.model_fields})
-        return ResidencyPolicy(on_device=self._never, migrating=moves, rescues=not self._never)
+        return ResidencyPolicy(migrating=moves, rescues=not self._never)

@@ -17,6 +17,7 @@ from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.routing import Routing
 from vllm_dymoe.planner.rule import Ints
 from vllm_dymoe.prefetch import Predictor, RoutedModel
+from vllm_dymoe.prefetch.on_device import MakeDevicePredictor
 
 # Two slots keep a link busy within a layer: one is computed while the other fills. From a layer's last transfer to the
 # first of the next it idles unless predictions have slots: four where the host takes 300 us for a layer and the link 84
@@ -136,14 +137,12 @@ class Migrating(BaseModel):
 
 @dataclass(frozen=True)
 class ResidencyPolicy:
-    """What stays on the device, and which side decides it."""
+    """What stays on the device. Data for every planner; see :attr:`Policy.needs_host` for what a device's cannot do."""
 
     keeps: bool = True  # layers keep experts for later steps
     overlaps: bool = True  # experts arrive while others are computed
     evicts: Eviction = Eviction.COLDEST  # a device knows the coldest alone
     whole: bool = False  # an expert is computed when all of it is there; else projection by projection
-    on_device: bool = False
-    """A device can decide a decode step by itself: ``critical_counts`` says all that ``select`` would."""
     migrating: Migrating | None = None
     """How versions move between steps, so that every expert is there; None where steps fetch what they need."""
     rescues: bool = False  # where versions move between steps, steps fetch some high ones nevertheless
@@ -159,6 +158,7 @@ class PrefetchPolicy:
     layers: int = 1  # ahead that the predictor is asked about
     needs_gates: bool = False  # the predictor asks the model's gates
     takes_predictor: bool = False  # a trained predictor can stand in for it
+    on_device: MakeDevicePredictor | None = None  # names experts in steps that the device plans; None if nothing does
     first_layer: bool = False  # experts of a prompt's first MoE layer are named before it is reached
     paced: bool = False  # predictions are acted on only as often as they pay
     needs_predictor: bool = False  # there has to be a trained one
@@ -201,6 +201,31 @@ class Policy(BaseModel):
     @cached_property
     def prefetch(self) -> PrefetchPolicy | None:
         return None
+
+    @property
+    def needs_host(self) -> str:
+        """Why a device cannot plan this policy's steps, to follow "because"; empty if it can.
+
+        A device's planner has quotas (none where layers keep nothing), admission by score, precision by thresholds or
+        counts, and streaming. It runs no Python, hands on no weights, and waits for no transfer within a step.
+        """
+        precision, residency = self.precision, self.residency
+        chosen = len(precision.precisions) > 1
+        if not precision.planned:
+            return f'policy "{self.name}" chooses precisions by code that runs on the host'
+        if precision.renormalizes:
+            return 'skipped_weights = "renormalize" hands weights on, which the host does'
+        if chosen and not precision.thresholds and (precision.heavy_hitters or 1) < 1:
+            return "heavy_share below 1 orders experts by some of a prompt's tokens where no threshold decides"
+        if residency.evicts is not Eviction.COLDEST:
+            return "evicts orders experts by their last use or arrival, and a device evicts the coldest"
+        if residency.rescues:
+            return f'policy "{self.name}" weighs each fetch against the time that steps wait, which the host measures'
+        if self.prefetch is not None and self.prefetch.needs_predictor:
+            return f'policy "{self.name}" asks a trained network, which the host does'
+        if not residency.overlaps:
+            return "overlap = false waits for each expert before others are computed"
+        return ""
 
     def staging_slots(self, slots: int) -> int:
         """Of a precision's slots, how many no layer keeps: for streaming, and for what is fetched ahead."""

@@ -1,12 +1,13 @@
 """DuoServe-MoE: as many slots as a token uses experts, and a trained network that fills them ahead (4.2, 5.1, 5.3)."""
 
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from vllm_dymoe.options import ExpertBudget
 from vllm_dymoe.policies.base import Policy, PrefetchPolicy, ResidencyPolicy
 from vllm_dymoe.prefetch import Predictor, RoutedModel, TrainedPredictor
 from vllm_dymoe.prefetch.checkpoint import PredictorError, read_card
+from vllm_dymoe.prefetch.on_device import PopularityOnDevice
 from vllm_dymoe.prefetch.popularity import Popularity
 
 _PAPERS = ("paper", "paper-shared")  # architectures
@@ -36,7 +37,8 @@ class DuoServe(Policy):
         only_paper = self.network == "paper"
         return PrefetchPolicy(
             "the paper's network" if only_paper else "popularity", self._predictor, takes_predictor=True,
-            first_layer=True, paced=self.paced, needs_predictor=only_paper,
+            on_device=None if only_paper else PopularityOnDevice, first_layer=True, paced=self.paced,
+            needs_predictor=only_paper,
         )  # fmt: skip
 
     def _predictor(self, model: RoutedModel) -> Predictor:

@@ -20,7 +20,7 @@ from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.routing import Routing
 from vllm_dymoe.planner.rule import Ints
 from vllm_dymoe.planner.threshold import above, follow, threshold_for
-from vllm_dymoe.policies.base import EVICTIONS, PrecisionPolicy, ResidencyPolicy
+from vllm_dymoe.policies.base import PrecisionPolicy
 from vllm_dymoe.policies.exact import Exact
 from vllm_dymoe.policies.schedule import Schedule
 
@@ -148,10 +148,3 @@ class Dymoe(Exact):
             schedule=Schedule(self.retention, self.rounding, self.high_by != "equal", *self._around),
             thresholds=(threshold_for(self.retention), threshold_for(self.retention)) if by_threshold else (),
         )
-
-    @cached_property
-    def residency(self) -> ResidencyPolicy:
-        """A device cannot hand on the weights of skipped experts, nor order experts by some of a prompt's tokens."""
-        orders = self.high_by != "threshold" and self.heavy_share < 1
-        host = self.precision.renormalizes or orders or self.evicts != "coldest"
-        return ResidencyPolicy(on_device=not host, evicts=EVICTIONS[self.evicts])

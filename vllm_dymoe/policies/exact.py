@@ -28,7 +28,7 @@ class Exact(Policy):
 
     @cached_property
     def residency(self) -> ResidencyPolicy:
-        return ResidencyPolicy(on_device=self.evicts == "coldest", evicts=EVICTIONS[self.evicts])
+        return ResidencyPolicy(evicts=EVICTIONS[self.evicts])
 
     @cached_property
     def prefetch(self) -> PrefetchPolicy | None:
@@ -42,4 +42,4 @@ class Exact(Policy):
         layers = max(self.look_ahead, model.horizon)
         if model.predictor is not None:
             return TrainedPredictor.load(model, layers)
-        return NextGate(model.gates, model.top_k, layers=layers, side_stream=make_side_stream(model.device))
+        return NextGate(model.gates, model.top_k, layers, make_side_stream(model.device), model.hidden)

@@ -55,4 +55,4 @@ class Firm(Policy):
         start = Setting(min(self.k or model.top_k, model.num_experts), self.p)
         largest = Setting(max(start.k, min(_LARGEST_K * model.top_k, model.num_experts)), max(start.p, _LARGEST_P))
         tuner = Heop(model.num_layers, start, largest, as_printed=self.search == "as printed")
-        return MeetingOfLayers(model.gates, *start, tuner, model.held, make_side_stream(model.device))
+        return MeetingOfLayers(model.gates, *start, tuner, model.held, make_side_stream(model.device), model.hidden)

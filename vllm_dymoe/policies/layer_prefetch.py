@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from vllm_dymoe.options import ExpertBudget
 from vllm_dymoe.policies.base import Policy, PrefetchPolicy, ResidencyPolicy
+from vllm_dymoe.prefetch.on_device import AllExpertsOnDevice
 from vllm_dymoe.prefetch.popularity import AllExperts
 
 
@@ -21,4 +22,8 @@ class LayerPrefetch(Policy):
 
     @cached_property
     def prefetch(self) -> PrefetchPolicy:
-        return PrefetchPolicy("all of the next layer", lambda model: AllExperts(model.num_layers, model.num_experts))
+        return PrefetchPolicy(
+            "all of the next layer",
+            lambda model: AllExperts(model.num_layers, model.num_experts),
+            on_device=AllExpertsOnDevice,
+        )

@@ -19,11 +19,8 @@ import torch
 from vllm_dymoe.planner.routing import Phase, Routing
 from vllm_dymoe.prefetch.base import Candidate, Predictor
 from vllm_dymoe.prefetch.gate import Gate
-from vllm_dymoe.prefetch.side_stream import Answer, Inline
+from vllm_dymoe.prefetch.side_stream import Answer, Inline, bytes_of_copies, some_rows
 from vllm_dymoe.prefetch.tuner import Heop
-
-_MOST_ROWS = 512
-"""Tokens of a step that are asked about, evenly spaced: inputs of all of a prompt's would take hundreds of MB."""
 
 
 class MeetingOfLayers(Predictor):
@@ -37,9 +34,10 @@ class MeetingOfLayers(Predictor):
         tuner: Heop | None = None,  # chooses K and P while serving; they stay as they are if None
         held: Callable[[int], Set[int]] = lambda layer: frozenset(),
         side_stream: Inline | None = None,
+        hidden: int = 0,  # of the model, for the memory of the inputs
     ) -> None:
         super().__init__(side_stream)
-        self._gates = gates
+        self._gates, self._hidden = gates, hidden
         self._setting = (k, p)
         self._tuner = tuner
         self._held = held
@@ -49,8 +47,12 @@ class MeetingOfLayers(Predictor):
         self._phase = Phase.DECODE
         self._named: frozenset[int] | None = None
 
+    @property
+    def nbytes(self) -> int:
+        return bytes_of_copies(self._inputs.maxlen or 0, self._hidden) if self._side_stream.answers_later else 0
+
     def observe(self, routing: Routing) -> None:
-        layer, x = routing.layer, routing.x[:: -(-len(routing.x) // _MOST_ROWS)]
+        layer, x = routing.layer, some_rows(routing.x)
         if layer <= self._layer:
             self._inputs.clear()
             self._named = None

@@ -17,7 +17,7 @@ import torch
 from vllm_dymoe.planner.routing import Phase, Routing
 from vllm_dymoe.prefetch.base import Candidate, Predictor
 from vllm_dymoe.prefetch.gate import Gate
-from vllm_dymoe.prefetch.side_stream import Answer, Inline
+from vllm_dymoe.prefetch.side_stream import Answer, Inline, bytes_of_copies, some_rows
 
 
 class NextGate(Predictor):
@@ -27,18 +27,25 @@ class NextGate(Predictor):
         gates: of every MoE layer, in order.
         top_k: experts per token of the model, t of Eqs. 7 and 8: of a prefill every expert that a token chooses.
         layers: how many layers after this one are predicted in decode; a prefill has enough to do with the next.
+        hidden: of the model, for the memory of inputs that a side stream reads.
     """
 
-    def __init__(self, gates: Sequence[Gate], top_k: int, layers: int = 1, side_stream: Inline | None = None) -> None:
+    def __init__(
+        self, gates: Sequence[Gate], top_k: int, layers: int = 1, side_stream: Inline | None = None, hidden: int = 0
+    ) -> None:
         super().__init__(side_stream)
-        self._gates = gates
+        self._gates, self._hidden = gates, hidden
         self._top_k = top_k
         self._layers = layers
         self._x: torch.Tensor | None = None
         self._phase = Phase.DECODE
 
+    @property
+    def nbytes(self) -> int:
+        return bytes_of_copies(1, self._hidden) if self._side_stream.answers_later else 0
+
     def observe(self, routing: Routing) -> None:
-        self._x, self._phase, self._read = routing.x, routing.phase, None
+        self._x, self._phase, self._read = some_rows(routing.x), routing.phase, None
 
     def begin(self, layer: int) -> None:
         assert self._x is not None

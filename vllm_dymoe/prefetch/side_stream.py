@@ -8,6 +8,20 @@ import torch
 
 Answer = tuple[torch.Tensor, ...]
 
+MOST_ROWS = 512
+"""Tokens of a step that gates are asked about, evenly spaced. Their inputs are copied for the side stream; those of all
+tokens of a prompt would take hundreds of MB, which no budget has room for."""
+
+
+def some_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return a view of at most MOST_ROWS rows of x [tokens, hidden], evenly spaced."""
+    return x[:: max(1, -(-len(x) // MOST_ROWS))]
+
+
+def bytes_of_copies(copies: int, hidden: int) -> int:
+    """Return the device memory of so many copies of a step's inputs, in 16 bits."""
+    return copies * MOST_ROWS * hidden * 2
+
 
 class Inline:
     """No stream: an answer is computed when it is asked for, which need not be."""

@@ -171,11 +171,13 @@ class ExpertServer:
             decoding, why_not = _make_decode_kernel(parts, self.kernel, self.experts, options)
         self.host_plans_because = why_not  # if the device was to decide
         execution = options, store, self.engine, device, parts.lock, on_late, rates
-        self.cpu_execution = CpuExecution(*execution, on_device=decoding is not None)
+        watched = parts.device_memory.ends_long_kernels()
+        self.cpu_execution = CpuExecution(*execution, on_device=decoding is not None, ends_long_kernels=watched)
         self._on_device: _DevicePlanning | None = None
         if decoding is not None:
             side = DeviceTable(store, device)
-            memory = StepMemory(self.experts, side.table, device, recorded=options.trace is not None)
+            records = options.trace is not None
+            memory = StepMemory(self.experts, side.table, device, recorded=records, prefetch=policy.prefetch)
             counts = None if policy.residency.migrating is None else DeviceCounts(side.table)
             self._on_device = _DevicePlanning(side, memory, decoding, parts.branch(), counts)
         self.unasked = self._why_unasked()
@@ -223,10 +225,10 @@ class ExpertServer:
         honoured, or a read that was given up has not ended."""
         options = changed_precision(self.options, self.experts.formats, changes)
         policy = make_policy(options).of_stage(*self._around)
-        if self.small_batches is not None and not policy.residency.on_device:
+        if self.small_batches is not None and policy.needs_host:
             raise ConfigError(
-                "vllm-dymoe: the precision stays as it was: the device plans about experts in decode, and this needs "
-                'the host; start with planning "host".',
+                "vllm-dymoe: the precision stays as it was: the device plans, and this needs the host, because "
+                f'{policy.needs_host}; start with planning "host".',
                 option="planning",
             )
         plan = self._spending.plan(self.slot_plan.limit, options, policy, self.overhead)
@@ -292,6 +294,8 @@ class ExpertServer:
         """ConfigError if slots cannot go now: they have gone, or a read that was given up writes into one."""
         if self.asleep:
             raise ConfigError(f"vllm-dymoe: {what} is impossible while the engine sleeps; wake it up first.")
+        if self.small_batches is not None:
+            self.small_batches.settle()  # its copies write into slots
         if not self.host_planned.end():
             raise ConfigError(
                 f"vllm-dymoe: {what} is impossible while reads that were given up have not ended "
@@ -479,6 +483,8 @@ class ExpertServer:
 
     def close(self, *, keep_store: bool = False) -> None:
         """End the transfer threads, give the slots' memory back, and close the store or keep it for another server."""
+        if self.small_batches is not None:
+            self.small_batches.settle()
         self.engine.close()
         self.cpu_execution.close()
         self.cache.pools.free()

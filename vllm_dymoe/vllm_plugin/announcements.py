@@ -90,10 +90,9 @@ def _prefetch(server: ExpertServer) -> str:
     file = server.options.predictor_file
     unused = f"; predictor {file} is not used and takes no memory" if file is not None and server.unasked else ""
     if server.small_batches is not None:
-        steps = (
-            f"none in steps of up to {SMALL_BATCH_ROWS} tokens, the next layer's experts by themselves in larger ones"
-        )
-        return steps + unused
+        few = "none" if server.small_batches.prefetch is None else server.policy.prefetch.name
+        ahead = "the next layer's experts by themselves in larger ones"
+        return f"{few} in steps of up to {SMALL_BATCH_ROWS} tokens, {ahead}{unused}"
     if server.unasked or server.engine.occupies_cores:
         return "none, because the cores that would copy compute" + unused
     return _by_name(server)

@@ -1,0 +1,118 @@
+"""The programs that list and copy predicted experts against their plain twins."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.sections import DEVICE, at_the_edge
+from tests.kernels.twins import Twins, moved
+from tests.support.decode_steps import EXPERTS, LAYERS, random_step, rows
+from vllm_dymoe.kernels.triton.popularity import count_and_name_on_gpu
+from vllm_dymoe.kernels.triton.prefetch import copy_predicted_on_gpu, list_predicted_on_gpu
+from vllm_dymoe.planner.prefetch import PrefetchList, list_predicted, set_prefetch
+from vllm_dymoe.planner.rule import ABSENT, HIGH, LOW
+from vllm_dymoe.planner.small_batch import PROJECTIONS
+from vllm_dymoe.planner.table import Table
+from vllm_dymoe.policies.dymoe import Dymoe
+from vllm_dymoe.prefetch.on_device import count_and_name
+
+
+def predict(twins, layer, seed):
+    """Name some experts in some version, each once, and end the list somewhere."""
+    generator = torch.Generator().manual_seed(seed)
+    experts = torch.randperm(twins.plain.experts, generator=generator).int()
+    experts[int(torch.randint(twins.plain.experts + 1, (1,), generator=generator)) :] = -1
+    codes = torch.randint(LOW, HIGH + 1, experts.shape, generator=generator).int()
+    for table in (twins.plain, twins.table):
+        table.predicted[:, layer] = torch.stack((experts, codes)).to(table.predicted.device)
+
+
+def list_both(twins, layer, real, projections):
+    plain = PrefetchList.allocate(twins.plain.experts, "cpu")
+    found = moved(plain, lambda values: twins.place(values.clone()).fill_(77))
+    list_predicted(twins.plain, layer, rows(real), projections, plain)
+    list_predicted_on_gpu(vars(twins.table), layer, twins.place(rows(real)), projections, vars(found))
+    count = int(plain.count)
+    assert int(found.count) == count
+    assert torch.equal(plain.copies[:count], found.copies[:count].cpu())
+    assert not found.arrivals[: twins.plain.experts].any()
+    twins.compare()
+    return count
+
+
+def arrive(twins, layer, seed):
+    """Some of the listed copies are complete."""
+    some = torch.rand(twins.plain.experts, generator=torch.Generator().manual_seed(seed)) < 0.5
+    for table in (twins.plain, twins.table):
+        staged = table.staged[layer % 2]
+        staged[2] = torch.where(some.to(staged.device) & (staged[1] > 0), PROJECTIONS, 0)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.integers(0, 1 << 30)), min_size=1, max_size=6),
+    st.sampled_from([0, 2, 5]),
+    st.sampled_from([0, 1, 2, 7]),
+    st.sampled_from([0.0, 0.5, 1.0]),
+    st.integers(1, PROJECTIONS),
+)
+def test_any_predictions_and_steps(steps, share, staging, retention, projections):
+    quotas = {LOW: [share] * LAYERS, HIGH: [share] * LAYERS}
+    twins = Twins(quotas, policy=Dymoe(retention=retention), staging=staging)
+    for table in (twins.plain, twins.table):
+        set_prefetch(table, {LOW: staging, HIGH: staging})
+    for number, (tokens, seed) in enumerate(steps):
+        layer = number % LAYERS
+        predict(twins, layer, seed)
+        list_both(twins, layer, seed % (tokens + 1), projections)
+        arrive(twins, layer, seed)
+        twins.step(layer, *random_step(seed, tokens), real=seed % (tokens + 1))
+
+
+def test_nothing_beside_the_tensors_is_touched():
+    twins = Twins({LOW: [0, 3], HIGH: [0, 2]}, place=at_the_edge, staging=4)
+    for table in (twins.plain, twins.table):
+        set_prefetch(table, {LOW: 4, HIGH: 4})
+    for layer in range(LAYERS):
+        predict(twins, layer, layer)
+        list_both(twins, layer, 1, PROJECTIONS)
+
+
+@pytest.mark.parametrize("planned", [0, 1])
+def test_copies_are_complete_and_published_or_stop(planned):
+    """They are for layer 1: once that is planned nothing is copied, and nothing is said to have arrived."""
+    lengths = [0, 16, 4096, 32 * 8192 * 2 + 8192 + 48]
+    sources = [torch.randint(0, 255, (max(count, 16),), dtype=torch.uint8, device=DEVICE) for count in lengths]
+    slots = [torch.full((len(source) + 16,), 0xEE, dtype=torch.uint8, device=DEVICE) for source in sources]
+    listed = PrefetchList.allocate(EXPERTS, DEVICE)
+    for number, (source, slot, count) in enumerate(zip(sources, slots, lengths, strict=True)):
+        listed.copies[number] = torch.tensor((source.data_ptr(), slot.data_ptr(), count, 2 * number))
+    listed.count.fill_(len(lengths))
+    table = Table.allocate(LAYERS, EXPERTS, device=DEVICE)
+    assert (table.precision == ABSENT).all()
+    table.planned.fill_(planned)
+    copy_predicted_on_gpu(vars(table), 1, 2, vars(listed))
+    made = planned != 1
+    for source, slot, count in zip(sources, slots, lengths, strict=True):
+        assert torch.equal(slot[:count], source[:count]) == (made or not count)
+        assert (slot[count:] == 0xEE).all()
+    arrived = table.staged[1, 2].tolist()
+    assert arrived == [2 * (made and expert % 2 == 0 and expert < 2 * len(lengths)) for expert in range(EXPERTS)]
+    assert not table.staged[0].any()
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(12, 3), (33, 4)])
+def test_popularity_is_its_plain_twin(experts, top_k):
+    plain, counts = (torch.zeros(LAYERS, experts, dtype=torch.int64, device=device) for device in ("cpu", DEVICE))
+    expected = torch.full((LAYERS, experts), -1, dtype=torch.int32)
+    found = expected.to(DEVICE, copy=True)
+    for seed in range(12):
+        ids, _ = random_step(seed, 1 + seed % 3, top_k, experts)
+        ids, real = ids if seed % 2 else ids.int(), seed % (len(ids) + 1)
+        count_and_name(plain, expected, seed % LAYERS, ids, rows(real), 2, 1 << 20, top_k)
+        given = counts, found, seed % LAYERS, ids.to(DEVICE), rows(real).to(DEVICE), 2, 1 << 20, top_k
+        count_and_name_on_gpu(*given)
+        assert torch.equal(counts.cpu(), plain)
+        assert torch.equal(found.cpu(), expected)
+    assert (expected >= 0).any()

@@ -156,6 +156,9 @@ class Product:
     def process_weights_after_loading(self, layer):
         assert layer.weight.dtype is torch.float8_e4m3fn
 
+    def input_quant_key(self):
+        """None: the product quantizes its input by itself."""
+
     def apply_weights(self, layer, x, bias):
         out = x.double() @ (layer.weight.double() * layer.weight_scale.double().reshape(1, -1))
         return (out if bias is None else out + bias.double()).to(x.dtype)

@@ -40,7 +40,7 @@ class Fp8HeadMethod(UnquantizedEmbeddingMethod):
     def __init__(self) -> None:
         super().__init__()
         self._method: Any = linear_method()  # in the context in which vLLM makes layers, whose dtype it takes
-        self._linear = torch.nn.Module()
+        self._linear: Any = torch.nn.Module()
 
     def process_weights_after_loading(self, layer: Any) -> None:
         weight: torch.Tensor = layer.weight.data

@@ -175,7 +175,7 @@ class Options(BaseModel):
     quantizer: Literal["rtn", "hqq", "gptq", "e8"] = "rtn"
     """Round to nearest, HQQ (slower, better at 2 bits); GPTQ, E8 by vllm-dymoe quantize."""
     dense: Literal[16, 8, 4] = 16
-    """Bits of a 16-bit checkpoint's attention, shared experts and LM head on a CPU; 16 leaves them."""
+    """Bits of a 16-bit checkpoint's attention, shared experts and LM head; 16 leaves them, on a GPU 8 is FP8."""
     activations: Literal[16, 8] = 16
     """Bits of what a CPU multiplies codes with; 8 is faster for batches and loses more."""
     expert_budget: ExpertBudget = AUTO

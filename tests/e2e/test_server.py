@@ -230,7 +230,8 @@ def test_the_live_page_is_served_with_what_is_resident_and_what_flows(client, se
     assert np.count_nonzero(held == 2) == rank["resident"]["high"] == stats["resident_experts"]["high"]
     assert (heat.max(1) == 63).all(), "every layer has a hottest expert"
     grown = {name: rank["counts"][name] - before["counts"][name] for name in rank["counts"]}
-    assert grown["decoded_tokens"] == used.completion_tokens - 1, "the prompt's step gives the first one"
+    # The prompt's step gives the first one; a step that was scheduled ahead may follow the last.
+    assert 0 <= grown["decoded_tokens"] - (used.completion_tokens - 1) <= 1
     assert grown["prompt_tokens"] > 0
     assert grown["hits"] + grown["misses"] > 0
     assert grown["cpu_seconds"] > 0

@@ -11,7 +11,7 @@ import torch
 from tests.errors import refused
 from tests.executor.steps import ByNumber, forward, kept_by, random_step, run, with_budget
 from tests.small_model import make_experts, make_store
-from vllm_dymoe.options import ConfigError, Options
+from vllm_dymoe.options import Options
 from vllm_dymoe.prefetch import Candidate, Predictor
 from vllm_dymoe.prefetch.popularity import Popularity
 from vllm_dymoe.server import ExpertServer

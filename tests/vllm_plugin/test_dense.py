@@ -4,14 +4,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor import parameter
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
+from tests.vllm_plugin.test_prepare import configure
 from vllm_dymoe.experts.encoding import encoding_of
 from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels import dequantize, native
 from vllm_dymoe.options import ConfigError, Options
-from vllm_dymoe.vllm_plugin import dense
+from vllm_dymoe.vllm_plugin import dense, dense_fp8
 
 needs_the_library = pytest.mark.skipif(native.load() is None, reason="the native library was not built")
 
@@ -86,6 +89,92 @@ def test_what_dense_cannot_do_is_refused(monkeypatch):
     monkeypatch.setattr(native, "load", lambda: None)
     with pytest.raises(ConfigError, match="native library"):
         dense.check_dense(options, quantized=False)
-    monkeypatch.setattr(dense.current_platform, "is_cpu", lambda: False)
-    with pytest.raises(ConfigError, match="only a CPU"):
-        dense.check_dense(options, quantized=False)
+
+
+class Gpu:
+    """A CUDA platform, as far as our modules look at it; vLLM itself goes on to see the CPU."""
+
+    def __init__(self, capability):
+        self.capability = capability
+
+    def is_cpu(self):
+        return False
+
+    def has_device_capability(self, least):
+        return self.capability >= least
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    def become(capability):
+        for module in (dense, dense_fp8):
+            monkeypatch.setattr(module, "current_platform", Gpu(capability))
+
+    return become
+
+
+@pytest.fixture
+def vllm_config(monkeypatch):
+    """What vLLM's own methods ask for where layers are made: a configuration, a dtype, and ranks."""
+    monkeypatch.setattr(parameter, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(parameter, "get_tensor_model_parallel_world_size", lambda: 1)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    with set_current_vllm_config(configure(dtype=torch.bfloat16)):
+        yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize(("capability", "name"), [(90, "Fp8Ptpc"), (89, "Fp8Ptpc"), (86, "Fp8PerTensor")])
+def test_a_gpu_takes_vllms_online_fp8_for_the_same_layers(capability, name, on_gpu, vllm_config):
+    on_gpu(capability)
+    options = Options(dense=8)
+    dense.check_dense(options, quantized=False)
+    method = dense.packed_method(layer_of(LinearBase), "model.layers.0.self_attn.o_proj", options, config())
+    assert type(method).__name__.startswith(name)
+    assert dense.packed_method(layer_of(LinearBase), "model.layers.0.mlp.gate", options, config()) is None
+    head = layer_of(ParallelLMHead)
+    assert isinstance(dense.packed_method(head, "lm_head", options, config()), dense_fp8.Fp8HeadMethod)
+    assert dense.packed_method(head, "lm_head", options, config(tied=True)) is None
+    assert dense.packed_method(layer_of(LinearBase), "o_proj", Options(), config()) is None
+
+
+def test_what_a_gpu_cannot_do_is_refused(on_gpu, monkeypatch):
+    on_gpu(90)
+    with pytest.raises(ConfigError, match="set dense to 8"):
+        dense.check_dense(Options(dense=4), quantized=False)
+    with pytest.raises(ConfigError, match="quantized already"):
+        dense.check_dense(Options(dense=8), quantized=True)
+    monkeypatch.setattr(dense, "online_fp8", lambda: None)
+    with pytest.raises(ConfigError, match="install a newer one"):
+        dense.check_dense(Options(dense=8), quantized=False)
+
+
+class Product:
+    """In place of vLLM's kernel, which a CPU may not have: [columns, rows] FP8 and a scale for each row."""
+
+    def process_weights_after_loading(self, layer):
+        assert layer.weight.dtype is torch.float8_e4m3fn
+
+    def input_quant_key(self):
+        """None: the product quantizes its input by itself."""
+
+    def apply_weights(self, layer, x, bias):
+        out = x.double() @ (layer.weight.double() * layer.weight_scale.double().reshape(1, -1))
+        return (out if bias is None else out + bias.double()).to(x.dtype)
+
+
+def test_a_head_becomes_fp8_and_gives_its_weight_back(on_gpu, vllm_config, monkeypatch):
+    """By vLLM's own method, whose rounding is compared with the 16-bit weight."""
+    on_gpu(90)
+    monkeypatch.setattr(dense_fp8.online_fp8(), "init_fp8_linear_kernel", lambda **given: Product())
+    head = layer_of(ParallelLMHead)
+    exact = head.weight.double()
+    method = dense.packed_method(head, "lm_head", Options(dense=8), config())
+    method.process_weights_after_loading(head)
+    assert head.weight.numel() == 0
+    x = torch.randn(3, 96).bfloat16()
+    out, want = method.apply(head, x), x.double() @ exact.T
+    assert out.shape == (3, 200)
+    # A mantissa of 3 bits: each weight is off by at most 1/16 of itself.
+    assert 1e-3 < (out.double() - want).norm() / want.norm() < 1 / 16

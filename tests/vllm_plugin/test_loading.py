@@ -13,8 +13,10 @@ from vllm_dymoe.cache.store.writer import StoreWriter
 from vllm_dymoe.experts.format import Projection, SliceKey
 from vllm_dymoe.kernels import Activation, Curve
 from vllm_dymoe.options import ConfigError, Options
+from vllm_dymoe.policies import make_policy
 from vllm_dymoe.quantize import QUANTIZERS
 from vllm_dymoe.quantize.packer import ExpertPacker
+from vllm_dymoe.vllm_plugin import loading as loading_module
 from vllm_dymoe.vllm_plugin.loading import Loading
 from vllm_dymoe.vllm_plugin.model_store import LayerSpec, layer_numbers
 
@@ -137,3 +139,24 @@ def test_narrower_and_fewer_experts_are_filled_up_with_zeros(tmp_path):
                 assert not packed.weight[rows:].any()
                 assert not packed.weight[:, columns:].any()
                 assert packed.bias.sum() == rows
+
+
+@pytest.mark.parametrize(
+    ("readable", "obstacle", "by_device"), [(True, "", True), (False, "", False), (True, "a draft", False)]
+)
+def test_a_start_on_a_gpu_tests_the_kernels_that_it_will_use(readable, obstacle, by_device, monkeypatch, tmp_path):
+    asked = {}
+
+    def tested(experts, options, device, activations, **given):
+        asked.update(given, device=device, activations=activations)
+        return "its kernels are wrong" if given["device_plans"] else ""
+
+    monkeypatch.setattr(loading_module, "tested", tested)
+    model, options = model_of({}, {"activation": Activation.GELU}, {}), Options()
+    model._model.rates = tmp_path / "rates.json"
+    store = SimpleNamespace(experts=EXPERTS, readable=readable)
+    found = model._tested(store, options, torch.device("cuda"), make_policy(options), obstacle)
+    assert found == (obstacle or "its kernels are wrong" * by_device)
+    assert (asked["device_plans"], asked["device"].type) == (by_device, "cuda")
+    assert asked["activations"] == [SPEC.activation, Activation.GELU]
+    assert asked["kept"] == tmp_path / "self-test.json"

@@ -168,7 +168,7 @@ class Simulator:
         staging = plan.staging.get(Precision.HIGH, 0) or min(plan.staging.values(), default=0)
         self._staging = plan.slots.get(Precision.HIGH, 0) if not policy.residency.keeps else staging
         self.result = Result(peak=int(layers * model.attention + model.head + plan.limit))
-        alone = policy.residency.on_device and options.planning != "host" and device.decides
+        alone = not policy.needs_host and options.planning != "host" and device.decides
         self._in_graph = alone
         self._paces = {phase: Pace(paid=policy.prefetch is not None and policy.prefetch.paced) for phase in Phase}
         self._ahead: list[_Copy] = []  # for the next layer

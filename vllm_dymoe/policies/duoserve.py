@@ -1,7 +1,7 @@
 """DuoServe-MoE: as many slots as a token uses experts, and a trained network that fills them ahead (4.2, 5.1, 5.3)."""
 
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from vllm_dymoe.options import ExpertBudget
 from vllm_dymoe.policies.base import Policy, PrefetchPolicy, ResidencyPolicy

@@ -1,7 +1,7 @@
-"""The option ``dense``: a 16-bit checkpoint's attention, shared experts and LM head on a CPU, quantized as they load.
+"""The option ``dense``: a 16-bit checkpoint's attention, shared experts and LM head, quantized as they load.
 
-Beside experts of 4 bits they are most of what a token reads. The native library multiplies them; routers, and layers
-whose weights a model reads by itself, keep their 16 bits.
+Beside experts of 4 bits they are most of what a token reads. On a CPU the native library multiplies them, on a GPU
+vLLM's FP8 kernels (:mod:`~.dense_fp8`). Routers, and layers whose weights a model reads by itself, keep their 16 bits.
 """
 
 import re
@@ -22,6 +22,7 @@ from vllm_dymoe.kernels import native
 from vllm_dymoe.kernels.linear import Linear
 from vllm_dymoe.options import CALIBRATED, ConfigError, Options
 from vllm_dymoe.quantize import QUANTIZERS, quantize_matrix
+from vllm_dymoe.vllm_plugin.dense_fp8 import Fp8HeadMethod, linear_method, online_fp8
 
 # Layers that models call and do nothing else with; a router's gate, a convolution or MLA's kv_b_proj is none of them.
 _PACKED = re.compile(
@@ -34,26 +35,34 @@ _LINEARS: WeakValueDictionary[int, Linear] = WeakValueDictionary()  # by the add
 def packed_method(
     layer: torch.nn.Module, prefix: str, options: Options, config: VllmConfig
 ) -> QuantizeMethodBase | None:
-    """The method of a layer that is to be packed; None for one that keeps its 16 bits."""
+    """The method of a layer that is to be quantized; None for one that keeps its 16 bits."""
     if options.dense == 16:
         return None
+    on_cpu = current_platform.is_cpu()
     if isinstance(layer, LinearBase) and _PACKED.fullmatch(prefix):
-        return PackedLinearMethod(options)
+        return PackedLinearMethod(options) if on_cpu else linear_method()
     model = config.model_config
     if isinstance(layer, ParallelLMHead) and getattr(model, "head_dtype", model.dtype) in (None, model.dtype):
-        return PackedHeadMethod(options, tied=bool(getattr(model.hf_text_config, "tie_word_embeddings", False)))
+        tied = bool(getattr(model.hf_text_config, "tie_word_embeddings", False))
+        if on_cpu:
+            return PackedHeadMethod(options, tied=tied)
+        return None if tied else Fp8HeadMethod()  # a second copy of a tied one would cost more memory than it saves
     return None
 
 
 def check_dense(options: Options, *, quantized: bool) -> None:
-    """Refuse (ConfigError) ``dense`` for layers that are quantized, another device, or without the native library."""
+    """Refuse (ConfigError) ``dense`` for layers that are quantized, bits that a GPU has no kernels for, or where the
+    kernels are missing."""
     if options.dense == 16:
         return
     why = None
     if quantized:
         why = "the checkpoint's dense layers have been quantized already; leave the option out"
     elif not current_platform.is_cpu():
-        why = "only a CPU has kernels for that; leave it out, or serve a checkpoint whose dense layers are quantized"
+        if options.dense != 8:
+            why = "a GPU has kernels for 8 bits (FP8); set dense to 8, or leave it out"
+        elif online_fp8() is None:
+            why = "this vLLM cannot quantize to FP8 while it loads; install a newer one, or leave the option out"
     elif native.load() is None:
         why = "the native library was not built; install vllm-dymoe again with a C++ compiler, or leave the option out"
     if why is not None:

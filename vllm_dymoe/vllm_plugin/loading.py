@@ -13,11 +13,11 @@ from vllm_dymoe.cache.host_cache import join
 from vllm_dymoe.cache.migration import Agree
 from vllm_dymoe.cache.pages import available_host_memory
 from vllm_dymoe.cache.store import HostStore
-from vllm_dymoe.executor.device_planning import DRAFTED, without_device
+from vllm_dymoe.executor.device_planning import DRAFTED, plans_on_device, without_device
 from vllm_dymoe.experts.format import ModelExperts
 from vllm_dymoe.experts.identity import ModelIdentity
 from vllm_dymoe.options import ConfigError, Options
-from vllm_dymoe.policies import make_policy
+from vllm_dymoe.policies import Policy, make_policy
 from vllm_dymoe.prefetch import Predictor, RoutedModel, TrainedPredictor
 from vllm_dymoe.prefetch.gate import FAR
 from vllm_dymoe.prefetch.online import OnlineTraining, network_bytes
@@ -25,6 +25,7 @@ from vllm_dymoe.prefetch.trained import network_dtype
 from vllm_dymoe.quantize.readers import PLAIN_READER, Reader
 from vllm_dymoe.quantize.readers.base import describe
 from vllm_dymoe.server import ExpertServer, minimum_budget
+from vllm_dymoe.server.self_test import RESULTS, tested
 from vllm_dymoe.vllm_plugin.announcements import describe_server, logger, warnings
 from vllm_dymoe.vllm_plugin.automatic_budget import automatic_budget, budget_in_host_memory
 from vllm_dymoe.vllm_plugin.failures import make_step_failures
@@ -241,7 +242,23 @@ class Loading:
             item = network_dtype(device).itemsize
             given["training_bytes"] = OnlineTraining.nbytes(sizes, ahead, item, options.train_predictor.memory)
             given["predictor_room"] = network_bytes(sizes, ahead, item)
+        if device.type == "cuda":
+            given["obstacle"] = self._tested(store, options, device, policy, obstacle)
         return ExpertServer(store, options, device, budget, **given)
+
+    def _tested(self, store: HostStore, options: Options, device: torch.device, policy: Policy, obstacle: str) -> str:
+        """Return the obstacle to device-side planning, which the self-test on this card may have found."""
+        rates = self._model.rates
+        found = tested(
+            store.experts,
+            options,
+            device,
+            list(dict.fromkeys(layer.activation for layer in self._model.layers)),
+            device_plans=plans_on_device(options, policy, device.type, readable=store.readable, obstacle=obstacle)[0],
+            kept=None if rates is None else rates.with_name(RESULTS),
+            say=lambda sentence: logger.warning("vllm-dymoe: %s", sentence),
+        )
+        return obstacle or found
 
     @property
     def _look_ahead(self) -> int:

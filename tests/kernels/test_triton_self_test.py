@@ -1,0 +1,51 @@
+"""The self-test over the kernels of a GPU, in Triton's interpreter, which stands for the card."""
+
+import pytest
+import torch
+
+from tests.kernels.sections import DEVICE
+from tests.small_model import make_experts
+from vllm_dymoe.kernels import Activation
+from vllm_dymoe.kernels.triton import TritonKernel, small_batch_step
+from vllm_dymoe.options import Options
+from vllm_dymoe.server import expert_server
+from vllm_dymoe.server.self_test import self_test
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="the server's own device is the CPU here")
+OPTIONS = Options(high=4, low=0, group_size=32)
+
+
+@pytest.fixture
+def run(monkeypatch):
+    kinds = []
+
+    def triton_kernel(device, workspace_bytes, formats, activations):
+        kinds.append(TritonKernel)
+        return TritonKernel(device, workspace_bytes, formats)
+
+    def test(device_plans):
+        experts = make_experts(bits=(4,), num_experts=4, hidden=128, dtype=torch.float16)
+        found = self_test(experts, OPTIONS, torch.device("cpu"), [Activation.SILU], device_plans=device_plans)
+        assert kinds == [TritonKernel]
+        assert found.skipped == ""
+        return found
+
+    monkeypatch.setattr(expert_server, "make_kernel", triton_kernel)
+    return test
+
+
+@pytest.mark.parametrize("device_plans", [True, False])
+def test_right_kernels_pass(run, device_plans):
+    found = run(device_plans)
+    assert (found.failure, found.steps) == ("", 3)
+
+
+def test_a_wrong_strip_of_columns_is_found(run, monkeypatch):
+    whole = small_batch_step.decode_down
+
+    def wrong(hidden, out, *others, **named):
+        whole(hidden, out, *others, **named)
+        out[-1, -64:] = 0
+
+    monkeypatch.setattr(small_batch_step, "decode_down", wrong)
+    assert "a step of 1 tokens" in run(True).failure

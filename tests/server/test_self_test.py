@@ -1,0 +1,174 @@
+"""The self-test of kernels: right ones pass, broken ones are found, and a result is kept for what it was made for."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.small_model import make_experts
+from vllm_dymoe.executor.plain_kernels import PlainKernels
+from vllm_dymoe.experts.encoding import CODEBOOKS, E8_NESTED
+from vllm_dymoe.kernels import Activation, CpuKernel, Curve
+from vllm_dymoe.options import ConfigError, Options
+from vllm_dymoe.server import expert_server, self_test
+from vllm_dymoe.server.expert_server import Parts
+from vllm_dymoe.server.self_test import SelfTest
+
+CPU = torch.device("cpu")
+OPTIONS = Options(high=4, low=2, group_size=32)
+
+
+def run(experts=None, options=OPTIONS, activation=Activation.SILU, *, device_plans=True, **given):
+    experts = make_experts() if experts is None else experts
+    return self_test.self_test(experts, options, CPU, [activation], device_plans=device_plans, **given)
+
+
+@pytest.mark.parametrize("device_plans", [True, False])
+@pytest.mark.parametrize("nested", [True, False])
+def test_right_kernels_pass(nested, device_plans):
+    found = run(make_experts(nested=nested), device_plans=device_plans)
+    assert (found.failure, found.skipped, found.steps) == ("", "", 6)
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "nvfp4", "fp8", "e8", "without a gate", "one version"])
+def test_so_do_those_of_other_experts(kind):
+    experts, activation, options = make_experts(bits=(8, 2) if kind == "fp8" else (4, 2)), Activation.SILU, OPTIONS
+    high, fmt = max(experts.formats), experts.formats[max(experts.formats)]
+    if kind == "without a gate":
+        activation = Activation(Curve.RELU2, has_gate=False)
+        formats = {bits: replace(of, has_gate=False) for bits, of in experts.formats.items()}
+    elif kind == "e8":
+        nested = replace(fmt, encoding=E8_NESTED)
+        formats = {high: nested, min(experts.formats): nested.base}
+    elif kind == "one version":
+        formats, options = {high: fmt}, Options(high=4, low=0, group_size=32)
+    else:
+        formats = experts.formats | {high: replace(fmt, encoding=CODEBOOKS[kind])}
+    options = options.model_copy(update={"high": high})
+    found = run(replace(experts, formats=formats), options, activation)
+    assert (found.failure, found.skipped) == ("", "")
+
+
+def wrong_strip(out):
+    out[-1, :64] = 0
+
+
+def wrong_everywhere(out):
+    out.mul_(1.05)
+
+
+def not_a_number(out):
+    out[0, 0] = float("nan")
+
+
+BROKEN = pytest.mark.parametrize("spoil", [wrong_strip, wrong_everywhere, not_a_number])
+
+
+@BROKEN
+@pytest.mark.parametrize("rows", [1, 16])
+def test_a_broken_kernel_of_the_device_is_found(spoil, rows):
+    class Broken(PlainKernels):
+        def forward(self, table, layer, real, plan, x, *others):
+            out = super().forward(table, layer, real, plan, x, *others)
+            if len(x) == rows:
+                spoil(out)
+            return out
+
+    class BrokenParts(Parts):
+        def decode_kernel(self, kernel, experts, link_gbps=None):
+            return Broken(kernel, experts.formats, link_gbps)
+
+    found = run(parts=BrokenParts(CPU))
+    assert f"a step of {rows} tokens" in found.failure
+    assert run(parts=BrokenParts(CPU), device_plans=False).failure == "", "the host plans without it"
+
+
+def test_a_broken_kernel_of_the_host_is_found(monkeypatch):
+    class Broken(CpuKernel):
+        def compute(self, items, receive=None):
+            super().compute(items, receive)
+            self.out[-1, 64:128] = 0
+
+        def begin(self, x, plan, out, activation):
+            super().begin(x, plan, out, activation)
+            self.out = out
+
+    def make_kernel(device, workspace_bytes, formats, activations):
+        return Broken(workspace_bytes)
+
+    monkeypatch.setattr(expert_server, "make_kernel", make_kernel)
+    monkeypatch.setattr(expert_server.ExpertServer, "_make_cpu_executor", lambda *given, **named: None)
+    assert "float64" in run(make_experts(hidden=128), device_plans=False).failure
+
+
+def test_a_kernel_that_cannot_be_compiled_is_a_failure():
+    class NoCompiler(Parts):
+        def decode_kernel(self, kernel, experts, link_gbps=None):
+            raise RuntimeError("ptxas died\nand said much")
+
+    assert run(parts=NoCompiler(CPU)).failure == "step 1 of the self-test ended with RuntimeError: ptxas died"
+
+
+def test_a_lack_of_memory_is_no_failure():
+    class NoMemory(Parts):
+        def cache(self, store, writer):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    found = run(parts=NoMemory(CPU))
+    assert (found.failure, found.skipped) == ("", "CUDA out of memory")
+
+
+def test_a_result_is_kept_for_a_machine_its_versions_and_the_kind_of_experts(tmp_path, monkeypatch):
+    tests, kept = [], tmp_path / self_test.RESULTS
+
+    def counted(*given, **named):
+        tests.append(given)
+        return SelfTest(6, "broken" if len(tests) == 1 else "", 0.1)
+
+    monkeypatch.setattr(self_test, "_run", counted)
+    assert run(kept=kept).failure == run(kept=kept).failure == "broken"
+    assert len(tests) == 1
+    run(kept=kept, device_plans=False)
+    run(make_experts(hidden=96), kept=kept)
+    monkeypatch.setattr(self_test, "describe_machine", lambda device: "another card")
+    run(kept=kept)
+    assert len(tests) == 4
+    run()
+    assert len(tests) == 5, "without a file it is run at every start"
+
+
+def test_what_could_not_run_is_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(self_test, "_run", lambda *given, **named: SelfTest(0, "", 0.1, skipped="no memory"))
+    run(kept=tmp_path / self_test.RESULTS)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("planned_by_device", [True, False])
+@pytest.mark.parametrize("broken", [set(), {True}, {False}, {True, False}])
+def test_a_failure_leaves_the_planning_to_the_host_or_ends_the_start(broken, planned_by_device, monkeypatch):
+    tried, said = [], []
+
+    def found(*given, device_plans, kept):
+        tried.append(device_plans)
+        return SelfTest(6, "step 3 is wrong" * (device_plans in broken), 0.1)
+
+    def start():
+        return self_test.tested(
+            make_experts(), OPTIONS, CPU, [Activation.SILU], device_plans=planned_by_device, kept=None, say=said.append
+        )
+
+    monkeypatch.setattr(self_test, "self_test", found)
+    if False in broken and (True in broken or not planned_by_device):
+        with pytest.raises(ConfigError, match=r"step 3 is wrong.*vllm-dymoe \d"):
+            start()
+    else:
+        assert bool(start()) == bool(said) == (planned_by_device and True in broken)
+    assert tried == [True, False][: 1 + (True in broken)] if planned_by_device else [False]
+
+
+def test_what_could_not_run_is_said_and_holds_nothing_up(monkeypatch):
+    said = []
+    monkeypatch.setattr(self_test, "self_test", lambda *given, **named: SelfTest(0, "", 0.1, skipped="no memory"))
+    settings = {"device_plans": True, "kept": None, "say": said.append}
+    assert self_test.tested(make_experts(), OPTIONS, CPU, [Activation.SILU], **settings) == ""
+    assert "no memory" in said[0]

@@ -1,0 +1,281 @@
+"""A self-test of the kernels on the card that serves: one layer of random experts against float64.
+
+The layer has the model's own sizes, formats, activation and number of experts, so what is tested is what was compiled
+for this start. It runs once for each card, driver, Triton and version of the plugin; the result is kept beside the
+packed experts.
+"""
+
+import hashlib
+import platform
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import vllm_dymoe
+from vllm_dymoe import kernels
+from vllm_dymoe.cache.store import HostStore, StoreError
+from vllm_dymoe.cache.store.durable import keep_beside, kept_beside
+from vllm_dymoe.experts.format import EVERY_PROJECTION, ExpertFormat, ModelExperts, PackedExpert, SliceKey
+from vllm_dymoe.kernels import Activation, expert_reference
+from vllm_dymoe.options import ConfigError, ExpertBudget, Options
+from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
+from vllm_dymoe.planner.routing import Phase, Routing
+from vllm_dymoe.quantize.dummy import fill_randomly
+from vllm_dymoe.server.expert_server import ExpertServer, Parts
+
+RESULTS = "self-test.json"  # file name, next to a store
+_DISTINCT = 2  # random experts; the others of the layer share their bytes
+_ROWS = 1, SMALL_BATCH_ROWS, 5 * SMALL_BATCH_ROWS  # one class of kernels each, the last with experts of 65 and more
+# Three roundings: the dequantized weight of a tile, the hidden state, the result. 8 and 11 bits of a mantissa.
+_TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
+_COLUMNS = 64  # of a program's strip; one that is wrong is 1.4 times as far off as its values are large
+_STRIP_TOLERANCE = 0.4
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """What a self-test found.
+
+    Attributes:
+        steps: how many were compared.
+        failure: what was wrong first, in words; empty if nothing was.
+        seconds: how long it took, compilation included.
+        skipped: why it could not run; such a result is not kept.
+    """
+
+    steps: int
+    failure: str
+    seconds: float
+    skipped: str = ""
+
+
+def self_test(
+    experts: ModelExperts,
+    options: Options,
+    device: torch.device,
+    activations: Sequence[Activation],
+    *,
+    device_plans: bool,
+    kept: Path | None = None,
+    parts: Parts | None = None,
+) -> SelfTest:
+    """Return what is known of the kernels on this device, after running them if nothing is.
+
+    Args:
+        activations: those of the model's layers, each once.
+        device_plans: test the steps that the device plans, else those that the host plans.
+        kept: file of results; None to test at every start.
+        parts: in place of the device's own.
+    """
+    key = f"{describe_machine(device)}; {_describe(experts, activations, device_plans=device_plans)}"
+    if kept is not None and (known := kept_beside(kept, key, SelfTest)) is not None:
+        return known
+    found = _run(experts, options, device, activations, device_plans=device_plans, parts=parts)
+    if kept is not None and not found.skipped:
+        keep_beside(kept, key, found)
+    return found
+
+
+def tested(
+    experts: ModelExperts, options: Options, device: torch.device, activations: Sequence[Activation], *,
+    device_plans: bool, kept: Path | None, say: Callable[[str], object],
+) -> str:  # fmt: skip
+    """Return why the host has to plan: what the self-test of the device's own steps found; empty if nothing.
+
+    Args:
+        say: gets each sentence for the log.
+
+    ConfigError if the kernels are wrong with host-side planning, too.
+    """
+    obstacle = ""
+    for by_device in (True, False) if device_plans else (False,):
+        found = self_test(experts, options, device, activations, device_plans=by_device, kept=kept)
+        if found.skipped:
+            say(f"the self-test of the kernels could not run, because {found.skipped}; they are used untested.")
+            continue
+        if not found.failure:
+            return obstacle
+        about = f"{describe_machine(device)}; {_describe(experts, activations, device_plans=by_device)}"
+        said = f"the kernels failed their self-test on this card: {found.failure}. For a bug report: {about}."
+        if not by_device:
+            raise ConfigError(f"vllm-dymoe: {said} Nothing was served, because answers would be wrong.")
+        say(f"{said} The host plans instead, which is slower.")
+        obstacle = "its kernels for that failed their self-test on this card"
+    return obstacle
+
+
+def describe_machine(device: torch.device) -> str:
+    """Describe card, driver and versions, for a bug report and for the file of results."""
+    named = platform.processor() or platform.machine()
+    if device.type == "cuda":
+        about = torch.cuda.get_device_properties(device)
+        named = f"{about.name} (sm_{about.major}{about.minor})"
+    try:
+        said = re.search(r"\b\d+\.\d+(\.\d+)?\b", _DRIVER.read_text())
+    except OSError:
+        said = None
+    try:
+        triton = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        triton = "none"
+    sources = sorted((Path(kernels.__file__).parent / "triton").glob("*.py"))  # between two versions they may change
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:8]
+    return (
+        f"{named}, driver {said[0] if said else 'unknown'}, Triton {triton}, torch {torch.__version__}, "
+        f"vllm-dymoe {vllm_dymoe.__version__}+{digest}"
+    )
+
+
+def _describe(experts: ModelExperts, activations: Sequence[Activation], *, device_plans: bool) -> str:
+    formats = ", ".join(
+        f"{fmt.encoding.name}{', integer zeros' * fmt.integer_zeros}{', act-order' * fmt.act_order}"
+        f"{', bias' * fmt.bias}{'' if fmt.encoding.group_size else f' in groups of {fmt.group_size}'}"
+        for fmt in experts.formats.values()
+    )
+    fmt = next(iter(experts.formats.values()))
+    return (
+        f"{experts.num_experts} experts of {fmt.hidden} x {fmt.intermediate}, top {experts.top_k}, {formats}, "
+        f"{str(fmt.dtype).removeprefix('torch.')}, {', '.join(map(str, activations))}, planned by the "
+        f"{'device' if device_plans else 'host'}"
+    )
+
+
+def _run(
+    experts: ModelExperts, options: Options, device: torch.device, activations: Sequence[Activation], *,
+    device_plans: bool, parts: Parts | None,
+) -> SelfTest:  # fmt: skip
+    begin, steps, failure = time.perf_counter(), 0, ""
+    try:
+        layer = replace(experts, layers=experts.layers[:1], draft_layers=0, curves=(), lost={})
+        store = _RandomStore(layer, pinned=device.type == "cuda")
+        server = ExpertServer(store, _options(options, device_plans=device_plans), device, parts=parts)
+        try:
+            for activation, high in product(activations, (True, False) if options.low else (True,)):
+                if options.low:
+                    server.set_precision(retention=int(high))
+                work = _Work(store, layer.formats[options.high if high else options.low], activation)
+                for rows in _ROWS:
+                    failure = failure or _compare(server, work, rows)
+                    steps += 1
+        finally:
+            server.close()
+    except (ConfigError, StoreError, torch.OutOfMemoryError) as error:
+        return SelfTest(steps, "", time.perf_counter() - begin, skipped=str(error))
+    except Exception as error:  # whatever a compiler or a driver raises
+        first = (str(error).splitlines() or [""])[0]
+        failure = failure or f"step {steps + 1} of the self-test ended with {type(error).__name__}: {first}"
+    return SelfTest(steps, failure, round(time.perf_counter() - begin, 2))
+
+
+def _options(options: Options, *, device_plans: bool) -> Options:
+    """Return options with which every expert has one precision, and no expert waits for anything but its bytes."""
+    policy = {"policy": "exact", "policy_options": {"look_ahead": 0}}
+    if options.low:
+        policy = {"policy": "dymoe", "policy_options": {"look_ahead": 0, "retention": 1, "reuse_high": False}}
+    return options.model_copy(
+        update=policy
+        | {"expert_budget": ExpertBudget(slots="top-k"), "host_store": "auto", "misses": "fetch", "trace": None}
+        | {"predictor": None, "planning": "device" if device_plans else "host"}
+    )
+
+
+class _Work:
+    """Random tokens of a step, and what the experts at one precision make of them in float64, on the CPU."""
+
+    def __init__(self, store: "_RandomStore", fmt: ExpertFormat, activation: Activation) -> None:
+        experts, rows, self.fmt, self.activation = store.experts, max(_ROWS), fmt, activation
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(rows, fmt.hidden, generator=generator, dtype=torch.float32).to(fmt.dtype)
+        # Popularity falls with the number, so that experts have all numbers of tokens.
+        liked = torch.rand(rows, experts.num_experts, generator=generator, dtype=torch.float32)
+        weights, ids = (liked / (1 + torch.arange(experts.num_experts))).topk(experts.top_k)
+        self.weights, self.ids = weights / weights.sum(1, keepdim=True), ids.int()
+        self.want = torch.zeros(rows, fmt.hidden, dtype=torch.float64)
+        for number in range(_DISTINCT):
+            share = (self.weights * (self.ids % _DISTINCT == number)).sum(1, keepdim=True).double()
+            self.want += share * expert_reference(self.x, *store.view(number, fmt), activation)
+
+
+def _compare(server: ExpertServer, work: _Work, rows: int) -> str:
+    """Run a step twice, when experts come and when some are there; return what is wrong in words, or nothing."""
+    fmt, want = work.fmt, work.want[:rows]
+    x, weights, ids = (tensor[:rows].to(server.device) for tensor in (work.x, work.weights, work.ids))
+    first, second = (_step(server, x, weights, ids, work.activation).cpu() for _ in range(2))
+    name = f"a step of {rows} tokens at {fmt.encoding.name}, {work.activation}"
+    if not torch.equal(first, second):
+        return f"{name}, gave other bits when it was repeated"
+    wrong = first.double() - want
+    error = float(wrong.norm() / want.norm())
+    if not error < _TOLERANCE[fmt.dtype]:
+        return f"{name}, is {error:.3g} from float64, where {_TOLERANCE[fmt.dtype]:g} is expected"
+    strips = torch.nn.functional.pad(wrong, (0, -fmt.hidden % _COLUMNS)).view(rows, -1, _COLUMNS).norm(dim=2)
+    strips /= want.norm() * (_COLUMNS / want.numel()) ** 0.5
+    if not strips.max() < _STRIP_TOLERANCE:
+        row, strip = divmod(int(strips.argmax()), strips.shape[1])
+        return f"{name}, is wrong from row {row}, column {_COLUMNS * strip} on"
+    return ""
+
+
+def _step(server: ExpertServer, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> Tensor:
+    """One layer's step, by the way that the server has for it."""
+    steps = server.small_batches
+    if steps is None:
+        server.host_planned.begin_step(Phase.DECODE)
+        return server.host_planned.forward(Routing(0, 1, x, ids, weights), activation)
+    steps.settle()
+    steps.tell(len(x))
+    run: Callable[..., Tensor] = steps.forward if len(x) <= SMALL_BATCH_ROWS else steps.forward_large
+    out = run(0, x, weights, ids, activation)
+    steps.tell(0)
+    return out
+
+
+class _RandomStore(HostStore):
+    """A few random experts in memory, whose bytes all experts of a layer share."""
+
+    whole = True
+
+    def __init__(self, experts: ModelExperts, *, pinned: bool) -> None:
+        self.experts = experts
+        generator = torch.Generator().manual_seed(0)
+        self._slices: dict[tuple[int, int], Tensor] = {}
+        for number, (bits, fmt) in product(range(_DISTINCT), experts.formats.items()):
+            packed = torch.empty(fmt.nbytes, dtype=torch.uint8, pin_memory=pinned)
+            for projection in fmt.projections:
+                fill_randomly(fmt.matrices[projection], packed[fmt.sections[projection]], generator)
+            self._slices[number, bits] = packed
+
+    @property
+    def description(self) -> str:
+        return "random experts of the self-test"
+
+    @property
+    def readable(self) -> bool:
+        return True
+
+    def packed(self, key: SliceKey) -> Tensor:
+        return self._slices[key.expert % _DISTINCT, key.bits]
+
+    def read_into(
+        self, key: SliceKey, destination: Tensor, projections: range = EVERY_PROJECTION, *, wait: bool = True
+    ) -> None:
+        destination.copy_(self.packed(key)[self.experts.formats[key.bits].span(projections)])
+
+    def view(self, number: int, fmt: ExpertFormat) -> PackedExpert:
+        """Return a random expert."""
+        expert: PackedExpert | None = None
+        for part in fmt.slices:
+            expert = part.view(self._slices[number, part.bits], expert)
+        assert expert is not None
+        return expert
+
+    def close(self) -> None:
+        self._slices.clear()

@@ -205,7 +205,7 @@ def test_a_disk_that_refuses_ends_the_recording_and_nothing_else(tmp_path, monke
         raise OSError(28, fault)
 
     if fault == "No space left on device":
-        monkeypatch.setattr("vllm_dymoe.trace.trace.os.fsync", fails)
+        monkeypatch.setattr("vllm_dymoe.durable.os.fsync", fails)
     else:
         (tmp_path / "folder").rmdir()
     for seed in (1, 2):

@@ -123,11 +123,7 @@ def test_a_predictor_that_names_less_than_the_next_gate_is_refused_with_both_num
     if not refused:
         assert build(path).network.num_layers == SIZES.num_layers
         return
-<<<<<<< HEAD
-    with pytest.raises(PredictorError, match=r"61\.3%.*70\.0%"):
-=======
     with pytest.raises(PredictorError, match=r"61\.5%.*70\.0%"):
->>>>>>> train
         build(path)
 
 

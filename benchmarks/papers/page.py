@@ -122,13 +122,13 @@ def claims(results: Results) -> list[tuple[str, str, str, str, str]]:
     if (found := results.get("dynaexq")) is not None:
         gains = {
             batch: of["dynaexq-paper, 16/4"]["tokens_per_s"] / of["offloading, 16"]["tokens_per_s"]
-            for batch, of in found["batches"].items()
+            for batch, of in _by_number(found["batches"])
         }
         say("DynaExq", "throughput against offloading grows with the batch", "gap widens", ", ".join(f"{b}: {g:.1f}" for b, g in gains.items()),
             gains["32"] > gains["1"] > 1, "" if gains["32"] > gains["1"] > 1 else "a large batch computes for as long as it copies")  # fmt: skip
         beside = {
             batch: of["dynaexq-paper, 16/4"]["tokens_per_s"] / of["static 4"]["tokens_per_s"]
-            for batch, of in found["batches"].items()
+            for batch, of in _by_number(found["batches"])
         }
         say("DynaExq", "throughput close to static 4 bits", "near", ", ".join(f"{b}: {g:.2f}" for b, g in beside.items()),
             min(beside.values()) > 0.8 or None, "" if min(beside.values()) > 0.8 else "high experts are four times the bytes")  # fmt: skip
@@ -140,6 +140,10 @@ def claims(results: Results) -> list[tuple[str, str, str, str, str]]:
             f"ours {_domains(ours)}", sum(paper.values()) > sum(frozen.values()),
             "" if sum(paper.values()) > sum(frozen.values()) else "the windows end too seldom here")  # fmt: skip
     return rows
+
+
+def _by_number(rows: dict[str, Any]) -> list[tuple[str, Any]]:
+    return sorted(rows.items(), key=lambda item: int(item[0]))
 
 
 def _domains(shares: dict[str, float]) -> str:
@@ -196,11 +200,13 @@ def sections(results: Results) -> Iterable[str]:
         yield "\n## DynaExq: Qwen3-30B-A3B's experts on an A6000, 70 % of their bytes at 16 bits\n\n![](dynaexq.png)\n"
         names = list(next(iter(found["batches"].values())))
         for of, said in (("tokens_per_s", "tokens/s"), ("p99", "p99 of a step, ms")):
-            lines = [[batch, *(f"{rows[name][of]:.2f}" for name in names)] for batch, rows in found["batches"].items()]
+            lines = [
+                [batch, *(f"{rows[name][of]:.2f}" for name in names)] for batch, rows in _by_number(found["batches"])
+            ]
             yield f"\nDecode by batch, {said}:\n\n{markdown(['batch', *names], lines)}"
         lines = [
             [length, *(f"{np.mean(rows[name]['ttft']):.2f}" for name in names)]
-            for length, rows in sorted(found["lengths"].items(), key=lambda item: int(item[0]))
+            for length, rows in _by_number(found["lengths"])
         ]
         yield f"\nTTFT by tokens of a prompt, ms:\n\n{markdown(['tokens', *names], lines)}"
     if (found := results.get("adaptive")) is not None:
@@ -224,7 +230,7 @@ def _adaptive(found: Results) -> Iterable[str]:
                 str(of["fetched"]),
                 f"{of['high']:.0%}",
             ]
-            for batch, rows in batches.items()
+            for batch, rows in _by_number(batches)
             for name, of in rows.items()
         ]
         head = ["batch", "policy", "ms a step", "p99", "TTFT, ms", "slices fetched", "choices served high"]
@@ -341,7 +347,7 @@ def _firm(found: Results, axes: Any) -> None:
 
 
 def _dynaexq(found: Results, axes: Any) -> None:
-    batches = list(found["batches"])
+    batches = [batch for batch, _ in _by_number(found["batches"])]
     for name in found["batches"]["1"]:
         axes[0].plot(batches, [found["batches"][b][name]["tokens_per_s"] for b in batches], marker="o", label=name)
     axes[0].set_title("DynaExq: throughput")

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.prefetch.made_up import WIDE, gates_of, residual_stream
+from tests.support.patience import becomes
 from tests.vllm_plugin.steps import prompt, scheduled
 from vllm_dymoe.prefetch import PredictorError, TrainedPredictor
 from vllm_dymoe.prefetch.checkpoint import load_predictor, read_card
@@ -51,6 +52,12 @@ def test_a_better_network_becomes_a_predictor_and_a_file(tmp_path):
     file.unlink()
     training.close()
     assert not file.exists(), "it has not become better since"
+
+
+def test_a_better_network_is_on_disk_soon_without_being_asked_for(tmp_path):
+    training = make(tmp_path / "predictor")
+    serve(training, range(1000))
+    assert becomes((tmp_path / "predictor").exists)
 
 
 def test_the_end_writes_and_another_rank_does_not(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """The predictor that a rank trains while it serves: from which steps, for whom, and when it is written."""
 
+import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -32,6 +33,7 @@ class ServedTraining:
     ) -> None:
         self.online, self.file, self._model, self._gates = online, file, model, gates
         self._written = 0  # verdicts that the file knows
+        self._writing = threading.Lock()
         # vLLM's workers are children of multiprocessing, at whose end atexit's functions are not called.
         self._at_exit = Finalize(self, self.close, exitpriority=10)
 
@@ -58,16 +60,25 @@ class ServedTraining:
             )  # fmt: skip
         if not better:
             return None
+        # Now, because a worker may be killed; in a thread, because a step must not wait for a disk.
+        threading.Thread(target=self._save_or_warn, name="vllm-dymoe predictor", daemon=True).start()
         return TrainedPredictor(online.network, online.sizes.top_k, make_side_stream(online.network.tables.device))
 
     def save(self) -> bool:
         """Write the network if it has become better since the last time; whether there is one in the file."""
         if self.file is None or not self.online.trained:
             return False
-        if self._written < len(self.online.verdicts):
-            self.online.save(self.file, self._model, __version__)
-            self._written = len(self.online.verdicts)
+        with self._writing:
+            if self._written < (verdicts := len(self.online.verdicts)):
+                self.online.save(self.file, self._model, __version__)
+                self._written = verdicts
         return True
+
+    def _save_or_warn(self) -> None:
+        try:
+            self.save()
+        except PredictorError as error:
+            logger.warning("vllm-dymoe: %s", error)
 
     def report(self) -> dict[str, Any]:
         """Write the file, and say what training has come to; PredictorError if it cannot be written."""
@@ -81,10 +92,4 @@ class ServedTraining:
     def close(self) -> None:
         """The engine shuts down: write what there is."""
         self._at_exit.cancel()  # which keeps this object alive
-        try:
-            if self.save():
-                logger.info(
-                    "vllm-dymoe: the trained predictor is in %s; the next start with this option uses it.", self.file
-                )
-        except PredictorError as error:
-            logger.warning("vllm-dymoe: %s", error)
+        self._save_or_warn()

@@ -28,7 +28,7 @@ demo: setup ## serve a small model under a byte budget and watch it
 bench-budget: setup ## what a byte budget costs: vLLM and this plugin (20 minutes, 10 GB of disk, a quiet machine)
 	@$(BIN)/python benchmarks/budget/budget.py
 
-bench-papers: setup ## the papers' policies over one trace, in virtual time
+bench-papers: setup ## the tables, pictures and page of four papers, simulated (15 minutes of one core)
 	@$(BIN)/python benchmarks/papers/papers.py
 
 bench-quality: setup ## what precision costs in quality, and what the policy dymoe wins back (15 minutes of one core)

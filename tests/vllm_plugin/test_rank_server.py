@@ -81,7 +81,7 @@ class Server:
 
     experts, cpu_execution = SimpleNamespace(layers=(0,), num_experts=64), SimpleNamespace(cpu_queue=None)
     policy = SimpleNamespace(precision=PrecisionPolicy(), prefetch=None)
-    small_batches = None
+    small_batches, ranks_add_up = None, False
 
     def __init__(self, error=None):
         self.log, self.error = [], error

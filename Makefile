@@ -46,7 +46,7 @@ demo: setup ## serve a small model with a quarter of its experts on the device, 
 bench-budget: setup ## measure what a byte budget costs, beside vLLM (20 minutes, 10 GB of disk, a quiet machine)
 	@$(BIN)/python benchmarks/budget/budget.py
 
-bench-papers: setup ## compare the papers' policies on recorded routing, in virtual time
+bench-papers: setup ## make the papers' tables, pictures and page, simulated (15 minutes of one core)
 	@$(BIN)/python benchmarks/papers/papers.py
 
 bench-quality: setup ## measure what precision costs in quality (15 minutes of one core)

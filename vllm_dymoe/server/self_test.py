@@ -21,7 +21,7 @@ from torch import Tensor
 import vllm_dymoe
 from vllm_dymoe import kernels
 from vllm_dymoe.cache.store import HostStore, StoreError
-from vllm_dymoe.cache.store.durable import keep_beside, kept_beside
+from vllm_dymoe.durable import keep_beside, kept_beside
 from vllm_dymoe.experts.format import EVERY_PROJECTION, ExpertFormat, ModelExperts, PackedExpert, SliceKey
 from vllm_dymoe.kernels import Activation, expert_reference
 from vllm_dymoe.options import ConfigError, ExpertBudget, Options

@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import vllm_dymoe
 from vllm_dymoe import kernels
 from vllm_dymoe.cache.store import HostStore, StoreError
 from vllm_dymoe.cache.store.durable import keep_beside, kept_beside
@@ -130,7 +129,7 @@ def describe_machine(device: torch.device) -> str:
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:8]
     return (
         f"{named}, driver {said[0] if said else 'unknown'}, Triton {triton}, torch {torch.__version__}, "
-        f"vllm-dymoe {vllm_dymoe.__version__}+{digest}"
+        f"vllm-dymoe {metadata.version('vllm-dymoe')}+{digest}"
     )
 
 

@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import vllm_dymoe
 from vllm_dymoe import kernels
 from vllm_dymoe.cache.store import HostStore, StoreError
 from vllm_dymoe.durable import keep_beside, kept_beside
@@ -122,16 +121,20 @@ def describe_machine(device: torch.device) -> str:
         said = re.search(r"\b\d+\.\d+(\.\d+)?\b", _DRIVER.read_text())
     except OSError:
         said = None
-    try:
-        triton = metadata.version("triton")
-    except metadata.PackageNotFoundError:
-        triton = "none"
     sources = sorted((Path(kernels.__file__).parent / "triton").glob("*.py"))  # between two versions they may change
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:8]
     return (
-        f"{named}, driver {said[0] if said else 'unknown'}, Triton {triton}, torch {torch.__version__}, "
-        f"vllm-dymoe {vllm_dymoe.__version__}+{digest}"
+        f"{named}, driver {said[0] if said else 'unknown'}, Triton {_version('triton')}, torch {torch.__version__}, "
+        f"vllm-dymoe {_version('vllm-dymoe')}+{digest}"
     )
+
+
+def _version(distribution: str) -> str:
+    """Return "unknown" for a checkout that is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def _describe(experts: ModelExperts, activations: Sequence[Activation], *, device_plans: bool) -> str:

@@ -312,7 +312,7 @@ def test_legends_of_the_dashboard_name_labels_that_a_query_keeps():
 
 def test_fields_of_the_formats():
     tensors = {code(row["name"])[0] for row in table(DOCS["docs/traces.md"], "tensors")}
-    assert tensors | {"header"} == {field.name for field in fields(Trace)}
+    assert tensors | {"header", "gates"} == {field.name for field in fields(Trace)}
     manifest = table(FORMAT, "fields: manifest")
     assert [code(row["field"])[0] for row in manifest] == list(shipped_manifest().to_json())
     sentence = FORMAT.split("<!-- fields: quantization_config -->\n", 1)[1].splitlines()[0]

@@ -19,7 +19,8 @@ from vllm_dymoe.policies import POLICIES
 LAYERS, EXPERTS = 4, 16
 STORE = make_store(make_experts(layers=LAYERS, num_experts=EXPERTS))
 STEPS = [(seed, layer, tokens) for seed, tokens in enumerate((1, 1, 20, 3, 1, 40, 2, 1)) for layer in range(LAYERS)]
-HIGH_ONLY = [name for name, kind in POLICIES.items() if len(kind().precision.precisions) == 1]
+ON_DEVICE = sorted(name for name, kind in POLICIES.items() if not kind().needs_host)
+HIGH_ONLY = [name for name in ON_DEVICE if len(POLICIES[name]().precision.precisions) == 1]
 NAMES_EXPERTS = [name for name in HIGH_ONLY if (ahead := POLICIES[name]().prefetch) and ahead.on_device]
 
 
@@ -72,14 +73,15 @@ def test_predictions_evict_nothing_and_leave_slots_for_experts_of_several_tokens
     assert all(first <= slot < first + count - count // 4 for slot in staged)
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("policy", ON_DEVICE)
 def test_no_policy_waits_for_the_device(policy, monkeypatch):
     """With launches that do nothing and numbers that only the device has."""
     monkeypatch.setattr(PlainKernels, "forward", lambda self, table, layer, rows, plan, x, *_: x)
     monkeypatch.setattr(PlainKernels, "list_predicted", lambda *_: None)
     monkeypatch.setattr(PlainKernels, "copy_predicted", lambda *_: None)
-    low = 2 if policy in ("dymoe", "dynaexq") else 0
-    server = device_planned_server(STORE, "50%" if policy != "dynaexq" else "90%", policy, low=low)
+    kind = POLICIES[policy]
+    budget = "50%" if kind().residency.migrating is None else "90%"
+    server = device_planned_server(STORE, budget, policy, low=kind.default_low)
     OnDevice.log = []
     for layer in range(LAYERS):
         given = (part.as_subclass(OnDevice) for part in random_step(layer, 3, STORE.experts))

@@ -127,7 +127,7 @@ def test_its_memory_is_part_of_the_budget():
 
 
 def test_training_and_what_it_makes_are_in_the_budget_from_the_start():
-    options = Options(high=4, low=2, group_size=32, expert_budget="50%", link_gbps=LINK)
+    options = Options(high=4, low=2, group_size=32, expert_budget="50%", link_gbps=LINK, planning="host")
     room = {"training_bytes": 3 * FORMAT.nbytes, "predictor_room": FORMAT.nbytes}
     plain = ExpertServer(STORE, options, torch.device("cpu"), predictor=Names())
     server = ExpertServer(STORE, options, torch.device("cpu"), predictor=Names(), **room)

@@ -111,7 +111,7 @@ def test_a_kernel_that_cannot_be_compiled_is_a_failure():
 
 def test_a_lack_of_memory_is_no_failure():
     class NoMemory(Parts):
-        def cache(self, store, writer):
+        def pools(self, plan, formats):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     found = run(parts=NoMemory(CPU))

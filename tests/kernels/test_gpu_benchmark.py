@@ -190,3 +190,20 @@ def test_what_the_compiler_makes_of_a_decode_step_computes_what_it_should(gpu_fo
     from launched import wrong_numbers
 
     assert wrong_numbers((bits,)) == []
+
+
+@pytest.mark.parametrize(
+    ("kernel", "needs", "never"),
+    [
+        ("post", "st.release.sys", "atom"),  # an exchange would read over PCIe
+        ("wait", "ld.volatile", ".cv"),
+        ("collect", "ld.volatile", ".cv"),  # which Triton 3.6.0 and 3.7.1 drop
+        ("copy_predicted", "ld.volatile", ".cv"),
+    ],
+)
+def test_what_two_processors_share_is_read_and_written_as_such(compile_table, variants, kernel, needs, never):
+    from machine_code import compiled_ptx
+
+    ptx = compiled_ptx(next(one for one in variants.variants(90) if one.kernel == kernel))
+    assert needs in ptx
+    assert never not in ptx

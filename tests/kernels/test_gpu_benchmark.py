@@ -117,7 +117,7 @@ def test_a_row_of_another_source_or_tile_is_stale(compile_table, variants, monke
     monkeypatch.setattr(variants, "_code", lambda module: source(module) + ("\npass" if module == "rows" else ""))
     kept = compile_table.fresh(rows, planned())
     others = {"combine", "place", "decide", "copy_spans", "count", "list", "place_pairs"}
-    others |= {"post", "wait", "collect", "rotate"}
+    others |= {"post", "wait", "collect", "rotate", "list_predicted", "copy_predicted", "popularity"}
     assert {row["kernel"] for row in kept} == {"grouped_gate_up", "grouped_down"} | others
 
 
@@ -190,3 +190,20 @@ def test_what_the_compiler_makes_of_a_decode_step_computes_what_it_should(gpu_fo
     from launched import wrong_numbers
 
     assert wrong_numbers((bits,)) == []
+
+
+@pytest.mark.parametrize(
+    ("kernel", "needs", "never"),
+    [
+        ("post", "st.release.sys", "atom"),  # an exchange would read over PCIe
+        ("wait", "ld.volatile", ".cv"),
+        ("collect", "ld.volatile", ".cv"),  # which Triton 3.6.0 and 3.7.1 drop
+        ("copy_predicted", "ld.volatile", ".cv"),
+    ],
+)
+def test_what_two_processors_share_is_read_and_written_as_such(compile_table, variants, kernel, needs, never):
+    from machine_code import compiled_ptx
+
+    ptx = compiled_ptx(next(one for one in variants.variants(90) if one.kernel == kernel))
+    assert needs in ptx
+    assert never not in ptx

@@ -58,7 +58,7 @@ def test_impossible_budgets_are_refused(text):
         ({"high": 4, "low": 4}, {}, "low is 4 bits but must be below high, which is 4"),
         ({"policy": "best"}, {}, 'dymoe.policy: policy "best" does not exist; choose one of exact, on-demand'),
         ({}, {"DYMOE_POLICY": "best"}, 'DYMOE_POLICY: policy "best" does not exist'),
-        ({"policy": "firm", "policy_options": {"p": 1}}, {}, "dymoe.policy_options: .*p: extra inputs are"),
+        ({"policy": "firm", "policy_options": {"q": 1}}, {}, "dymoe.policy_options: .*q: extra inputs are"),
         ({}, {"DYMOE_POLICY_OPTIONS": '{"k": 1}'}, "DYMOE_POLICY_OPTIONS: .*; it has look_ahead"),
         ({"policy": "dymoe", "low": 0, "policy_options": {"retention": 0}}, {}, "would skip every expert"),
         ({"predictor": "a", "policy": "on-demand"}, {}, "dymoe.predictor: .*has no use for a predictor; leave it out"),

@@ -304,7 +304,7 @@ SPOILED = {
     "mxfp4": (
         "fused",
         lambda m: m.tensors.update({FUSED + "_blocks": torch.zeros(EXPERTS, 160, 3, 16, dtype=torch.uint8)}),
-        "gate_up_proj_blocks .* quantized",
+        "gate_up_proj_blocks .* belongs to experts but is not",
     ),
     "transposed": (
         "fused",
@@ -328,15 +328,10 @@ SPOILED = {
         "several places, model.layers and other.model.layers",
     ),
     "no experts": ("separate", lambda m: setattr(m, "tensors", dict(m.dense)), "only Mixture-of-Experts"),
-    "awq, but not the experts": (
-        "separate",
-        lambda m: m.config.update(quantization_config={"quant_method": "awq", "bits": 4, "group_size": 64}),
-        "is not what config.json says: awq has",
-    ),
     "ours": ("separate", lambda m: m.config.update(quantization_config={"quant_method": "dymoe"}), "dymoe checkpoint"),
     "quantized text": (
         "separate",
-        lambda m: m.config.update(text_config={"quantization_config": {"quant_method": "hqq"}}),
+        lambda m: m.config.update(text_config=m.config | {"quantization_config": {"quant_method": "hqq"}}),
         "with hqq already",
     ),
 }

@@ -80,8 +80,9 @@ def test_no_policy_waits_for_the_device(policy, monkeypatch):
     monkeypatch.setattr(PlainKernels, "list_predicted", lambda *_: None)
     monkeypatch.setattr(PlainKernels, "copy_predicted", lambda *_: None)
     kind = POLICIES[policy]
-    budget = "50%" if kind().residency.migrating is None else "90%"
-    server = device_planned_server(STORE, budget, policy, low=kind.default_low)
+    migrates = kind().residency.migrating is not None
+    low = 2 if migrates else kind.default_low
+    server = device_planned_server(STORE, "90%" if migrates else "50%", policy, low=low)
     OnDevice.log = []
     for layer in range(LAYERS):
         given = (part.as_subclass(OnDevice) for part in random_step(layer, 3, STORE.experts))

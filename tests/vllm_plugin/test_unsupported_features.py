@@ -218,7 +218,7 @@ def test_a_checkpoint_that_we_have_written_has_no_draft(tmp_path, monkeypatch):
     folder = packed_for(tmp_path, ranks=1)
     monkeypatch.setattr(prepare, "drafted_by_experts", lambda config: True)
     monkeypatch.setattr(prepare, "refuse_unsupported_features", lambda config: None)
-    assert "leaves out the layers of multi-token prediction" in refusal(model=folder, quantization=None)
+    assert "has no layers of multi-token prediction" in refusal(model=folder, quantization=None)
 
 
 @pytest.mark.parametrize(

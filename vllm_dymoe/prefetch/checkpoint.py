@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
@@ -16,6 +17,7 @@ from vllm_dymoe.prefetch.folded import FoldedMLP
 
 PREDICTOR_FORMAT = 1
 _KIND = "vllm-dymoe predictor"
+_METRICS = TypeAdapter(dict[str, dict[str, float]])
 
 
 class PredictorError(ValueError):
@@ -147,6 +149,7 @@ def _read(path: Path, *, with_tensors: bool = False) -> tuple[PredictorCard, dic
                 isinstance(n, int) for n in (header.num_layers, header.num_experts, header.top_k, header.hidden)
             ):
                 raise TypeError("its sizes are no numbers")
+            described["metrics"] = _METRICS.validate_python(described.get("metrics", {}))
             card = PredictorCard(**described)
             names = file.keys() if with_tensors else ()
             return card, {name: file.get_tensor(name) for name in names}

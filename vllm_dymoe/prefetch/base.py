@@ -88,8 +88,8 @@ class Measured:
     def __init__(self, predictor: Predictor, before: "Measured | None" = None) -> None:
         """Go on with the counts of the predictor ``before`` it, if there was one."""
         self.predictor = predictor
-        self.stats = PredictionStats() if before is None else before.stats
-        self.seconds = 0.0 if before is None else before.seconds
+        self.stats: PredictionStats = PredictionStats() if before is None else before.stats
+        self.seconds: float = 0.0 if before is None else before.seconds
         self._predicted: dict[int, set[int]] = {}
 
     def reset_stats(self) -> None:

@@ -71,9 +71,8 @@ class TrainedPredictor(Predictor):
         def best(rows: torch.Tensor, *seen: torch.Tensor) -> Answer:
             named: list[torch.Tensor] = []
             for later in coming:
-                scores, experts = network.logits(later, rows, *(seen or (None,)), ahead=later - layer).topk(
-                    self._amount
-                )
+                logits = network.logits(later, rows, seen[0] if seen else None, ahead=later - layer)
+                scores, experts = logits.topk(self._amount)
                 named += [experts, scores]
             return tuple(named)
 

@@ -41,7 +41,8 @@ class GateWeights:
 
 def find_correction(tensors: Mapping[str, torch.Tensor]) -> tuple[Scoring, torch.Tensor | None]:
     """What ``named_correction`` has put among tensors."""
-    for scoring in ("softmax", "sigmoid"):
+    scorings: tuple[Scoring, ...] = ("softmax", "sigmoid")
+    for scoring in scorings:
         if (correction := tensors.get(_CORRECTION + scoring)) is not None:
-            return scoring, correction  # type: ignore[return-value]  # one of the two names
+            return scoring, correction
     return "softmax", None

@@ -2,7 +2,7 @@
 
 import sys
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,11 @@ def end_with_sentences() -> None:
     sys.excepthook = hook
 
 
-def _version() -> str:
+def version() -> str:
     """Return the version; empty for a checkout that is not installed, as on a GPU host without a network."""
     try:
-        return f" {version('vllm-dymoe')}"
-    except PackageNotFoundError:
+        return metadata.version("vllm-dymoe")
+    except metadata.PackageNotFoundError:
         return ""
 
 
@@ -56,7 +56,7 @@ def describe_server(server: ExpertServer, rank: str = "", place: str = "") -> st
             f"{plan.staging[precision]} for streaming"
         )
     return (
-        f"vllm-dymoe{_version()} is active: {len(experts.layers)} MoE layers x {experts.num_experts} "
+        f"{f'vllm-dymoe {version()}'.strip()} is active: {len(experts.layers)} MoE layers x {experts.num_experts} "
         f"experts, top {experts.top_k}; policy {options.policy}{f' ({parameters})' if parameters else ''}; "
         f"prefetch {_prefetch(server)}; {'; '.join(precisions)}; "
         f"budget {size(plan.limit)} of {size(experts.nbytes(options.high))}{f' on {rank} alone' if rank else ''}; "

@@ -168,8 +168,8 @@ def test_an_expert_that_one_engine_cannot_read_fails_the_requests_of_both(engine
 
 
 def test_engines_with_all_experts_each_have_one_copy_of_them_and_fail_alone(tmp_path, alone):
-    """One of them packs the store, and its experts are in host memory once."""
-    options = OPTIONS | {"host_store": "pinned", "link_gbps": 8.0, "misses": "fetch"}
+    """One of them packs the store, and its experts are in host memory once. The host plans: it reads what may fail."""
+    options = OPTIONS | {"host_store": "pinned", "link_gbps": 8.0, "misses": "fetch", "planning": "host"}
     engines = serve_two(tmp_path, options)
     said = [(tmp_path / f"log-{rank}").read_text() for rank in (0, 1)]
     assert sorted("the experts are packed already" in log for log in said) == [False, True]

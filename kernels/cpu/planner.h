@@ -251,7 +251,7 @@ inline i64 mark_high(const CacheTable& table, i64 layer, const Phase& phase, con
         }
         if (active == 0 || active * threshold[1] < 1 << 16) return threshold[0];  // even the one that always is high is too many
         const i64 error = (marked << 16) / active - threshold[1];
-        return std::min(std::max(threshold[0] + (error << GAIN), i64(0)), MOST_THRESHOLD);
+        return std::min(std::max(threshold[0] + error * (i64(1) << GAIN), i64(0)), MOST_THRESHOLD);
     }
     i64 critical = table.critical[layer * (table.experts + 1) + active];
     if (critical >= active) critical = n;

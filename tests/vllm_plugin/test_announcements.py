@@ -109,8 +109,8 @@ def test_what_decides_in_decode_is_said(memory_store):
     host, device = (
         ExpertServer(memory_store, chosen(expert_budget="50%", planning=name), CPU) for name in ("host", "device")
     )
-    assert "decode is decided by the host; " in describe_server(host)
-    assert "decode is decided by the device (" in describe_server(device)
+    assert "decode is planned by the host; " in describe_server(host)
+    assert "decode is planned by the device (" in describe_server(device)
     of_each_kind = f"prefetch none in steps of up to {SMALL_BATCH_ROWS} tokens, the next"
     assert of_each_kind in describe_server(device)
     assert "; each chunk of a prompt moves up to" in describe_server(device)
@@ -122,4 +122,4 @@ def test_what_decides_in_decode_is_said(memory_store):
         given = ExpertServer(memory_store, chosen(planning=name, predictor="file"), CPU, 10**9)
         assert re.search(r"prefetch none[^;]*; predictor \S*file is not used", describe_server(given))
     host.host_plans_because = "of a test"
-    assert "decode is decided by the host, because of a test; " in describe_server(host)
+    assert "decode is planned by the host, because of a test; " in describe_server(host)

@@ -60,7 +60,7 @@ def describe_server(server: ExpertServer, rank: str = "", place: str = "") -> st
         f"experts, top {experts.top_k}; policy {options.policy}{f' ({parameters})' if parameters else ''}; "
         f"prefetch {_prefetch(server)}; {'; '.join(precisions)}; "
         f"budget {size(plan.limit)} of {size(experts.nbytes(options.high))}{f' on {rank} alone' if rank else ''}; "
-        f"decode is decided by {_planning(server)}; "
+        f"decode is planned by {_planning(server)}; "
         f"{f'{how}; ' if (how := server.cpu_execution.describe()) else ''}"
         f"kernel {server.kernel.name}; host store: {server.store.description}"
         f"{f' ({place})' if place else ''}."

@@ -1,10 +1,10 @@
-"""Files and folders that are there whole or not at all, whenever a process dies, and whatever is written beside them.
+"""Files and folders that exist whole or not at all, whenever a process dies.
 
-A folder that is being written is ``NAME.partial-BOOT-RANDOM`` beside the final one, private until it is complete. The
-lock that its writer holds on it (``flock``) is the proof that the writer lives: names of hosts and numbers of processes
-are no identities, because containers share them. What no process holds is removed at every start. BOOT names the
-running kernel: on a disk that several machines share, another machine's lock cannot be seen, so that its folders are
-left alone while anything in them is new.
+A folder that is being written is ``NAME.partial-BOOT-RANDOM`` next to the final one, and private until it is complete.
+The lock that its writer holds on it (``flock``) proves that the writer lives; host names and process ids prove nothing,
+because containers share them. Every start removes temporary folders that no process holds. BOOT identifies the running
+kernel: on a disk that several machines share another machine's lock cannot be seen, so its folders are left alone while
+anything in them is new.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def open_regular(path: Path | str) -> int:
-    """Open a file to read it; OSError also for a folder, a device or a FIFO, which would block for ever."""
+    """Open a file for reading. OSError also for a folder, a device or a FIFO, which would block for ever."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):
@@ -45,27 +45,29 @@ def open_regular(path: Path | str) -> int:
 
 
 def close_file(file: int) -> None:
-    """Close a descriptor: whatever was written is synced before, so that an error then means nothing."""
+    """Close a descriptor and ignore errors: what was written has been synced before."""
     with contextlib.suppress(OSError):
         os.close(file)
 
 
 def read_regular(path: Path | str) -> bytes:
-    """The content of a regular file; OSError as ``open_regular``."""
+    """Return the content of a regular file; OSError as ``open_regular``."""
     with open(open_regular(path), "rb") as file:
         return file.read()
 
 
 def write_at(file: int, data: bytes | memoryview, offset: int) -> None:
-    """``pwrite`` all of it."""
+    """Write all of ``data`` with ``pwrite``."""
     view, done = memoryview(data), 0
     while done < len(view):
         done += os.pwrite(file, view[done:], offset + done)
 
 
 def create(path: Path, *, exclusive: bool = True) -> int:
-    """Create a file for reading and writing, and open it; OSError for a symbolic link, and for a file that is there
-    if it has to be new."""
+    """Create a file for reading and writing, and open it.
+
+    Raises OSError for a symbolic link, and for an existing file if it has to be new.
+    """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_EXCL if exclusive else 0)
     file = os.open(path, flags, 0o600)
     try:
@@ -89,7 +91,7 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Write a file in a folder that is no other user's, and make it durable."""
+    """Write a file in a folder that no other user can write, and make it durable."""
     file = create(path, exclusive=False)
     try:
         os.ftruncate(file, 0)
@@ -100,7 +102,7 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def replace_file(path: Path, content: bytes, mode: int = _FILE_MODE) -> None:
-    """Write a file that is there whole or not at all, in a folder in which others may write, too."""
+    """Replace a file atomically, also in a folder that others can write."""
     remove_given_up(path.parent, f"{glob.escape(path.name)}.*")
     file, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)  # new, and private
     try:
@@ -136,7 +138,7 @@ def keep_beside(path: Path, key: str, measured: Any) -> None:
 
 
 def kept_beside(path: Path, key: str, kind: type[Measured]) -> Measured | None:
-    """The dataclass that was kept there by a key, if it can be read."""
+    """Return the dataclass that was kept there under a key, if it can be read."""
     return _all_kept(path, kind).get(key)
 
 
@@ -151,7 +153,7 @@ def _all_kept(path: Path, kind: type[Measured]) -> dict[str, Measured]:
 
 
 def make_folders(folder: Path) -> None:
-    """Make a folder and those around it, in which no other user may write."""
+    """Make a folder and its parents, which no other user may write."""
     if not folder.is_dir():
         make_folders(folder.parent)
         with contextlib.suppress(FileExistsError):
@@ -202,7 +204,7 @@ def lock_folder(folder: Path) -> int | None:
 
 
 class Partial(NamedTuple):
-    """A folder that is being written, and the descriptor that locks it; -1 where there are no locks."""
+    """A folder that is being written, and the descriptor that locks it (-1 without locks)."""
 
     path: Path
     lock: int
@@ -233,7 +235,7 @@ def make_partial(folder: Path, resume: Callable[[Path], bool] = lambda leftover:
 
 
 def publish(partial: Path, folder: Path) -> None:
-    """Give a complete temporary folder its name, where there is none yet."""
+    """Give a complete temporary folder its name, if that is free."""
     partial.chmod(_FOLDER_MODE)
     os.rename(partial, folder)
 
@@ -255,7 +257,7 @@ def replace_folder(partial: Path, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _held(folder: Path) -> Any:
-    """Hold a folder's lock, as far as there are locks, so that it is no leftover under another name."""
+    """Hold a folder's lock, where locks exist, so that it does not count as a leftover under another name."""
     try:
         lock = lock_folder(folder)
     except OSError:
@@ -279,26 +281,26 @@ def put_back(folder: Path) -> None:
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """Temporary folders beside ``folder``, of living writers and of dead ones, as far as they can be listed."""
+    """Return temporary folders next to ``folder``, of living and dead writers, as far as they can be listed."""
     with contextlib.suppress(OSError):
         return sorted(folder.parent.glob(f"{glob.escape(folder.name)}{_TEMPORARY}*"))
     return []
 
 
 def all_leftovers(root: Path) -> list[Path]:
-    """The same of all stores below a root, which has a folder for each model."""
+    """Return the leftovers of all stores below a root, which has a folder for each model."""
     with contextlib.suppress(OSError):
         return sorted(root.glob(f"*/*{_TEMPORARY}*"))
     return []
 
 
 def is_temporary(folder: Path) -> bool:
-    """Whether a folder's name is that of one that is being written, or was replaced."""
+    """Return whether a folder's name is that of one that is being written, or was replaced."""
     return _TEMPORARY in folder.name
 
 
 def is_written(temporary: Path) -> bool:
-    """Whether a writer of a temporary folder lives, as far as this machine can tell."""
+    """Return whether the writer of a temporary folder lives, as far as this machine can tell."""
     try:
         lock = _lock_given_up(temporary)
     except OSError:
@@ -309,7 +311,7 @@ def is_written(temporary: Path) -> bool:
 
 
 def clean(temporary: Iterable[Path]) -> list[Path]:
-    """Remove temporary folders whose writers have died; returns those."""
+    """Remove temporary folders whose writers have died; return those."""
     removed = []
     for leftover in temporary:
         with contextlib.suppress(OSError):
@@ -336,7 +338,7 @@ def _lock_given_up(leftover: Path) -> int | None:
 
 
 def _newest(folder: Path) -> float:
-    """When anything in a folder was changed last."""
+    """Return when anything in a folder was last changed."""
     return max(path.lstat().st_mtime for path in (folder, *folder.iterdir()))
 
 
@@ -348,12 +350,12 @@ def _remove_locked(folder: Path, lock: int) -> None:
 
 
 def _is_own(folder: Path) -> bool:
-    """Whether this user has made it: what others put beside a store is not gone on with."""
+    """Return whether this user made the folder: what others put next to a store is not continued."""
     return folder.lstat().st_uid == os.geteuid()
 
 
 def _boot() -> str:
-    """Eight hex digits of the running kernel: the same in all containers of a machine."""
+    """Return eight hex digits of the running kernel: the same in all containers of a machine."""
     try:
         return _BOOT_ID.read_text().strip().replace("-", "")[:8]
     except OSError:

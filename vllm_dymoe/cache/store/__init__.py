@@ -1,4 +1,4 @@
-"""Packed experts outside the device: in files, or in host memory."""
+"""Stores of packed experts outside the device: files, or host memory."""
 
 from vllm_dymoe.cache.store.base import DamagedStoreError, HostMemoryError, HostStore, StoreError, slice_name
 from vllm_dymoe.cache.store.files import FileStore

@@ -1,4 +1,4 @@
-"""What every store of packed experts is asked for, and how it fails."""
+"""The interface of stores of packed experts, and their errors."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -15,14 +15,14 @@ class StoreError(RuntimeError):
 
 
 class DamagedStoreError(StoreError):
-    """Files that are proven not to be those that were written: to write the store again is the cure.
+    """Files that are proven to differ from what was written; writing the store again repairs it.
 
-    What merely could not be opened or read, now or by this process, is a plain StoreError, and no reason to replace it.
+    Files that merely could not be opened or read raise a plain StoreError, which is no reason to replace them.
     """
 
 
 class HostMemoryError(StoreError):
-    """Host memory that cannot be had or be locked; the message says why, and the caller adds what to do."""
+    """Host memory that cannot be allocated or pinned; the message says why, and the caller adds what to do."""
 
 
 class Lent(Protocol):
@@ -43,21 +43,21 @@ class HostStore(ABC):
     @property
     @abstractmethod
     def description(self) -> str:
-        """Where the bytes lie, for people."""
+        """Where the bytes are, in words."""
 
     @property
     def readable(self) -> bool:
-        """The experts' device can read every packed expert by itself."""
+        """Whether the experts' device can read every packed expert by itself."""
         return False
 
     @property
     def depth(self) -> int:
-        """Reads at once that are worth it."""
+        """Number of concurrent reads that pays."""
         return 1
 
     @property
     def occupies_cores(self) -> bool:
-        """Whether a read may be a copy by a core, and not a wait for a disk."""
+        """Whether a read may be a copy by a core instead of a wait for a disk."""
         return True
 
     @abstractmethod
@@ -66,35 +66,37 @@ class HostStore(ABC):
     ) -> None:
         """Copy one packed expert, or neighbouring projections of it, into host memory: uint8 [bytes], contiguous.
 
-        StoreError if the bytes cannot be read, or are not what was written; BlockingIOError if, without ``wait`` for a
-        disk, they are not in memory; ``destination`` may be half-written.
+        Raises StoreError if the bytes cannot be read, or differ from what was written, and BlockingIOError if ``wait``
+        is not set and they are not in memory. ``destination`` may then be half-written.
         """
 
     def hold(
         self, key: SliceKey, projections: range = EVERY_PROJECTION, *, wait: bool = True
     ) -> AbstractContextManager[Lent | None]:
-        """A slice where it lies in host memory; None from a store that has none. Arguments and errors as above."""
+        """Lend a slice where it is in host memory; None if the store has none there. Arguments and errors as
+        ``read_into``.
+        """
         return nullcontext()
 
     @property
     def mapped(self) -> bool:
-        """A CPU can compute slices where they lie, those that are ``in_memory``."""
+        """Whether a CPU can compute slices where they are, if they are ``in_memory``."""
         return self.whole
 
     def in_memory(self, key: SliceKey) -> bool:
-        """Whether a slice can be read without waiting for a disk, and is what was written."""
+        """Return whether a slice can be read without waiting for a disk, and is what was written."""
         return self.whole
 
     def lost(self, keys: Iterable[SliceKey]) -> str:
-        """A sentence if bytes of mapped slices could not be had when they were computed with; empty otherwise."""
+        """Return a sentence if bytes of mapped slices could not be read while they were in use; empty otherwise."""
         return ""
 
     def packed(self, key: SliceKey) -> torch.Tensor:
-        """The bytes themselves, of a store that is ``mapped``: uint8 [bytes of the slice]."""
+        """Return the bytes of a slice of a ``mapped`` store: uint8 [bytes of the slice]."""
         raise NotImplementedError
 
     def take(self, other: "HostStore", experts: ModelExperts) -> None:
-        """Have the layers of another store of this kind behind one's own; ``experts`` are those of both."""
+        """Append the layers of another store of this kind; ``experts`` describes both together."""
         raise NotImplementedError
 
     @abstractmethod

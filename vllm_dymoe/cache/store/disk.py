@@ -41,7 +41,7 @@ _prctl = ctypes.CDLL(None).prctl
 
 @dataclass(frozen=True)
 class DiskRates:
-    """What a disk has reached, in bytes per second."""
+    """Measured rates of a disk, in bytes per second."""
 
     direct: dict[int, float]  # past the page cache, by reads at once; empty on a file system that cannot
     cached: float  # through the page cache, by one reader, of what was not in it
@@ -55,12 +55,12 @@ class DiskRates:
 
     @property
     def depth(self) -> int:
-        """The fewest reads at once that are about as fast as any."""
+        """The smallest number of concurrent reads that is about as fast as any."""
         best = max(self.direct.values(), default=0.0)
         return min((depth for depth, rate in self.direct.items() if rate >= _ENOUGH * best), default=_DEPTHS[2])
 
     def read_past_cache(self, held: float) -> bool:
-        """Whether that is faster, if the page cache holds a share of what is asked for."""
+        """Return whether that is faster, if the page cache holds a share of what is read."""
         through = held / self.warm + (1 - held) / self.cached
         return bool(self.direct) and 1 / self.direct[self.depth] < through
 
@@ -84,7 +84,7 @@ class Reading:
 
 @dataclass
 class DiskCounts:
-    """What was read from files; several threads count."""
+    """Counts of what was read from files, by any number of threads."""
 
     reads: int = 0  # that have ended
     nbytes: int = 0  # that they brought
@@ -113,16 +113,16 @@ class DiskCounts:
                 self.nbytes += nbytes
 
     def reset(self, counted: tuple[int, int, float] = (0, 0, 0.0)) -> None:
-        """Go on from zero, or from reads, bytes and seconds as they were."""
+        """Continue from zero, or from earlier reads, bytes and seconds."""
         with self._lock:
             self.reads, self.nbytes, self.seconds = counted
             self._since = time.perf_counter()
 
 
 def read_direct(file: int, destination: torch.Tensor, offset: int) -> int:
-    """``preadv`` with O_DIRECT: straight where both sides are aligned, else through a buffer of the thread.
+    """Read with ``preadv`` and O_DIRECT: directly if both sides are aligned, else through a buffer of the thread.
 
-    Returns how many bytes the file had, fewer than asked for at its end.
+    Returns how many bytes the file had, fewer than requested at its end.
     """
     nbytes = destination.numel()
     begin = offset // BLOCK * BLOCK
@@ -142,7 +142,7 @@ def read_direct(file: int, destination: torch.Tensor, offset: int) -> int:
 
 
 def _buffer(nbytes: int) -> memoryview:
-    """Of this thread; at least so many bytes, from a page's begin on."""
+    """Return this thread's page-aligned buffer of at least so many bytes."""
     held: memoryview | None = getattr(_buffers, "view", None)
     if held is None or len(held) < nbytes:
         _buffers.view = held = memoryview(mmap.mmap(-1, nbytes))
@@ -150,7 +150,10 @@ def _buffer(nbytes: int) -> memoryview:
 
 
 def set_direct(file: int, *, direct: bool) -> bool:
-    """Have an open file read past the page cache, or through it; returns which it is now: not every file system can."""
+    """Switch an open file to reading past the page cache, or through it; return which it is now.
+
+    Not every file system supports it.
+    """
     try:
         flags = fcntl.fcntl(file, fcntl.F_GETFL)
         if bool(flags & _DIRECT) == direct:
@@ -168,23 +171,23 @@ def set_direct(file: int, *, direct: bool) -> bool:
 
 
 def known_rates(folder: Path) -> DiskRates | None:
-    """What earlier starts on this machine have measured of a folder's disk, if it can be read."""
+    """Return what earlier starts on this machine measured for a folder's disk, if it can be read."""
     rates = kept_beside(folder / RATES, storage_of(folder), DiskRates)
     return rates if rates and min(rates.cached, rates.warm, *rates.direct.values()) > 0 else None
 
 
 def keep_rates(folder: Path, rates: DiskRates) -> None:
-    """Keep them for the next start; a folder that cannot be written is measured again."""
+    """Keep rates for the next start; if the folder cannot be written, the next start measures again."""
     keep_beside(folder / RATES, storage_of(folder), rates)
 
 
 def storage_of(folder: Path) -> str:
-    """The disk that a folder is on, as this machine has it, in words: what was measured of another one says nothing."""
+    """Describe the disk that a folder is on, as this machine has it; rates of another disk do not apply."""
     return f"{machine()}, {_mounted(folder)}"
 
 
 def _mounted(folder: Path) -> str:
-    """File system, source and, of a local disk, model and size."""
+    """Return file system, source and, for a local disk, model and size."""
     found, longest = "an unknown disk", -1
     folder = folder.resolve()
     try:
@@ -200,7 +203,7 @@ def _mounted(folder: Path) -> str:
 
 
 def _block_device(number: str) -> str:
-    """Model, serial number and size of a local disk, as far as the system names them."""
+    """Return model, serial number and size of a local disk, as far as the system names them."""
     device = _BLOCK_DEVICES / number
     said = []
     for name in ("device/model", "device/serial", "size"):
@@ -218,9 +221,11 @@ def measure_rates(
     slices: Sequence[int],
     nbytes: int,
 ) -> DiskRates:
-    """Read random slices of a store, of up to so many bytes, in every way. ``use`` has a way used from now on, and
-    returns whether that is possible; ``read`` returns the bytes of a slice, ``forget`` removes what the page cache has
-    of one. StoreError if the store cannot be read."""
+    """Read random slices of a store, of up to so many bytes, in every way.
+
+    ``use`` selects a way and returns whether it is possible, ``read`` returns the bytes of a slice, and ``forget``
+    removes a slice from the page cache. Raises StoreError if the store cannot be read.
+    """
     chosen = random.Random(0).sample(slices, min(len(slices), max(_DEPTHS[-1], _MEASURED_BYTES // nbytes)))
     for number in chosen:
         forget(number)
@@ -237,13 +242,13 @@ def measure_rates(
 
 
 class Pacer:
-    """Bytes arrive no sooner than by way of one queue of a given rate, in wall-clock time."""
+    """Delays bytes to one queue of a given rate, in wall-clock time."""
 
     def __init__(self) -> None:
         self._lock, self._free = threading.Lock(), 0.0  # when the last byte that was promised so far arrives
 
     def wait(self, nbytes: int, ready: float, bytes_per_second: float) -> None:
-        """Sleep until the last of these would be there."""
+        """Sleep until the last of these bytes would have arrived."""
         with self._lock:
             # The queue begins when it is free and not when this thread was woken: a late thread loses no time.
             self._free = due = max(self._free, ready) + nbytes / bytes_per_second
@@ -251,7 +256,7 @@ class Pacer:
 
 
 def sleep_until(due: float) -> None:
-    """Sleep until a moment of ``time.perf_counter``, exact to some microseconds."""
+    """Sleep until a moment of ``time.perf_counter``, accurate to some microseconds."""
     if (left := due - time.perf_counter()) > 0:
         _prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # of this thread; the kernel may oversleep by 50 us otherwise
         time.sleep(left)

@@ -1,4 +1,4 @@
-"""The header of a safetensors file: where each tensor lies."""
+"""The header of a safetensors file: where each tensor is."""
 
 import json
 import os
@@ -16,7 +16,7 @@ _MOST_HEADER_BYTES = 100_000_000  # as safetensors
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where one tensor lies: bytes ``begin`` to ``end`` of a file."""
+    """Where one tensor is: bytes ``begin`` to ``end`` of a file."""
 
     name: str
     path: Path
@@ -35,8 +35,10 @@ def make_header(
     metadata: Mapping[str, str] | None = None,
     alignment: int = 8,
 ) -> tuple[bytes, dict[str, int], int]:
-    """Lay out tensors (name, dtype, shape, bytes) one behind the other, in a file with ``metadata``: what the file
-    begins with, the first byte of each tensor in it, and the bytes of the whole file."""
+    """Lay out tensors (name, dtype, shape, bytes) one after the other, in a file with ``metadata``.
+
+    Returns the file's first bytes, the first byte of each tensor, and the size of the file.
+    """
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     begins = {}
     end = 0

@@ -1,4 +1,4 @@
-"""``dymoe_experts.json``: what a store holds, for which model, and how far it is from that model's weights."""
+"""``dymoe_experts.json``: what a store holds, for which model, and its quantization errors."""
 
 import hashlib
 import json
@@ -31,21 +31,21 @@ _NAMED = CODEBOOKS | LATTICES
 
 
 def describe_encodings(formats: Mapping[int, ExpertFormat]) -> dict[str, Any]:
-    """What codes mean, as it stands in a manifest and in a checkpoint's quantization_config."""
+    """Describe encodings as a manifest, or a checkpoint's quantization_config, has them."""
     flags = {key: [bits for bits, fmt in formats.items() if getattr(fmt, field)] for field, key in _FLAGS.items()}
     named = {str(bits): fmt.encoding.name for bits, fmt in formats.items() if fmt.encoding.name in _NAMED}
     return flags | {_CODEBOOKS: named}
 
 
 def read_encodings(described: Mapping[str, Any], bits: int) -> dict[str, Any]:
-    """The same of one bit-width as arguments of :class:`ExpertFormat`."""
+    """Return the described encoding of one bit-width as arguments of :class:`ExpertFormat`."""
     flags = {field: bits in described.get(key, ()) for field, key in _FLAGS.items()}
     named = described.get(_CODEBOOKS, {}).get(str(bits))
     return flags | {"encoding": encoding_of(bits, None if named is None else _NAMED[named])}
 
 
 def encodings_of(quantizer: str) -> dict[str, Any]:
-    """What a quantizer's codes are, as ``describe_encodings`` says it."""
+    """Return a quantizer's encodings, as ``describe_encodings`` describes them."""
     return (
         {_CODEBOOKS: {str(encoding.bits): encoding.name for encoding in LATTICES.values()}} if quantizer == "e8" else {}
     )
@@ -63,9 +63,9 @@ Short = Annotated[float, PlainSerializer(lambda error: float(f"{error:.4g}"), re
 
 @dataclass(frozen=True)
 class ErrorRecord:
-    """Relative errors, one number for each MoE layer; root of the sum of squares over all of its experts.
+    """Relative errors, one number for each MoE layer: root of the sum of squares over its experts.
 
-    All but ``weight`` are empty where there was no calibration.
+    All but ``weight`` are empty without a calibration.
     """
 
     weight: Mapping[int, tuple[Short, ...]]  # by bit-width below 16, |W - dequantized W| / |W|
@@ -80,8 +80,7 @@ _ERRORS = TypeAdapter(ErrorRecord)
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a store holds, and for which model. Errors and alignment, and what binds files, are no part of its
-    identity."""
+    """What a store holds, and for which model. Errors, alignment and digests are not part of its identity."""
 
     experts: ModelExperts
     quantizer: str
@@ -97,7 +96,7 @@ class Manifest:
 
     @property
     def binds(self) -> bool:
-        """Whether it says which files are its own."""
+        """Whether the manifest says which files are its own."""
         return self.version >= _BINDING_VERSION
 
     def shard_digest(self, layer: int, header: bytes, checksums: Iterable[bytes]) -> str:
@@ -138,8 +137,9 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Read the manifest of a store; DamagedStoreError if it is none, StoreError if it cannot be read, or is of
-        another version."""
+        """Read the manifest of a store. DamagedStoreError if it is none, StoreError if it is unreadable or of another
+        version.
+        """
         path = folder / MANIFEST
         try:
             data = json.loads(read_regular(path))

@@ -1,8 +1,8 @@
-"""Files that are mapped, so that a CPU computes experts out of the page cache: copies into slots take longer than
-reading once does.
+"""Mapped files, so that a CPU computes experts in the page cache: a copy into a slot takes longer than one read.
 
-A read that fails is an error that a request can report; a mapping would end the process. So the native library guards
-mappings: a page that cannot be had reads as zeros, and is counted, and from then on files are read as ever.
+A failing read is an error that a request can report, but a failing page of a mapping would end the process. So the
+native library guards mappings: a page that cannot be read becomes zeros and is counted, and from then on files are
+read.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ _FAILED = ctypes.c_void_p(-1).value  # MAP_FAILED
 
 
 class MappedFile:
-    """The bytes of a file; OSError if they cannot be mapped, or guarded."""
+    """The bytes of a file. Raises OSError if they cannot be mapped, or guarded."""
 
     def __init__(self, file: int) -> None:
         library = native.load()
@@ -62,8 +62,11 @@ class MappedFile:
 def map_file(
     file: int, nbytes: int, offset: int = 0, *, writable: bool = False, end: Callable[[], object] = lambda: None
 ) -> torch.Tensor:
-    """Map a part of a file, shared with other processes: uint8 [nbytes], until the last tensor over it has gone,
-    which calls ``end`` before. Takes no descriptor, as ``mmap.mmap`` does. OSError if that is impossible."""
+    """Map a part of a file, shared with other processes: uint8 [nbytes], without keeping a descriptor as ``mmap.mmap``
+    does.
+
+    The mapping lasts until the last tensor over it is gone; ``end`` is called before it is removed. Raises OSError.
+    """
     prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     begin = _libc.mmap(None, nbytes, prot, mmap.MAP_SHARED, file, offset)
     if begin == _FAILED:
@@ -81,6 +84,6 @@ def map_file(
 
 
 def lost_pages() -> int:
-    """Pages of mapped files, in this process, that could not be had."""
+    """Return how many pages of mapped files could not be read in this process."""
     library = native.load()
     return 0 if library is None else int(library.lost_pages())

@@ -1,4 +1,4 @@
-"""How much host memory packed experts get: all that they take, a part of it, or none."""
+"""How much host memory packed experts get: enough for all, for a part, or none."""
 
 from dataclasses import dataclass, replace
 
@@ -15,7 +15,7 @@ _LEAST_LEFT = 2 << 30
 
 
 def smallest_host_cache(experts: ModelExperts) -> int:
-    """The smallest budget of a host cache: two slices of each version, one read from while another fills."""
+    """Return the smallest budget of a host cache: two slices of each version, one to read and one to fill."""
     return 2 * sum(whole_pages(fmt.nbytes) for fmt in experts.formats.values())
 
 
@@ -35,7 +35,7 @@ class HostPlace:
 
 @dataclass(frozen=True)
 class HostRoom:
-    """What one rank may use."""
+    """Host memory that one rank may use."""
 
     available: int  # bytes of host memory that all ranks on this machine can get
     ranks: int = 1  # on this machine
@@ -60,7 +60,7 @@ class HostRoom:
 
 
 def host_memory_bytes(wanted: ExpertBudget, experts: ModelExperts) -> int | None:
-    """Bytes that the option ``host_memory`` means; None for "auto"."""
+    """Return the bytes that the option ``host_memory`` means; None for "auto"."""
     return int(wanted.share * whole_host_cache(experts)) if wanted.share is not None else wanted.bytes
 
 

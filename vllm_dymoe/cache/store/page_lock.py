@@ -1,4 +1,4 @@
-"""Memory that is locked for a device, so that its copy engine reads it by itself."""
+"""Pinned memory, which a device's copy engine reads by itself."""
 
 import contextlib
 from pathlib import Path
@@ -14,10 +14,10 @@ _PORTABLE_AND_MAPPED = 1 | 2
 
 
 class CudaPageLock:
-    """Locks host memory for one device, by ``cudaHostRegister``.
+    """Pins host memory for one device, with ``cudaHostRegister``.
 
     Attributes:
-        node: the NUMA node that is nearest to the device; None where there is one node, or the system names none.
+        node: the NUMA node nearest to the device; None if there is one node, or the system names none.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,7 +28,7 @@ class CudaPageLock:
         self.node = node_of(place)
 
     def lock(self, address: int, nbytes: int) -> str | None:
-        """Lock whole pages. Returns what is in the way, or None."""
+        """Pin whole pages. Returns the reason why pinning failed, or None."""
         with torch.cuda.device(self._device):
             code = self._runtime.cudaHostRegister(address, nbytes, _PORTABLE_AND_MAPPED)
         if int(code) == 0:
@@ -44,13 +44,13 @@ class CudaPageLock:
                 self._clear_error()
 
     def _clear_error(self) -> None:
-        """CUDA reports the error again at the next launch; a launch of our own takes it."""
+        """Clear CUDA's error, which the next launch would report again, with a launch of our own."""
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=self._device)
 
 
 def node_of(pci_address: str) -> int | None:
-    """NUMA node of a PCI device; None where there is only one node, or the system names none."""
+    """Return the NUMA node of a PCI device; None if there is only one node, or the system names none."""
     if not several_nodes():
         return None
     try:

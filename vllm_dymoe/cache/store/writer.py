@@ -1,8 +1,8 @@
-"""The one writer of stores: what it leaves is either complete or not there.
+"""The one writer of stores: a store is complete or does not exist.
 
-Sections are written at their final offsets into shards in a temporary folder beside the final one, each with its
-checksum. Finishing syncs, writes the manifest and renames. A crash leaves a temporary folder that the next writer
-removes or goes on with. Of two processes that write the same store the second finds the first one's and uses it.
+Sections are written at their final offsets into shards in a temporary folder next to the final one, each with its
+checksum. Finishing syncs, writes the manifest and renames. After a crash the next writer removes the temporary folder
+or continues it. If two processes write the same store, the second finds the first one's and uses it.
 """
 
 import contextlib
@@ -111,7 +111,7 @@ class StoreWriter:
             write_at(file, checksum(data).to_bytes(8, "little", signed=True), place)
 
     def sync(self, layer: int) -> None:
-        """Make what is written of one layer durable."""
+        """Make what was written of one layer durable."""
         with self._refusals():
             os.fsync(self._files[layer])
 
@@ -132,7 +132,7 @@ class StoreWriter:
         return FileStore(self._folder)
 
     def close(self) -> None:
-        """Close the files; what is written stays in the temporary folder, for another writer to go on with."""
+        """Close the files; what was written stays in the temporary folder, for another writer to continue."""
         self._close_files()
         if self._lock >= 0:
             close_file(self._lock)
@@ -143,7 +143,7 @@ class StoreWriter:
             close_file(self._files.pop())
 
     def discard(self) -> None:
-        """Remove everything written so far; nothing to do after ``finish``."""
+        """Remove everything written so far; does nothing after ``finish``."""
         self._close_files()
         shutil.rmtree(self.partial, ignore_errors=True)
         self.close()  # only now another writer may have it
@@ -161,7 +161,7 @@ class StoreWriter:
         sync_folder(self._folder.parent)
 
     def _is_published(self) -> bool:
-        """Whether the same store has the folder's name already; StoreError if that cannot be known."""
+        """Return whether the same store is published already. Raises StoreError if that cannot be determined."""
         try:
             store = FileStore(self._folder)
         except DamagedStoreError:

@@ -1,4 +1,4 @@
-"""The question a predictor answers: which experts will the coming layers want? And how right it was."""
+"""Predictors answer which experts the coming layers will want; measuring them tells how right they were."""
 
 import time
 from abc import ABC, abstractmethod
@@ -22,7 +22,7 @@ class Candidate(NamedTuple):
 
 
 class Predictor(ABC):
-    """Names experts and touches nothing: it knows of no slot, no byte and no transfer."""
+    """Predicts experts, and knows nothing of slots, bytes and transfers."""
 
     tells_phases: ClassVar[bool] = False
     """In a step of prompts and decoding requests it has to be told which rows are which."""
@@ -39,25 +39,27 @@ class Predictor(ABC):
 
     @property
     def settled(self) -> bool:
-        """Whether it has stopped tuning itself, as far as it does."""
+        """Whether it has stopped tuning itself, if it does so."""
         return True
 
     @property
     def answers_later(self) -> bool:
-        """Whether it is best told to begin at once, and asked when the layer's first experts have been enqueued."""
+        """Whether to call ``begin`` at once, and to ask for the answer when the layer's first experts have been
+        enqueued.
+        """
         return self._side_stream.answers_later
 
     def begin_step(self, phase: Phase) -> None:  # noqa: B027
-        """A step of requests begins; no layer of it has been observed."""
+        """A step of requests begins; none of its layers has been observed."""
 
     def observe(self, routing: Routing) -> None:  # noqa: B027
-        """Hear what a layer's router decided. Called for every MoE layer of every step, in order; must be cheap."""
+        """See what a layer's router decided. Called for every MoE layer of every step, in order; must be cheap."""
 
     def begin(self, layer: int) -> None:  # noqa: B027
         """Compute on the side stream what ``predict`` will be asked for."""
 
     def slots_changed(self) -> None:  # noqa: B027
-        """What layers find on the device is another cache's from now on."""
+        """From now on layers find experts in another cache."""
 
     def _answer(self, layer: int) -> Answer:
         if self._read is None:
@@ -68,14 +70,16 @@ class Predictor(ABC):
 
     @abstractmethod
     def predict(self, layer: int) -> Sequence[Candidate]:
-        """Experts that layers after ``layer``, which was observed last, will want, the most useful first."""
+        """Return experts that layers after ``layer``, which was observed last, will want, the most useful first."""
 
 
 @dataclass
 class PredictionStats:
-    """How right a predictor is (FIRM-MoE), as sums over all layers and steps for which something was asked, also where
-    the answer was empty: right / wanted is prediction accuracy (Eq. 7), right / named expert utilisation (Eq. 8). What
-    was named is counted, whether or not it was then prefetched."""
+    """How right a predictor is (FIRM-MoE), summed over all layers and steps in which it was asked, answers or not.
+
+    correct / needed is prediction accuracy (Eq. 7), correct / predicted is expert utilisation (Eq. 8). Predicted
+    experts count whether or not they were then prefetched.
+    """
 
     predicted: int = 0  # experts that were named for a coming layer
     needed: int = 0  # experts that routers chose in layers for which the predictor was asked
@@ -83,10 +87,10 @@ class PredictionStats:
 
 
 class Measured:
-    """A predictor that is watched; ``seconds`` of host time its predictions took."""
+    """A predictor, its statistics, and ``seconds`` of host time that its predictions took."""
 
     def __init__(self, predictor: Predictor, before: "Measured | None" = None) -> None:
-        """Go on with the counts of the predictor ``before`` it, if there was one."""
+        """Continue the counts of the predictor ``before`` it, if there was one."""
         self.predictor = predictor
         self.stats: PredictionStats = PredictionStats() if before is None else before.stats
         self.seconds: float = 0.0 if before is None else before.seconds
@@ -141,13 +145,14 @@ class Measured:
 
 
 def rank(experts: Tensor, scores: Tensor, named: Tensor | None = None) -> list[int]:
-    """Experts that a layer's tokens would choose, best first: of several tokens by how many would choose them (DyMoE
-    Eq. 7), those of the same number by their summed scores.
+    """Return the experts that a layer's tokens would choose, best first.
+
+    For several tokens they are ordered by how many would choose them (DyMoE Eq. 7), then by their summed scores.
 
     Args:
-        experts: int64 [tokens, choices], of each token best first.
-        scores: float32, likewise.
-        named: bool, likewise: which choices count; None for all.
+        experts: int64 [tokens, choices], best first for each token.
+        scores: float32, same shape.
+        named: bool, same shape: which choices count; None for all.
     """
     alone = len(experts) == 1
     ids, weights = (experts.flatten(), scores.flatten()) if named is None else (experts[named], scores[named])

@@ -26,7 +26,7 @@ class PredictorError(ValueError):
 
 @dataclass(frozen=True)
 class PredictorCard:
-    """What a predictor is, and what it is worth."""
+    """What a predictor is for, how it was trained, and how good it is."""
 
     header: ModelIdentity  # the model that it is for, its fingerprint and sizes
     architecture: Mapping[str, Any] = field(default_factory=dict)  # name and numbers of the network
@@ -75,7 +75,7 @@ def worse_than_next_gate(metrics: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def save_predictor(path: Path, card: PredictorCard, network: FoldedMLP) -> None:
-    """Write a file that is there whole or not at all; PredictorError if it cannot be written."""
+    """Write a predictor's file atomically. Raises PredictorError if it cannot be written."""
     half = network.to(torch.device("cpu"), torch.float16)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,4 @@
-"""What a predictor may know of the model that it is made for: above all its layers' routers up to their choice, so that
-they can be asked about another layer's input."""
+"""What a predictor may know of the model: above all its routers, which can be asked about another layer's input."""
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ _ASKED_AT_ONCE = 256  # unit vectors, to take little memory
 
 
 def weights_of(gates: Sequence["Gate"], hidden: int, device: torch.device) -> GateWeights:
-    """All gates of a model as numbers, for training."""
+    """Return all gates of a model as numbers, for training."""
     weights, biases = zip(*(gate.matrix(hidden, device) for gate in gates), strict=True)
     correction = None
     if any(gate.correction is not None for gate in gates):
@@ -31,7 +30,7 @@ def weights_of(gates: Sequence["Gate"], hidden: int, device: torch.device) -> Ga
 
 @dataclass(frozen=True)
 class Gate:
-    """What makes a router prefer one expert to another."""
+    """Scores that make a router prefer one expert to another."""
 
     logits: Callable[[torch.Tensor], torch.Tensor]
     """The gate itself, [tokens, hidden] -> [tokens, experts]; experts of all ranks."""
@@ -45,7 +44,9 @@ class Gate:
     """This rank's number of each expert, negative for another rank's; None where the rank has all of them."""
 
     def scores(self, x: torch.Tensor) -> torch.Tensor:
-        """What the router would choose by: [tokens, hidden] -> float32 [tokens, experts]; -inf in groups not chosen."""
+        """Return the scores that the router chooses by: [tokens, hidden] to float32 [tokens, experts], -inf in unchosen
+        groups.
+        """
         logits = self.logits(x).float()
         scores = logits.sigmoid() if self.scoring == "sigmoid" else logits.softmax(-1)
         if self.correction is not None:
@@ -60,7 +61,7 @@ class Gate:
         return scores
 
     def best(self, x: torch.Tensor, amount: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Experts that tokens would choose, best first, and their scores: [tokens, up to ``amount``] each."""
+        """Return the experts that tokens would choose, best first, and their scores: [tokens, up to ``amount``]."""
         scores = self.scores(x)
         values, indices = scores.topk(min(amount, scores.shape[1]), dim=-1)
         return indices, values
@@ -68,7 +69,9 @@ class Gate:
     def named(
         self, layer: int, experts: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor | None = None
     ) -> list[Candidate]:
-        """This rank's experts among those that tokens would choose in this gate's layer, as :func:`rank` has them."""
+        """Return this rank's experts among those that tokens would choose in this gate's layer, in the order of
+        :func:`rank`.
+        """
         chosen_here = (expert if self.local is None else self.local[expert] for expert in rank(experts, scores, chosen))
         return [Candidate(layer, expert) for expert in chosen_here if expert >= 0]
 
@@ -81,8 +84,11 @@ class Gate:
         return torch.cat(rows).T.contiguous(), bias.float()
 
     def agreement(self, x: torch.Tensor, ids: torch.Tensor, tolerance: float = 0.0) -> float:
-        """The share of a router's choices ``ids``, this rank's int [tokens, top_k], negative for another rank's, that
-        this gate would make of ``x`` [tokens, hidden], or would miss by a share of a token's largest score."""
+        """Return the share of a router's choices that this gate would make of ``x`` [tokens, hidden].
+
+        Choices ``ids`` are int [tokens, top_k], negative for another rank's. A choice also counts if the gate would
+        miss it by at most ``tolerance`` of the token's largest score.
+        """
         scores, ids = self.scores(x), ids.long()
         if self.local is not None:
             experts = torch.full((len(self.local) + 1,), -1, device=ids.device)
@@ -100,7 +106,7 @@ class Gate:
 
 @dataclass(frozen=True)
 class RoutedModel:
-    """One rank's model."""
+    """The routers of one rank's model."""
 
     num_layers: int  # MoE layers on this rank
     num_experts: int  # experts of a layer on this rank
@@ -115,5 +121,5 @@ class RoutedModel:
 
     @property
     def identity(self) -> ModelIdentity:
-        """The model as a trained predictor has to have it; its name does not matter."""
+        """The model as a trained predictor has to match it; its name does not matter."""
         return ModelIdentity("", self.fingerprint, self.num_layers, self.num_experts, self.top_k, self.hidden)

@@ -24,7 +24,9 @@ from vllm_dymoe.prefetch.tuner import Heop
 
 
 class MeetingOfLayers(Predictor):
-    """Asks the next layer's gate about inputs of the last P layers; experts ``held`` on the device cost no transfer."""
+    """Asks the next layer's gate about the inputs of the last P layers; experts ``held`` on the device cost no
+    transfer.
+    """
 
     def __init__(
         self,
@@ -102,7 +104,9 @@ class MeetingOfLayers(Predictor):
 
 
 def _meet(gate: Gate, k: int, *meeting: torch.Tensor) -> Answer:
-    """Eqs. 5 and 6: what the last layer names, its scores, and whether all name it, [tokens, k] each."""
+    """Eqs. 5 and 6: return what the last layer predicts, its scores, and whether all layers predict it, [tokens, k]
+    each.
+    """
     layers, tokens = len(meeting), len(meeting[-1])
     scores = gate.scores(torch.cat(meeting))
     best = scores.topk(min(k, scores.shape[1]), dim=-1)

@@ -57,7 +57,7 @@ class NextGate(Predictor):
         self._read = self._side_stream.begin(best, self._x)
 
     def predict(self, layer: int) -> Sequence[Candidate]:
-        """Experts of the next layers, the nearest first."""
+        """Return experts of the next layers, the nearest layer first."""
         if self._x is None or not (coming := self._coming(layer)):
             return []
         answer = self._answer(layer)

@@ -1,13 +1,11 @@
-"""How often predictions are acted on: one controller for each phase.
+"""Controls how often predictions are acted on, separately for each phase.
 
-A policy whose predictor is tuned already is not paced. Others make fewer predictions while predictions do not pay, and
-never none, so that a change shows.
+A policy whose predictor tunes itself is not paced. Others make fewer predictions while these do not pay, but never
+none, so that a change is noticed.
 
-A right prediction hides at most the transfer of one expert, a wrong one delays demand by at most one projection, a
-third of
-it: where fewer than one in four is needed, guessing loses. It also loses where predictions hide less time than they
-take the host: beside a cache that has nearly everything, asking a predictor costs more than the few transfers that are
-left.
+A correct prediction hides at most the transfer of one expert, and a wrong one delays demand by at most one projection,
+a third of it: predictions lose if fewer than one in four is needed. They also lose if they hide less time than they
+take on the host: with a cache that has nearly everything, asking costs more than the few remaining transfers.
 """
 
 from dataclasses import dataclass
@@ -25,7 +23,7 @@ _LARGEST_INTERVAL = 64
 
 @dataclass
 class Pace:
-    """Decides which predictions are asked for, and records what became of them."""
+    """Decides which predictions are asked for, and records their outcomes."""
 
     paid: bool = True  # predictions have to pay for what they cost; otherwise every prediction is asked for
     interval: int = 1  # one prediction of so many is asked for
@@ -37,9 +35,10 @@ class Pace:
     _hidden: float = 0.0
 
     def acts(self) -> bool:
-        """Whether this prediction is one to act on: one in each ``interval``, of another layer each time.
+        """Return whether to act on this prediction: on one in each ``interval``, of another layer each time.
 
-        Every fourth one would be the same layer's in a model of four layers, perhaps the last, which has no next one.
+        Every fourth one would always belong to the same layer in a model of four layers, perhaps the last, which has no
+        next one.
         """
         block, place = divmod(self._predictions, self.interval)
         self._predictions += 1
@@ -49,7 +48,7 @@ class Pace:
         return acts
 
     def spend(self, seconds: float, *, answered: bool = True) -> None:
-        """Record host time that predictions took, and whether a prediction named any."""
+        """Record host time that predictions took, and whether a prediction named any expert."""
         self._answers += answered
         self._spent += seconds
 

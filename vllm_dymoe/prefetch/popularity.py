@@ -16,7 +16,7 @@ from vllm_dymoe.prefetch.base import Candidate, Predictor
 
 
 class Popularity(Predictor):
-    """Counts what layers want, and names the next layer's favourites; after ``half_life`` steps a step counts half."""
+    """Counts what layers want, and predicts the next layer's favourites; ``half_life`` is in steps."""
 
     def __init__(self, num_layers: int, num_experts: int, decode_experts: int, half_life: float = 1000) -> None:
         self._num_layers = num_layers
@@ -36,7 +36,7 @@ class Popularity(Predictor):
         self._phase = routing.phase
 
     def predict(self, layer: int) -> Sequence[Candidate]:
-        """The next layer's favourites: all that were ever wanted in a prefill, which wants nearly all."""
+        """Return the next layer's favourites; in a prefill, which wants nearly all, all that were ever wanted."""
         following = layer + 1
         if following >= self._num_layers:
             return []
@@ -47,7 +47,7 @@ class Popularity(Predictor):
 
 
 class AllExperts(Predictor):
-    """Names all experts of the next layer, as MoESys does (a baseline of DuoServe-MoE, section 6.1)."""
+    """Predicts all experts of the next layer, as MoESys does (a baseline of DuoServe-MoE, section 6.1)."""
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self._answers = [

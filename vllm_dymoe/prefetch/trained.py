@@ -1,6 +1,8 @@
-"""The trained predictor at work (DuoServe-MoE 5.3): in decode a network names the next layers' experts, from what
-routers chose in the running step. A prefill wants nearly all of them, so the most popular ones are named (5.2); in a
-step of both the network is asked about the rows that decode, and its names come first."""
+"""The trained predictor (DuoServe-MoE 5.3): in decode a network predicts the next layers' experts from routing so far.
+
+A prefill wants nearly all experts, so the most popular ones are predicted (5.2). In a step with both phases the network
+is asked about the rows that decode, and its predictions come first.
+"""
 
 from collections.abc import Sequence
 
@@ -15,8 +17,9 @@ from vllm_dymoe.prefetch.side_stream import Answer, Inline, make_side_stream
 
 
 class TrainedPredictor(Predictor):
-    """Asks a network, on its device, about the next layers' experts; in decode it names so many for each token, the
-    next layer's first."""
+    """Asks a network, on its device, about the next layers' experts; in decode so many per token, the next layer's
+    first.
+    """
 
     tells_phases = True
 
@@ -95,18 +98,18 @@ class TrainedPredictor(Predictor):
         return named
 
     def _coming(self, layer: int) -> range:
-        """The layers that the network is asked about."""
+        """Return the layers that the network is asked about."""
         return range(
             layer + 1, min(layer + 1 + self.network.look_ahead, self.network.num_layers) if self._decodes else 0
         )
 
 
 def network_dtype(device: torch.device) -> torch.dtype:
-    """In which a network runs: a CPU has no fast products of 16-bit numbers."""
+    """Return the dtype in which a network runs: a CPU has no fast products of 16-bit numbers."""
     return torch.float32 if device.type == "cpu" else torch.float16
 
 
 def _ranked(layer: int, shares: torch.Tensor) -> list[Candidate]:
-    """Every expert of a layer that was ever chosen, the most popular first."""
+    """Return every expert of a layer that was ever chosen, the most popular first."""
     order = shares.argsort(descending=True).tolist()
     return [Candidate(layer, expert) for expert in order if shares[expert] > 0]

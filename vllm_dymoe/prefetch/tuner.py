@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 
 class Setting(NamedTuple):
-    """The two numbers of a meeting."""
+    """K and P of a meeting."""
 
     k: int  # experts that each layer names
     p: int  # layers that meet
@@ -28,7 +28,7 @@ class Setting(NamedTuple):
 
 @dataclass
 class _Average:
-    """Of a stream of costs."""
+    """Running average of costs."""
 
     count: int = 0
     mean: float = 0.0
@@ -40,7 +40,7 @@ class _Average:
 
 @dataclass
 class _Group:
-    """One group's climb."""
+    """Search state of one group of layers."""
 
     setting: Setting
     dimension: int  # of the setting, the one that moves
@@ -79,7 +79,7 @@ class Heop:
 
     @property
     def settled(self) -> bool:
-        """Whether every group that has had work keeps its best."""
+        """Whether every group that has had work keeps its best setting."""
         return all(group.fixed for group in self._groups if group.costs or group.recent.count)
 
     def setting(self, layer: int) -> Setting:
@@ -91,7 +91,7 @@ class Heop:
         group.step_layers += 1
 
     def end_step(self) -> None:
-        """Close a decode step: move, or keep the best."""
+        """End a decode step: move, or keep the best."""
         for group in self._groups:
             if not group.step_layers:  # a model of few layers has an empty group
                 continue
@@ -105,7 +105,7 @@ class Heop:
                 self._update(group)
 
     def restart(self) -> None:
-        """Begin to climb again, from where groups are: hits are those of another cache from now on."""
+        """Start the search again from the current settings: hits belong to another cache from now on."""
         for group in self._groups:
             group.costs, group.recent, group.fixed = {}, _Average(), False
             group.rounds = group.stale = group.step_layers = 0
@@ -130,7 +130,7 @@ class Heop:
             self._turn(group)
 
     def _turn(self, group: _Group) -> None:
-        """Go on from the best, in the next of the four directions; as printed, in the other number and direction."""
+        """Continue from the best, in the next of the four directions; as printed, in the other number and direction."""
         if self.as_printed:
             group.stale, group.direction, group.dimension = 0, -group.direction, 1 - group.dimension
             return
@@ -142,7 +142,7 @@ class Heop:
         group.turned = not group.turned
 
     def _move(self, group: _Group) -> bool:
-        """Take one step; False at a bound."""
+        """Take one step; return False at a bound."""
         moved = list(group.setting)
         moved[group.dimension] += group.direction
         inside = 1 <= moved[group.dimension] <= self.largest[group.dimension]

@@ -1,1 +1,1 @@
-"""Policies, budgets and batches side by side on one model, as the papers' tables have them."""
+"""Measures policies, budgets and batches side by side on one model, as the papers' tables have them."""

@@ -1,4 +1,4 @@
-"""What is measured: one case is one policy at one budget and batch size; cases that an engine can share are a group."""
+"""Cases to measure: one policy at one budget and batch size. Cases that one engine can answer are a group."""
 
 import hashlib
 import itertools
@@ -20,7 +20,7 @@ PEERS = {"vllm": False, "vllm-offload": True}
 
 @dataclass(frozen=True)
 class Subject:
-    """What serves: this plugin with options, or a peer."""
+    """A serving system: this plugin with options, or a peer."""
 
     label: str  # for people, and unique in a run
     options: Mapping[str, Any] | None = None  # of the plugin, without the budget; None for a peer
@@ -30,7 +30,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Workload:
-    """What every case is asked."""
+    """The requests of every case."""
 
     prompts: str  # digest of the set
     name: str  # of the set
@@ -42,7 +42,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Case:
-    """One row."""
+    """One row of the table."""
 
     model: str  # as for ``vllm serve``
     subject: Subject  # what serves
@@ -53,18 +53,18 @@ class Case:
 
     @property
     def key(self) -> str:
-        """The same for the same case in another run."""
+        """Identifies the case in another run."""
         return digest(asdict(self) | {"subject": {"options": self.subject.options, "peer": self.subject.peer}})
 
     @property
     def group(self) -> str:
-        """The same for cases that one engine can answer, one after the other."""
+        """Equal for cases that one engine can answer, one after the other."""
         budget = self.budget if self.subject.options is None else ""
         return digest([self.model, self.subject.options, self.subject.peer, budget, dict(self.engine)])
 
     @property
     def fixed_precision(self) -> str | None:
-        """Equal for cases whose answers must be the same, token by token; None where precision follows from chance."""
+        """Equal for cases whose answers must be the same, token by token; None if precision depends on chance."""
         if self.subject.options is None:
             return None
         options = Options.model_validate(self.subject.options)
@@ -83,7 +83,7 @@ def grid(
     model: str, subjects: Sequence[Subject], budgets: Sequence[str], batches: Sequence[int], workload: Workload,
     engine: Mapping[str, Any],
 ) -> list[Case]:  # fmt: skip
-    """Every combination, and for each precision and batch the full load that speeds are compared with; each once."""
+    """Return every combination once, and for each precision and batch the full load as reference for speeds."""
     cases = []
     for subject, batch in itertools.product(subjects, batches):
         for budget in subject.budgets or budgets:
@@ -103,14 +103,14 @@ def full_load(options: Mapping[str, Any]) -> Subject:
 
 
 def groups(cases: Iterable[Case]) -> Iterator[list[Case]]:
-    """Cases by engine, the full load first, because others are measured by it."""
+    """Return cases by engine, the full load first, because others are compared with it."""
     ordered = sorted(cases, key=lambda case: (not case.subject.label.startswith("full load"), case.group))
     for _, group in itertools.groupby(ordered, key=lambda case: case.group):
         yield list(group)
 
 
 def subject_of(text: str, common: Mapping[str, Any]) -> Subject:
-    """A subject as a user names it: a policy, or options as JSON with a ``label``; ConfigError if it cannot be."""
+    """Parse a subject: a policy, or options as JSON with a ``label``. ConfigError if it is invalid."""
     options, label = {"policy": text}, text
     if text.lstrip().startswith("{"):
         try:

@@ -35,7 +35,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PromptSet:
-    """What a run asks."""
+    """The prompts of a run."""
 
     name: str  # for people
     prompts: tuple[Prompt, ...] = ()  # in the order of the file; empty if they are random
@@ -43,7 +43,7 @@ class PromptSet:
 
     @property
     def is_random(self) -> bool:
-        """Random tokens are routed almost evenly: how often a cache hits on them says nothing about its use."""
+        """Whether tokens are random. These are routed almost evenly, so their hit rate says nothing about real use."""
         return self.random_length is not None
 
     @property
@@ -53,7 +53,7 @@ class PromptSet:
 
 
 def read_prompts(source: str) -> PromptSet:
-    """Prompts of a file, ``shipped`` for the set that ships, or ``random:LENGTH``; ConfigError for others."""
+    """Read prompts of a file, the ``shipped`` set, or ``random:LENGTH``. ConfigError for anything else."""
     if (found := re.fullmatch(r"random:(\d+)", source)) and int(found[1]):
         return PromptSet(source, random_length=int(found[1]))
     path = resources.files("vllm_dymoe.bench").joinpath("prompts.json") if source == SHIPPED else Path(source)
@@ -71,7 +71,7 @@ def read_prompts(source: str) -> PromptSet:
 
 
 def by_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Domains in turn, so that any number of prompts from the front has all of them."""
+    """Interleave domains, so that any number of prompts from the front covers all of them."""
     domains: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         domains.setdefault(prompt.domain, []).append(prompt)
@@ -80,7 +80,7 @@ def by_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def random_tokens(vocabulary: int, length: int, count: int) -> list[list[int]]:
-    """So many prompts of one length, the same ones each time."""
+    """Return so many prompts of one length, the same ones each time."""
     chance = random.Random(0)
     return [[chance.randrange(_FIRST_TOKEN, vocabulary) for _ in range(length)] for _ in range(count)]
 

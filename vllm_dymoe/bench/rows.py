@@ -1,4 +1,4 @@
-"""Rows on disk: JSON lines, each complete or not there, so that a run that was killed goes on with the next one."""
+"""Rows on disk: JSON lines, each complete or missing, so that a run that was killed resumes with the next one."""
 
 import json
 from collections.abc import Iterable
@@ -13,11 +13,11 @@ Row = dict[str, Any]
 
 
 class OutputsDifferError(ConfigError):
-    """Two rows of one fixed precision gave other tokens: a mistake of ours, or of the machine."""
+    """Two rows of one fixed precision gave different tokens: a bug of ours, or a fault of the machine."""
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Complete rows, of two with the same key the later one; ConfigError for a line before the last that is none."""
+    """Return complete rows, the later of two with the same key. ConfigError for an invalid line before the last."""
     lines = path.read_text().split("\n") if path.exists() else []
     rows: dict[str, Row] = {}
     for number, line in enumerate(lines, start=1):
@@ -43,7 +43,7 @@ def is_full_load(row: Row) -> bool:
 
 
 def check_outputs(rows: Iterable[Row]) -> int:
-    """Compare answers of each fixed precision, token by token; returns how many, OutputsDifferError if one differs."""
+    """Compare answers of each fixed precision, token by token; return how many. OutputsDifferError if one differs."""
     first: dict[str, Row] = {}
     compared = 0
     for row in rows:

@@ -1,4 +1,4 @@
-"""Runs cases in processes of their own, one engine after the other, and goes on where an earlier run was ended."""
+"""Runs cases in processes of their own, one engine after the other, and resumes an interrupted run."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def measure(
     expert_bytes: int = 0,  # of all experts at 16 bits, for peers that are told how many bytes to offload
     progress: Callable[[int, int, str], None] = lambda done, total, label: None,
 ) -> list[Row]:
-    """Rows of all cases, in their order, of which ``folder`` may have some already; ConfigError if an engine fails."""
+    """Return rows of all cases in order; ``folder`` may have some already. ConfigError if an engine fails."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ROWS
     known = {row["key"] for row in read_rows(path)}
@@ -95,7 +95,7 @@ def run_job(job: dict[str, Any], folder: Path) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """What this machine reaches, measured in a process that ends before anything else begins; or ConfigError."""
+    """Return this machine's rates, measured in a process that ends before anything else begins. ConfigError."""
     program = "import json; from vllm_dymoe.bench.run import rates; print(json.dumps(rates()))"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     if found.returncode:
@@ -104,7 +104,7 @@ def machine() -> dict[str, Any]:
 
 
 def rates() -> dict[str, float | str]:
-    """Bytes per second of reading device memory, and of copies from host to device: the fastest of five."""
+    """Return bytes per second of reading device memory, and of copies from host to device: the fastest of five."""
     cuda = torch.cuda.is_available()
     host = torch.ones(_BYTES, dtype=torch.uint8, pin_memory=cuda)
     memory = torch.ones(_BYTES, dtype=torch.float32, device="cuda") if cuda else host.view(torch.float32)

@@ -1,4 +1,4 @@
-"""From the times of single tokens to what a row says."""
+"""Summarizes the times of single tokens into a row."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -13,7 +13,7 @@ from vllm_dymoe.server.stats import ServerStats, total
 
 @dataclass
 class Answers:
-    """What requests that arrived together cost."""
+    """Times and counts of requests that arrived together."""
 
     first: list[float] = field(default_factory=list)  # seconds from their arrival to each one's first token
     between: list[float] = field(default_factory=list)  # seconds from each later token's predecessor to it
@@ -25,7 +25,7 @@ class Answers:
 
 
 def distribution(seconds: Sequence[float]) -> dict[str, Any]:
-    """Milliseconds: median, mean, and what 99 % are not above, a value that occurs."""
+    """Return median, mean and 99th percentile (a value that occurs) in milliseconds."""
     ms = 1e3 * np.asarray(seconds)
     p99 = float(np.quantile(ms, 0.99, method="inverted_cdf"))
     return {"median": float(np.median(ms)), "mean": float(ms.mean()), "p99": p99, "count": len(ms)}
@@ -49,7 +49,7 @@ def summarise(answers: Sequence[Answers]) -> dict[str, Any]:
 
 
 def side_by_side(engines: Sequence[Sequence[Answers]]) -> list[Answers]:
-    """What several engines answered at the same times, as one would have: round by round, as long as the slowest."""
+    """Merge answers of several engines at the same times, round by round; a round lasts as long as the slowest."""
     if len(engines) == 1:
         return list(engines[0])
     found = []
@@ -68,7 +68,7 @@ _AT_THE_END = {field.name for field in fields(ServerStats) if field.metadata.get
 
 
 def _total(counted: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Counts add up; sizes are those of the end."""
+    """Add up counts; sizes are those at the end."""
     found = total(counted) | {name: value for name, value in counted[-1].items() if name in _AT_THE_END}
     found["peak_expert_bytes"] = max(part["peak_expert_bytes"] for part in counted)
     needed = found["hits"] + found["misses"]
@@ -76,7 +76,7 @@ def _total(counted: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def peak_bytes() -> int:
-    """Device memory: the most that torch held on a GPU; on a CPU what the process cannot give back."""
+    """Return peak memory: on a GPU torch's maximum, on a CPU what the process cannot give back."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())

@@ -1,4 +1,4 @@
-"""Rows as tables: each number with what it is a share of."""
+"""Formats rows as tables: each number with its reference."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ _FIRST_OF_BYTES = "resident MB"  # columns from here on are a table of their own
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a share is taken of."""
+    """Reference values for shares."""
 
     link: float | None = None  # bytes per second that the link reaches, where it is not emulated
     memory: float | None = None  # bytes per second that device memory reaches
@@ -27,19 +27,19 @@ class Bounds:
 
 
 def bits_of(row: Row) -> int:
-    """Of the high precision; a peer computes at 16 bits unless it says otherwise."""
+    """Return the bits of the high precision; a peer computes at 16 bits unless it says otherwise."""
     return int((row["options"] or {"high": 16}).get("high", 4))
 
 
 def numbers(rows: Sequence[Row], bounds: Bounds) -> list[dict[str, Any]]:
-    """What each row says, by column; None where a number does not exist."""
+    """Return the numbers of each row, by column; None where a number does not exist."""
     rows = [row for row in rows if row["kind"] == "speed"]
     full = {(bits_of(row), row["batch"]): row["measured"] for row in filter(is_full_load, rows)}
     return [_numbers(row, bounds, full.get((bits_of(row), row["batch"]), {})) for row in rows]
 
 
 def cells(numbers: Mapping[str, Any]) -> dict[str, str]:
-    """Numbers of one row as text; empty where a number does not exist."""
+    """Return the numbers of one row as text; empty where a number does not exist."""
     return {
         name: "" if value is None else value if isinstance(value, str) else format(value, _FORMATS[name])
         for name, value in numbers.items()
@@ -85,7 +85,7 @@ def _numbers(row: Row, bounds: Bounds, full_load: Row) -> dict[str, Any]:
 
 
 def for_terminals(body: Sequence[Mapping[str, str]]) -> Iterator[list[str]]:
-    """The columns of two tables, times and bytes; those without a number are left out."""
+    """Return the columns of two tables, times and bytes, without empty columns."""
     names = list(body[0])
     first = names.index(_FIRST_OF_BYTES)
     for columns in (names[:first], [*_NAMES, *names[first:]]):

@@ -1,4 +1,4 @@
-"""From a byte budget to slots: how many of each precision, and what the smallest feasible budget is."""
+"""Plans a byte budget: how many slots each precision gets, and the smallest feasible budget."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _LARGEST_WORKSPACE_BYTES = {"cpu": 1 << 20, "cuda": 32 << 20}
 
 @dataclass(frozen=True)
 class SlotPlan:
-    """How a budget is spent."""
+    """How a budget is divided into slots."""
 
     limit: int  # the hard budget in bytes, on this rank
     workspace_bytes: int  # the part that the kernel's scratch and the predictor take
@@ -48,14 +48,14 @@ def precision_bits(options: Options, precision: Precision) -> int:
 
 
 def slot_bits(experts: ModelExperts, options: Options, precisions: frozenset[Precision]) -> dict[Precision, int]:
-    """What the slots of each precision hold, the high one first: versions, or residual slices and their bases."""
+    """Return what the slots of each precision hold, high first: versions, or residual slices and their bases."""
     if Precision.HIGH in precisions and experts.formats[options.high].nested:
         return {Precision.HIGH: options.high, Precision.LOW: options.high // 2}
     return {precision: precision_bits(options, precision) for precision in used_precisions(options, precisions)}
 
 
 def used_precisions(options: Options, precisions: frozenset[Precision]) -> tuple[Precision, ...]:
-    """Precisions that need slots, the high one first: that the policy asks for, and that are stored."""
+    """Return the precisions that need slots, high first: those that the policy uses and the store has."""
     return tuple(
         precision
         for precision in (Precision.HIGH, Precision.LOW)
@@ -64,7 +64,7 @@ def used_precisions(options: Options, precisions: frozenset[Precision]) -> tuple
 
 
 def minimum_budget(experts: ModelExperts, options: Options, policy: Policy, workspace_bytes: int) -> int:
-    """The smallest budget that can serve at all: one slot of each precision, or of each expert, and the workspace."""
+    """Return the smallest feasible budget: one slot per precision, or per expert, and the workspace."""
     if policy.residency.migrating is not None:
         return workspace_bytes + _resident_bytes(experts, options, policy, 1)
     bits = slot_bits(experts, options, policy.precision.precisions).values()
@@ -74,9 +74,11 @@ def minimum_budget(experts: ModelExperts, options: Options, policy: Policy, work
 def limit_in_bytes(
     budget: ExpertBudget, experts: ModelExperts, options: Options, workspace_bytes: int, automatic: int
 ) -> int:
-    """The hard limit that a budget means; ``automatic`` bytes where it is automatic. A share counts experts, so that
-    100 % holds every one of them; the kernel's workspace and the predictor come on top of it and are part of the limit,
-    and so they are where a token's or a layer's experts are counted."""
+    """Return the hard limit that a budget means; ``automatic`` bytes if it is automatic.
+
+    A share counts experts, so that 100 % holds all of them. Workspace and predictor come on top and are part of the
+    limit; so they are for budgets in slots.
+    """
     everything = experts.nbytes(options.high)
     if budget.is_auto:
         return min(automatic, everything + workspace_bytes)
@@ -152,7 +154,7 @@ def _version_slots(
 
 
 def _check_budget(experts: ModelExperts, options: Options, policy: Policy, limit: int, workspace_bytes: int) -> None:
-    """ConfigError for a budget that cannot work, with the smallest that can."""
+    """Raise ConfigError for an infeasible budget, with the smallest feasible one."""
     least, migrating = minimum_budget(experts, options, policy, workspace_bytes), policy.residency.migrating
     if limit < least:
         needed = "every expert at its low version, a high one" if migrating else "one expert of each precision"
@@ -199,7 +201,7 @@ def _plan_residents(
     limit: int,
     workspace_bytes: int,
 ) -> SlotPlan:
-    """A place for every expert, as many of them high as there is room for (DynaExq 3.5)."""
+    """Plan a slot for every expert, as many of them high as there is room for (DynaExq 3.5)."""
     layers, each = len(experts.layers), experts.num_experts
     every, nested = layers * each, experts.formats[options.high].nested
     least, step = (_resident_bytes(experts, options, policy, high) for high in (1, 2))
@@ -217,10 +219,10 @@ def _plan_residents(
 
 
 def expert_worth(experts: ModelExperts, migrating: Migrating, layers: Sequence[float]) -> NDArray[np.float64]:
-    """What a high version is worth for each use of an expert: float64 [layers, experts].
+    """Return what a high version is worth per use of an expert: float64 [layers, experts].
 
-    That is what it is in the layer, times the root of what the expert's low version loses, as a part of its layer's
-    mean. The error itself pays more for points of a lattice, and nothing for GPTQ (benchmarks/LOG.md).
+    This is its worth in the layer, times the root of the error of the expert's low version, relative to its layer's
+    mean. The error itself is better for lattice codes, and gains nothing for GPTQ (benchmarks/LOG.md).
     """
     found = np.ones((len(experts.layers), experts.num_experts))
     for row, layer in zip(found, experts.layers, strict=True):
@@ -231,8 +233,7 @@ def expert_worth(experts: ModelExperts, migrating: Migrating, layers: Sequence[f
 
 
 def _slice_slots(sizes: Mapping[Precision, int], high: float, every_expert: int, spare: int) -> dict[Precision, int]:
-    """Slots of residual slices and of bases, at least one of each: as many of the former as `high` of the latter
-    need."""
+    """Return slots of residual and base slices, at least one of each: as many residual slices as `high` bases need."""
     residual, base = sizes[Precision.HIGH], sizes[Precision.LOW]
     bases = min(every_expert, max(1, min(int(spare / (base + high * residual)), (spare - residual) // base)))
     residuals = max(1, min(every_expert, (spare - bases * base) // residual))
@@ -243,7 +244,7 @@ def _slice_slots(sizes: Mapping[Precision, int], high: float, every_expert: int,
 def _low_slots(
     sizes: Mapping[Precision, int], weights: Mapping[Precision, Sequence[float]], every_expert: int, spare: int
 ) -> int:
-    """Slots of the low precision, where both are in use; at least one slot is left for the high one."""
+    """Return slots of the low precision if both are in use; at least one slot is left for the high one."""
     high, low = sizes[Precision.HIGH], sizes[Precision.LOW]
     wanted_high, wanted_low = sum(weights[Precision.HIGH]), sum(weights[Precision.LOW])
     share = wanted_low / (wanted_high + wanted_low)

@@ -1,4 +1,4 @@
-"""How much memory the experts' device has left, and giving back what is held without use."""
+"""How much memory the experts' device has left, and giving back what is unused."""
 
 import ctypes
 
@@ -12,10 +12,10 @@ _CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM = 91
 
 
 class DeviceMemory:
-    """Memory of one device: here of a CPU, where slots are in host memory."""
+    """Memory of one device; this class is for a CPU, where slots are in host memory."""
 
     def available(self) -> int:
-        """Bytes that any process can allocate now; what this process holds without use has been given back."""
+        """Return the bytes that any process can allocate now, after giving back what this process holds without use."""
         # Small blocks that were freed stay in the C library's heap otherwise; not every C library has the call.
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
@@ -23,41 +23,43 @@ class DeviceMemory:
         return available_host_memory()
 
     def computation(self) -> int:
-        """Bytes that a step has taken at its peak, beyond what is held between steps: little beside a host's memory."""
+        """Return the peak bytes of a step beyond what is held between steps: little compared with a host's memory."""
         return 0
 
     def shares_addresses(self) -> bool:
-        """Whether the device reads pinned host memory at the address that the host has for it."""
+        """Return whether the device reads pinned host memory at the host's address."""
         return True
 
     def ends_long_kernels(self) -> bool:
-        """Whether a display watchdog ends kernels after some seconds, and with them the process's context."""
+        """Return whether a display watchdog ends kernels after some seconds, and with them the process's context."""
         return False
 
 
 class CudaMemory(DeviceMemory):
-    """Of a CUDA device."""
+    """Memory of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def available(self) -> int:
-        """What the driver has left once torch has given back the blocks that it keeps for later. Blocks of captured
-        graphs stay: they are in use whenever the graphs are."""
+        """Return what the driver has left once torch has given back cached blocks.
+
+        Blocks of captured graphs stay: they are in use whenever the graphs are.
+        """
         with torch.cuda.device(self._device):
             torch.cuda.empty_cache()
             return int(torch.cuda.mem_get_info(self._device)[0])
 
     def computation(self) -> int:
-        """Torch's highest use so far beyond the present one; vLLM counts on it for activations."""
+        """Return torch's highest use so far beyond the present one; vLLM counts on it for activations."""
         return torch.cuda.max_memory_allocated(self._device) - torch.cuda.memory_allocated(self._device)
 
     def shares_addresses(self) -> bool:
-        """What the driver says of memory that ``cudaHostRegister`` locked; no if it says nothing."""
+        """Return what the driver says; False if it says nothing."""
         return self._attribute(_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM) == 1
 
     def ends_long_kernels(self) -> bool:
-        """What the driver says; no if it says nothing."""
+        """Return what the driver says; False if it says nothing."""
         return self._attribute(_KERNEL_EXEC_TIMEOUT) == 1
 
     def _attribute(self, number: int) -> int | None:

@@ -1,6 +1,6 @@
-"""What a device goes by in steps without the host: its table, and what the host tells it between two steps.
+"""The table of device-side planning, and what the host writes into it between two steps.
 
-Tables stay where they are, the stable handle that captured graphs read (DynaExq 3.2); what changes are their values.
+Tables stay at fixed addresses, which captured graphs read (DynaExq 3.2: a stable handle); only their values change.
 """
 
 from collections import deque
@@ -45,7 +45,7 @@ class DeviceTable:
         self._sources: tuple[tuple[int, int], ...] = ()
 
     def fill(self, pools: Mapping[Precision, SlotPool], quotas: Mapping[Precision, Sequence[int]]) -> None:
-        """Where every expert has a slot, bring them all: then no step ever misses one."""
+        """Bring every expert if each has a slot: then no step ever misses one."""
         table, experts = self.table, self._store.experts
         everything = table.layers * table.experts
         whole = [precision for precision in pools if sum(quotas[precision]) == everything]
@@ -100,7 +100,7 @@ class DeviceTable:
 
 
 class DeviceCounts:
-    """What routers chose in steps without the host: counted on the device, read by the host without waiting."""
+    """Counts of routing in steps without the host: counted on the device, read by the host without waiting."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
@@ -114,7 +114,7 @@ class DeviceCounts:
         self._event = torch.cuda.Event() if pinned else None
 
     def add(self, tokens: int) -> None:
-        """Count a small-batch step that has run, or is going to on the computing stream."""
+        """Count a small-batch step that has run, or will run on the computing stream."""
         self._add(self._table.ring_ids[0, :, :tokens], self._table.ring_weights[0, :, :tokens], self._first)
 
     def add_layer(self, layer: int, ids: Tensor, weights: Tensor) -> None:
@@ -134,7 +134,7 @@ class DeviceCounts:
         self._uses.zero_()
 
     def ask(self) -> None:
-        """Count anew from the next step on, and send what there is to the host."""
+        """Send the counts to the host, and count from zero from the next step on."""
         self._on_host.copy_(self._uses, non_blocking=True)
         self._uses.zero_()
         if self._event is not None:
@@ -150,14 +150,14 @@ class DeviceCounts:
 
 
 class OutsideIds:
-    """Ids that are no expert's, which the device met in steps without the host: sent to the host after each step."""
+    """Expert ids outside the model that the device met in steps without the host; sent to the host after each step."""
 
     def __init__(self, table: Table) -> None:
         self._table, self._pinned = table, table.outside.device.type == "cuda"
         self._sent: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
 
     def send(self, step: int) -> None:
-        """Send what the step of this number, which has been enqueued, has met, and forget it on the device."""
+        """Send what an enqueued step has met, by its number, and forget it on the device."""
         event = torch.cuda.Event() if self._pinned else None
         on_host = torch.empty(self._table.layers, dtype=torch.int64, device="cpu", pin_memory=self._pinned)
         on_host.copy_(self._table.outside, non_blocking=True)

@@ -1,9 +1,9 @@
-"""Host memory as a level: slots in an arena with a hard budget, between the disk and a device with memory of its own.
+"""The host-memory tier: slots in an arena with a hard budget, between the disk and a device with memory of its own.
 
-Where all slices fit they are read at start, and stay. Otherwise the device's rule decides what stays, over a table of
-the level's own whose uses are the device's misses: what the device keeps cools down here and makes room for what it
-does not. Reads are tickets of an engine of the level's own, as many at once as the disk wants. A prediction takes a
-slot that no layer keeps, and is dropped when anything is in demand.
+If all slices fit, they are read at start and stay. Otherwise the planner's rule decides what stays, over a table of the
+tier's own whose uses are the device's misses: experts that the device keeps lose score here and make room for others.
+Reads are tickets of a transfer engine of the tier's own, as many at once as the disk wants. A prediction takes a slot
+that no layer keeps, and is dropped when anything is in demand.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _POLL_SECONDS = 1e-3  # where more slices are asked for at once than there are s
 
 
 class _DiskDelivery(CpuDelivery):
-    """From the files into slots of the level, behind the device's last copy out of them."""
+    """Delivers from files into slots of the tier, after the device's last copy out of them."""
 
     def deliver(self, ticket: Ticket, projections: range, destination: torch.Tensor, *, wait: bool = True) -> None:
         if ticket.after is not None and projections.start == 0:
@@ -113,7 +113,7 @@ class HostCache(HostStore):
     # -- what steps ask of it ---------------------------------------------------------------------
 
     def expect(self, layer: int, keys: list[SliceKey]) -> None:
-        """What a layer's step needs and the device lacks: decide what stays, and begin all reads at once."""
+        """Decide what stays for what a layer's step needs and the device lacks, and begin all reads at once."""
         with self._changed:
             self._expected = set(keys)
             self.slots.collect()
@@ -121,8 +121,7 @@ class HostCache(HostStore):
             self.slots.expect(layer, keys)
 
     def prefetch(self, keys: Iterable[SliceKey]) -> None:
-        """Predictions about later layers, the best first: read them into slots that are idle, when nothing is in
-        demand."""
+        """Read predictions about later layers, best first, into idle slots, when nothing is in demand."""
         with self._changed:
             self.slots.collect()
             for key in keys:
@@ -130,7 +129,7 @@ class HostCache(HostStore):
                     return
 
     def has(self, key: SliceKey) -> bool:
-        """Whether a slice is there, so that nothing waits for a disk."""
+        """Return whether a slice is in memory, so that nothing waits for a disk."""
         with self._changed:
             self.slots.collect()
             held = self.slots.held.get(key)
@@ -224,8 +223,11 @@ class HostCache(HostStore):
             ) from error
 
     def resize(self, nbytes: int) -> None:
-        """Another budget; the level is empty afterwards. No step may be running. HostMemoryError if it has no room for
-        two slices of each version, or cannot be had; the old one stays."""
+        """Change the budget; the tier is empty afterwards. No step may be running.
+
+        Raises HostMemoryError if there is no room for two slices of each version, or no memory; the old budget then
+        stays.
+        """
         before = self.slots.limit
         with self._changed:
             self.sleep()
@@ -241,7 +243,7 @@ class HostCache(HostStore):
         self.slots = HostSlots(self.experts, nbytes, self._page_lock, self.engine, shared, counts)
 
     def sleep(self) -> None:
-        """Give the memory back until ``wake``. No step may be running; HostMemoryError while reads have not ended."""
+        """Free the memory until ``wake``. No step may be running. HostMemoryError while reads have not ended."""
         with self._changed:
             if not self.slots.settle():
                 raise HostMemoryError("host_memory cannot change while reads have not ended; check the disk")
@@ -249,7 +251,7 @@ class HostCache(HostStore):
             _unshare(self._shared)
 
     def wake(self) -> None:
-        """Have as much memory as before, with everything in it if it was whole, else empty; errors as at start."""
+        """Allocate as much memory as before, filled if it held everything, else empty; errors as at start."""
         try:
             with self._changed:
                 self._make_slots(self.slots.limit, self._shared if self.whole else None)
@@ -273,7 +275,7 @@ class HostCache(HostStore):
         self.resize(limit)
 
     def release(self) -> FileStore:
-        """End the reads and give the memory back; returns the files."""
+        """End the reads and free the memory; return the files."""
         self.engine.close()
         self.slots.close()
         _unshare(self._shared)
@@ -297,7 +299,7 @@ def _unshare(shared: SharedMemory | None) -> None:
 
 
 def join(model: HostStore, draft: HostStore) -> HostStore:
-    """One store of both, the draft's layers last; those whose indices are the model's count on from its highest."""
+    """Return one store of both, the draft's layers last; indices that the model uses continue after its highest."""
     mine, drafted = model.experts.layers, draft.experts.layers
     shift = max(mine) + 1 if set(mine) & set(drafted) else 0
     layers = (*mine, *(layer + shift for layer in drafted))

@@ -1,9 +1,9 @@
-"""What high versions are worth in each layer beside the others, measured while serving.
+"""Measures, while serving, what high versions are worth in each layer.
 
-An error of a layer's experts counts as much as their output does beside the residual stream, and that changes its
-direction by as much: by 1 - cos^2 between the inputs of a layer's router and of the next one's (against KL of single
-layers: benchmarks/LOG.md). The last layer is worth what the one before it is. A token of which an input is not finite
-counts in no layer.
+An error of a layer's experts matters as much as their output does relative to the residual stream, and the output
+changes the stream's direction as much: by 1 - cos^2 between the inputs of a layer's router and the next one's (compared
+with the KL of single layers in benchmarks/LOG.md). The last layer is worth what the one before it is. A token with an
+input that is not finite is ignored.
 """
 
 import torch
@@ -16,7 +16,7 @@ _UNIT = 1 << 20  # ranks agree on whole numbers
 
 
 class LayerChanges:
-    """Of a model's layers, but for a draft's."""
+    """The changes of a model's layers, without a draft's."""
 
     def __init__(self, layers: int) -> None:
         self._sums = torch.zeros(max(1, layers - 1), dtype=torch.float64)
@@ -25,13 +25,13 @@ class LayerChanges:
 
     @property
     def enough(self) -> bool:
-        """Whether so many tokens count; waits for the device as soon as so many have been seen."""
+        """Whether enough tokens were counted; waits for the device once so many have been seen."""
         if self._tokens >= _TOKENS:
             self._tokens = int(self._counted)
         return self._tokens >= _TOKENS
 
     def see(self, layer: int, x: Tensor) -> None:
-        """Compare a router's input [tokens, hidden] with that of the layer before; layers come in their order."""
+        """Compare a router's input [tokens, hidden] with that of the layer before; layers come in order."""
         if self._tokens >= _TOKENS or layer > len(self._sums):  # as far as the host knows
             return
         before, self._before = self._before, x[:_AT_ONCE].float()  # another layer may overwrite x
@@ -46,5 +46,5 @@ class LayerChanges:
             self._counted += finite.sum()
 
     def parts(self) -> list[int]:
-        """Of each layer but the last, in whole numbers; waits for the device."""
+        """Return the change of each layer but the last, in whole numbers; waits for the device."""
         return (self._sums * _UNIT).long().tolist()

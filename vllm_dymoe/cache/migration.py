@@ -1,11 +1,12 @@
-"""Moving experts between versions while steps run, so that none of these waits (DynaExq 3.2 to 3.5).
+"""Moves experts between versions while steps run, so that no step waits (DynaExq 3.2 to 3.5).
 
-Every expert is there before the first request, in some version. Between two steps :meth:`Migration.turn` publishes what
-has arrived, and at the end of a window plans anew. Copies have the lowest priority; how many move at once and how long
-the link works for them is bounded; each has its slot before it begins. One that fails, is slow or hangs costs its move.
+Every expert is resident before the first request, in some version. Between two steps :meth:`Migration.turn` publishes
+what has arrived, and at the end of a window plans anew. Copies have the lowest priority; the number of concurrent moves
+and the link's time for them are bounded; each move has its slot before it begins. A copy that fails, is slow or hangs
+costs only its move.
 
-A residual slice comes into the slot of the one that goes, which is low from then on. Versions that exclude each other
-come beside those that serve, and both rows of a pair change in one turn.
+A residual slice is copied into the slot of the one that leaves, whose expert is low from then on. Versions that exclude
+each other are copied into spare slots, and both rows of a pair change in one turn.
 """
 
 import time
@@ -41,7 +42,7 @@ _LOOK = 16  # turns from one look at the clocks of several ranks to the next: ea
 
 @dataclass
 class MigrationStats:
-    """What became of moves, and what they are for."""
+    """Outcomes of moves, and what they are for."""
 
     moves: Counter[str] = field(default_factory=Counter)
     """By outcome: published; failed; late, not there after a whole window; refused, no slot for it; outdated, not begun
@@ -53,7 +54,7 @@ class MigrationStats:
 
 @dataclass(eq=False, slots=True)
 class _Move:
-    """A swap whose copies are on their way; without copies if it found no slot."""
+    """A swap whose copies are under way; without copies if it found no slot."""
 
     swap: Swap  # which experts change
     fetches: list[Fetch]  # the version, or slice, that makes one high, and where need be the other's low one
@@ -258,7 +259,7 @@ class Migration:
         self.stats.link_seconds += spent
 
     def _end_window(self, now: float) -> None:
-        """Plan anew; what has been on its way for a whole window is given up."""
+        """Plan anew; abandon moves that have been under way for a whole window."""
         for move in [move for move in self._flying if move.window < self._windows]:
             self._give_up(move, "late")
         self._windows += 1

@@ -1,1 +1,1 @@
-"""What a run shows of itself: traces of what routers chose."""
+"""Traces of routing."""

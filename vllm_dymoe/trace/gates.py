@@ -25,13 +25,13 @@ class GateWeights:
         return {} if self.correction is None else {_CORRECTION + self.scoring: self.correction}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """As they are in a file, by name."""
+        """Return the tensors of a file, by name."""
         parts = {"weights": self.weights, "biases": self.biases, **self.named_correction()}
         return {_PREFIX + name: tensor.cpu() for name, tensor in parts.items()}
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> "GateWeights | None":
-        """Those among a file's tensors; None if there are none."""
+        """Return the gates among a file's tensors; None if there are none."""
         found = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items() if name.startswith(_PREFIX)}
         if "weights" not in found:
             return None
@@ -40,7 +40,7 @@ class GateWeights:
 
 
 def find_correction(tensors: Mapping[str, torch.Tensor]) -> tuple[Scoring, torch.Tensor | None]:
-    """What ``named_correction`` has put among tensors."""
+    """Return what ``named_correction`` has put among tensors."""
     scorings: tuple[Scoring, ...] = ("softmax", "sigmoid")
     for scoring in scorings:
         if (correction := tensors.get(_CORRECTION + scoring)) is not None:

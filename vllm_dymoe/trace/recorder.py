@@ -1,7 +1,7 @@
-"""Recording what routers choose while a model serves.
+"""Records routing while a model serves.
 
-A step copies its choices on the device, and to the host when it ends: it waits neither for the device nor for a disk. A
-thread writes parts by size and by time; whatever happens to the process, those that are there are whole.
+A step copies its routing on the device, and to the host when it ends, without waiting for the device or a disk. A
+thread writes parts by size and by time; whatever happens to the process, existing parts are complete.
 """
 
 import os
@@ -88,7 +88,7 @@ class Recorder:
         self._at_exit = Finalize(self, self.close, exitpriority=10)
 
     def begin(self) -> None:
-        """A step begins; one that has not ended is forgotten."""
+        """Begin a step; one that has not ended is forgotten."""
         self._step = _Step() if self.recording else None
 
     def record(self, layer: int, experts: torch.Tensor, **others: torch.Tensor | None) -> None:
@@ -146,7 +146,7 @@ class Recorder:
             self._pending_bytes = sum(step.nbytes for step in self._pending)
 
     def flush(self) -> None:
-        """Write what has come in; on return it can be read."""
+        """Write what has been recorded; afterwards it can be read."""
         with self._writing:
             with self._changed:
                 steps, self._pending, self._pending_bytes = self._pending, [], 0
@@ -157,7 +157,7 @@ class Recorder:
                     self._stop(f"the trace cannot be recorded any further: {error}")
 
     def close(self) -> None:
-        """Write what has come in, and end the thread; nothing is recorded any more."""
+        """Write what has been recorded, and end the thread; nothing is recorded any more."""
         self._at_exit.cancel()  # which keeps this recorder alive
         with self._changed:
             self._closing = True
@@ -213,7 +213,7 @@ class Recorder:
         step.layers = {name: tensor.unbind(1) for name, tensor in step.tensors.items()}
 
     def _prepare(self) -> None:
-        """Create the folder, and see that what is in it goes with what will come."""
+        """Create the folder, and check that its contents fit what will be recorded."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""What a trace shows: functions from a trace to numbers, one for each idea."""
+"""Statistics of traces, one function each."""
 
 import torch
 
@@ -6,8 +6,10 @@ from vllm_dymoe.trace.trace import Trace
 
 
 def popularity(trace: Trace) -> torch.Tensor:
-    """The share of a layer's choices that each expert has (DuoServe-MoE Eq. 2): float64 [layers, experts], rows sum to
-    1; 0 in a layer that chose nothing."""
+    """Return each expert's share of its layer's choices (DuoServe-MoE Eq. 2): float64 [layers, experts].
+
+    Rows sum to 1, or to 0 in a layer that chose nothing.
+    """
     layers, experts = trace.header.num_layers, trace.header.num_experts
     index = (trace.experts.long() + experts * torch.arange(layers)[:, None]).flatten()
     counts = torch.bincount(index, minlength=layers * experts).view(layers, experts).double()
@@ -15,9 +17,9 @@ def popularity(trace: Trace) -> torch.Tensor:
 
 
 def affinity(trace: Trace) -> torch.Tensor:
-    """How likely an expert of the next layer is, given one of this (DuoServe-MoE Eq. 3).
+    """Return the probability of an expert of the next layer given one of this layer (DuoServe-MoE Eq. 3).
 
-    float64 [layers - 1, experts, experts], rows sum to 1; those of experts that were never chosen are 0.
+    float64 [layers - 1, experts, experts]; rows sum to 1, or to 0 for experts that were never chosen.
     """
     layers, experts = trace.header.num_layers, trace.header.num_experts
     counts = torch.zeros(layers - 1, experts, experts, dtype=torch.float64)

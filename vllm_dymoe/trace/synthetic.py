@@ -26,7 +26,7 @@ def synthetic_trace(
     locality: float = 0.3,  # probability that a choice is one of the token's before
     seed: int = 0,
 ) -> Trace:
-    """Requests of equal length that are served together: all prompts first, then a token of each in every step."""
+    """Return requests of equal length that are served together: all prompts first, then one token of each per step."""
     random, length = torch.Generator().manual_seed(seed), prompt + decode
     chosen = _choices(header, requests, length, skew, locality, random)
     # From [position, request] to the order of the steps: prompts one after the other, then decode in turn.
@@ -49,7 +49,7 @@ def synthetic_trace(
 def _choices(
     header: ModelIdentity, requests: int, length: int, skew: float, locality: float, random: torch.Generator
 ) -> torch.Tensor:
-    """Experts of each token: int64 [position, requests, layers, top_k]."""
+    """Return the experts of each token: int64 [position, requests, layers, top_k]."""
     layers, experts, top_k = header.num_layers, header.num_experts, header.top_k
     popularity = -skew * torch.arange(1, experts + 1).log()
     preferred = torch.stack([popularity[torch.randperm(experts, generator=random)] for _ in range(layers)])

@@ -1,4 +1,4 @@
-"""What routers chose for each token (DuoServe-MoE Eq. 1), in memory and as safetensors files (docs/traces.md)."""
+"""Routing of each token (DuoServe-MoE Eq. 1), in memory and as safetensors files (docs/traces.md)."""
 
 import contextlib
 import itertools
@@ -29,7 +29,7 @@ def expert_dtype(num_experts: int) -> torch.dtype:
 
 
 def columns(header: ModelIdentity, tokens: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of every tensor of a trace."""
+    """Return shape and dtype of every tensor of a trace."""
     layers, top_k, expert = header.num_layers, header.top_k, expert_dtype(header.num_experts)
     return {
         "request": ((tokens,), torch.int32),
@@ -96,12 +96,12 @@ class Trace:
         return int(self.request.max()) + 1 if self.num_tokens else 0
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Those with a row for each token, by name."""
+        """Return the tensors with a row for each token, by name."""
         found = ((field.name, getattr(self, field.name)) for field in fields(self))
         return {name: value for name, value in found if isinstance(value, torch.Tensor)}
 
     def in_order(self) -> torch.Tensor:
-        """Every token of every request once, by request and position: int64 [different tokens]."""
+        """Return every token of every request once, by request and position: int64 [different tokens]."""
         key = self.request.long() * (int(self.position.max()) + 1 if self.num_tokens else 1) + self.position
         order = key.argsort(stable=True)
         last = torch.ones_like(key, dtype=torch.bool)
@@ -109,20 +109,20 @@ class Trace:
         return order[last]
 
     def by_request(self) -> Iterator[torch.Tensor]:
-        """The tokens of each request in the order of their positions, each once: int64 [tokens of the request]."""
+        """Return the tokens of each request in the order of positions, each once: int64 [tokens of the request]."""
         order = self.in_order()
         _, counts = self.request[order].unique_consecutive(return_counts=True)
         yield from order.split(counts.tolist())
 
     def steps(self, batch: int) -> torch.Tensor:
-        """Tokens of each step if requests are served ``batch`` at a time: int64 [steps, batch], none for too few."""
+        """Return the tokens of each step if requests are served ``batch`` at a time: int64 [steps, batch]."""
         requests = list(self.by_request())
         groups = [requests[first : first + batch] for first in range(0, len(requests) - batch + 1, batch)]
         together = [torch.stack([tokens[: min(map(len, group))] for tokens in group], 1) for group in groups]
         return torch.cat([torch.empty(0, batch, dtype=torch.long), *together])
 
     def select(self, tokens: torch.Tensor) -> "Trace":
-        """The same trace with some of its tokens, as a mask or as indices; requests keep their numbers."""
+        """Return the same trace with some of its tokens, given as a mask or indices; requests keep their numbers."""
         chosen: dict[str, Any] = {name: tensor[tokens] for name, tensor in self.tensors().items()}
         return replace(self, **chosen)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vllm_dymoe.planner.constants import WEIGHT_UNIT
 from vllm_dymoe.planner.hotness import usable
-from vllm_dymoe.planner.routing import PromptTokens
+from vllm_dymoe.planner.routing import PromptTokens, Routing
 from vllm_dymoe.planner.rule import Ints
 from vllm_dymoe.planner.threshold import above, follow
 
@@ -87,6 +87,19 @@ def high_experts(phases: Sequence[Importance], thresholds: Sequence[Ints], criti
             those = phase.first(count if count < active else len(phase.used))
         high.update(phase.used[those].tolist())
     return high
+
+
+def high_of_step(routing: Routing, thresholds: Sequence[Ints], critical: Callable[[int], int]) -> set[int]:
+    """Return the high experts of a layer's step that this rank has, by its own numbers; see :func:`high_experts`.
+
+    Ranks that share out a layer's experts choose among all of them, so they agree on those that are high.
+    """
+    everywhere = routing.global_ids
+    if everywhere is None:
+        phases = importance(routing.ids, routing.weights, 1 + max(routing.active, default=0), routing.prompt)
+        return high_experts(phases, thresholds, critical)
+    phases = importance(everywhere, routing.weights, 1 + int(everywhere.max()), routing.prompt)
+    return routing.own_experts(high_experts(phases, thresholds, critical))
 
 
 def mark_heavy_hitters(mass: Tensor, share: float, heavy: Tensor) -> None:

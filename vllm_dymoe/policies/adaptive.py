@@ -6,8 +6,8 @@ then the version is fetched for this step alone, or the CPU executes it. One dia
 wait for the link; with 0 none ever does, with 1 all that is missing is fetched.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -15,34 +15,23 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, NonNegativeFloat
 
-from vllm_dymoe.planner.importance import high_experts, importance
+from vllm_dymoe.planner.importance import high_of_step
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.routing import Routing
 from vllm_dymoe.planner.rule import Ints
 from vllm_dymoe.planner.threshold import above
-from vllm_dymoe.policies.base import Migrating, PrecisionPolicy, ResidencyPolicy
+from vllm_dymoe.policies.base import PrecisionPolicy, ResidencyPolicy
 from vllm_dymoe.policies.dynaexq import AsResident, DynaExq
 
 _START = 1.6  # even shares
 
 
 @dataclass(frozen=True)
-class Rescued(PrecisionPolicy):
+class Rescued(AsResident):
     """High for experts above a threshold that others move, low will do for the rest."""
 
-    def shares(self, num_layers: int, top_k: int) -> Mapping[Precision, Sequence[float]]:
-        return {Precision.HIGH: [0.0] * num_layers, Precision.LOW: [1.0] * num_layers}
-
-    def critical_counts(self, num_layers: int, experts: int) -> NDArray[np.int32]:
-        return np.zeros((num_layers, experts + 1), np.int32)
-
     def select(self, routing: Routing) -> Mapping[int, Precision]:
-        ids, experts = routing.ids, 1 + max(routing.active, default=0)
-        if routing.global_ids is not None:
-            ids, experts = routing.global_ids, 1 + int(routing.global_ids.max())
-        high = high_experts(importance(ids, routing.weights, experts, routing.prompt), self.thresholds, lambda n: 0)
-        if routing.global_ids is not None:
-            high = routing.own_experts(high)
+        high = high_of_step(routing, self.thresholds, lambda active: 0)
         return {expert: Precision.HIGH if expert in high else Precision.LOW for expert in routing.active}
 
     def chooser(self, num_layers: int) -> Callable[[int, Ints], NDArray[np.bool_]]:
@@ -79,5 +68,4 @@ class Adaptive(DynaExq):
 
     @cached_property
     def residency(self) -> ResidencyPolicy:
-        moves = Migrating(**{name: getattr(self, name) for name in Migrating.model_fields})
-        return ResidencyPolicy(migrating=moves, rescues=not self._never)
+        return replace(super().residency, rescues=not self._never)

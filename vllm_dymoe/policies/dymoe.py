@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, PrivateAttr
 
-from vllm_dymoe.planner.importance import high_experts, importance
+from vllm_dymoe.planner.importance import high_of_step
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.routing import Routing
 from vllm_dymoe.planner.rule import Ints
@@ -45,13 +45,7 @@ class CriticalHigh(PrecisionPolicy):
         if len(self.precisions) == 1:
             return dict.fromkeys(routing.active, *self.precisions)
         critical = partial(self._critical, routing.layer, routing.num_layers)
-        ids, experts = routing.ids, 1 + max(routing.active, default=0)
-        if routing.global_ids is not None:
-            ids, experts = routing.global_ids, 1 + int(routing.global_ids.max())
-        phases = importance(ids, routing.weights, experts, routing.prompt)
-        high = high_experts(phases, self.thresholds, critical)
-        if routing.global_ids is not None:  # ranks that share out experts agree on those that are high
-            high = routing.own_experts(high)
+        high = high_of_step(routing, self.thresholds, critical)
         return {expert: Precision.HIGH if expert in high else Precision.LOW for expert in routing.active}
 
     def chooser(self, num_layers: int) -> Callable[[int, Ints], NDArray[np.bool_]]:

@@ -40,4 +40,4 @@ class DynaExq(Migrating, Policy):
     @cached_property
     def residency(self) -> ResidencyPolicy:
         """Every expert is there, so that nothing is left for a device to decide."""
-        return ResidencyPolicy(migrating=Migrating(**self.model_dump()))
+        return ResidencyPolicy(migrating=Migrating(**{name: getattr(self, name) for name in Migrating.model_fields}))

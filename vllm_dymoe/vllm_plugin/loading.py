@@ -151,8 +151,7 @@ class Loading:
         if options.trace is not None and config.parallel_config.enable_expert_parallel:
             options = without_device(options)
         observation, step = Observation(self._recordable()), RunningStep()
-        plain_cpu = device.type == "cpu" and options.link_gbps is None and options.planning != "device"
-        late = options.computes_misses or not plain_cpu
+        late = options.computes_misses or not _computes_in_place(options, device)
         failures = make_step_failures(
             step, shared=meets(config.parallel_config), late=late, on_failure=observation.forget,
             on_device=lambda number: "" if self.rank_server is None else self.rank_server.device_failure(number),
@@ -226,8 +225,7 @@ class Loading:
             budget = 0  # resizing to it is refused while the model is served
         if device.type == "cpu" and options.link_gbps is None:
             budget = budget_in_host_memory(options, experts, budget, workspace_bytes(experts))
-        on_cpu = device.type == "cpu" and options.link_gbps is None and options.planning != "device"
-        if options.misses == "auto" and on_cpu and store.mapped:
+        if options.misses == "auto" and _computes_in_place(options, device) and store.mapped:
             options = options.model_copy(update={"misses": "compute"})  # a slot is the same memory
         given: dict[str, Any] = {
             "predictor": predictor,
@@ -327,6 +325,11 @@ def layers_around(own: int) -> tuple[int, int]:
     counts[here] = own
     torch.distributed.all_reduce(counts, group=stages.cpu_group)
     return int(counts[:here].sum()), int(counts[here + 1 :].sum())
+
+
+def _computes_in_place(options: Options, device: torch.device) -> bool:
+    """Return whether experts are computed on a plain CPU, which emulates no card."""
+    return device.type == "cpu" and options.link_gbps is None and options.planning != "device"
 
 
 def _agreement(config: VllmConfig) -> Agree:

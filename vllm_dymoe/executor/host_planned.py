@@ -144,13 +144,13 @@ class HostPlannedLayers:
         plan: LayerPlan | None = None
         if self.cpu is not None:  # which looks at numbers of experts itself
             result = self.cpu.run(routing, activation, observed=self._observed)
+            if self.migration is not None:
+                self.migration.see(routing)
             if isinstance(result, torch.Tensor):
-                if self.migration is not None or self.predictor is not None:
+                if self.predictor is not None:
                     self._served(routing)
                 return result
             plan = result
-            if self.migration is not None:
-                self.migration.see(routing)
         else:
             routing.check(self.cache.experts.num_experts)
         plan = self._plan(routing) if plan is None else plan
@@ -205,10 +205,6 @@ class HostPlannedLayers:
 
     def _served(self, routing: Routing) -> None:
         """After the CPU executor has run a layer: release its predictions, and ask for those of later layers."""
-        if self.migration is not None:
-            self.migration.see(routing)
-        if self.predictor is None:
-            return
         if self.prefetcher is not None:
             self.prefetcher.claim(routing.layer, {})
         if routing.layer < routing.num_layers:

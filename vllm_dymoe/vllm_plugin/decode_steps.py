@@ -58,7 +58,7 @@ class DecodeSteps:
         tokens, marks = step.real(rows), None if self._prompts is None else self._prompts.marks(rows, x.device)
         out = path.forward_large(layer.position, x, weights, here, layer.activation, marks)
         everywhere, own = None if here is ids else ids[:tokens], here[:tokens]
-        if self._observation.observers or self._server.host_planned.migration is not None:
+        if self._observation.observers:
             own = self._known(own)
         actions = path.large.actions(own) if self._server.host_planned.records_actions else None
         at = self._routing(layer.position, x[:tokens], own, weights[:tokens], everywhere, actions)

@@ -10,6 +10,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from variants import Variant
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -73,7 +74,8 @@ def _prepared(variant: Variant) -> tuple[ASTSource, GPUTarget, dict[str, Any]]:
         for parameter in kernel.params
         if variant.types.get(parameter.name, "").startswith("*") and not parameter.do_not_specialize_on_alignment
     }
-    source = ASTSource(kernel, signature, constexprs=variant.constants, attrs=aligned)
+    of_language = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = of_language(kernel, signature, constexprs=variant.constants, attrs=aligned)
     options = {"enable_fp_fusion": True, **variant.options}
     return source, GPUTarget("cuda", variant.architecture, 32), options
 

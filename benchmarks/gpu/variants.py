@@ -39,6 +39,7 @@ from vllm_dymoe.kernels.triton import (
     grouped_gate_up,
     large_batch,
     launch,
+    mma_decode,
     place,
     planner,
     popularity,
@@ -67,9 +68,11 @@ _TYPES = {
 }
 _WIDE = ("count", "list", "place_pairs")  # around the products of a large-batch step
 _DECODE = "activation", "combine", "decode", "fetch", "float_rows", "rotate", "rows", "section"
+_TENSOR_CORES = "in_gluon", "mma_codes", "mma_decode", "mma_rows"
 _GROUPED_CODE = "activation", "float_rows", "float_tiles", "grouped", "rotate", "section"
 _MODULES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gate_up", "down"), _DECODE),
+    **dict.fromkeys(("mma_gate_up", "mma_down"), (*_DECODE, *_TENSOR_CORES)),
     **dict.fromkeys(("grouped_gate_up", "grouped_down"), _GROUPED_CODE),
     **{name: (name,) for name in ("rotate", "combine", "place")},
     "decide": ("planner",),
@@ -100,7 +103,7 @@ class Variant:
         """The kernel itself; by name, because Triton's functions cannot travel to another process."""
         name, modules = (
             f"{self.kernel}_kernel",
-            (launch, combine, place, planner, prefetch, popularity, rotate, spans, large_batch, cpu_queue),
+            (launch, mma_decode, combine, place, planner, prefetch, popularity, rotate, spans, large_batch, cpu_queue),
         )
         return next(vars(module)[name] for module in modules if name in vars(module))
 

@@ -212,7 +212,7 @@ def decode_gate_up(
         x: [tokens, hidden] in the experts' dtype, rotated if the shape says so.
         hidden: [positions, intermediate], dtype of x, overwritten with the inputs of down.
         table: the experts. With destinations, all bytes of the sections of gate and up are stored there as well.
-        work: an item has one or two positions. With destinations it has any number, because an expert is then in one
+        work: an item has one or two positions, or up to tile.positions. With destinations it has any number, because an expert is then in one
             item only, so that its bytes are read once.
         tile: size of a program; its split determines the order of sums, with and without destinations.
         scratch: needed if the tile's split is above 1.
@@ -281,6 +281,12 @@ def _decode(
 ) -> None:  # fmt: skip
     if len(work.items):
         fetch = {"SPLIT": tile.split, "FETCH": table.destinations is not None, "WARPS": tile.warps}
+        if tile.tensor_cores:
+            # Imported here: the interpreter has no Gluon, and other launches do not need it.
+            from vllm_dymoe.kernels.triton.mma_decode import mma_down_kernel, mma_gate_up_kernel
+
+            kernel = mma_gate_up_kernel if kernel is gate_up_kernel else mma_down_kernel
+            fetch["MOST"] = tile.tensor_cores
         tensors = *states, *table.places, table.bits, work.items, *others
         grid = blocks, len(work.items), tile.split
         start(kernel, grid, tensors, {**sizes, **table.constants, **fetch}, tile.options)

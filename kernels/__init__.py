@@ -19,6 +19,8 @@ def make_kernel(
     workspace_bytes: int | None = None,
     formats: Iterable[MatrixFormat] = (),
     activations: int = 16,
+    *,
+    tensor_cores: bool = False,
 ) -> ExpertKernel:
     """Make the kernel for a device.
 
@@ -27,6 +29,7 @@ def make_kernel(
             choose.
         formats: the formats that will be computed, for kernels that are compiled per format; empty if not known yet.
         activations: bits of the quantized activations on a CPU, 16 or 8.
+        tensor_cores: decode on tensor cores, where `decodes_on_tensor_cores` says that there is such a kernel.
 
     Raises ValueError if the workspace is too small, the device is neither a CPU nor a CUDA device, or 8-bit activations
     are asked for on a CUDA device.
@@ -42,4 +45,14 @@ def make_kernel(
     # Importing triton takes a second, which only a GPU needs.
     from vllm_dymoe.kernels.triton import TritonKernel
 
-    return TritonKernel(device, formats=formats, **options)
+    return TritonKernel(device, formats=formats, tensor_cores=tensor_cores, **options)
+
+
+def decodes_on_tensor_cores(device: torch.device, formats: Iterable[MatrixFormat]) -> bool:
+    """Return whether there is a kernel that decodes experts of some formats on the tensor cores of a device."""
+    if device.type != "cuda":
+        return False
+    from vllm_dymoe.kernels.triton.kernel import architecture_of
+    from vllm_dymoe.kernels.triton.launch import decodes_on_tensor_cores as has_kernel
+
+    return has_kernel({fmt.encoding.tag for fmt in formats}, architecture_of(device))

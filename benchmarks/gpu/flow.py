@@ -201,10 +201,11 @@ _COMPARED |= {"ge": np.greater_equal, "num": lambda a, b: (a == a) & (b == b), "
 _RESULT: dict[str, Callable[..., Any]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "fma": lambda a, b, c: a * b + c, "neg": np.negative,
     "mad": lambda a, b, c: a * b + c, "abs": np.abs, "ex2": np.exp2, "rcp": np.reciprocal, "div": np.divide,
-    "lop3": lambda a, b, c, table: _by_table(a, b, c, int(table[0])), "lg2": np.log2, "tanh": np.tanh, "min": np.fmin, "max": np.fmax, "and": np.bitwise_and, "or": np.bitwise_or,
+    "lg2": np.log2, "tanh": np.tanh, "min": np.fmin, "max": np.fmax, "and": np.bitwise_and, "or": np.bitwise_or,
     "xor": np.bitwise_xor, "not": np.invert, "bfe": lambda a, at, length: _field(a >> at, int(length[0])),
     "shl": lambda a, by: np.where(by > 63, 0, a << np.minimum(by, 63)),
     "shr": lambda a, by: a >> np.minimum(by, 63).astype(a.dtype),
+    "lop3": lambda a, b, c, table: _by_table(a, b, c, int(table[0])),
     "prmt": lambda a, b, by: sum(((a | b << np.uint64(32)) >> (8 * (by >> np.uint64(4 * n) & np.uint64(7)))
                                   & np.uint64(255)) << np.uint64(8 * n) for n in range(4)),
 }  # fmt: skip
@@ -234,6 +235,10 @@ def _compute(words: list[str], values: list[Value], size: int) -> Value:
     if words[-1] == "f32x2":  # what two floats of one register are computed by, in the words of single ones
         low, high = (_compute([*words[:-1], "f32"], [_half(value, n) for value in values], 32) for n in range(2))
         return Value(low.bits | high.bits << np.uint64(32), low.tree, high.tree)
+    if words[-1] in ("bf16x2", "f16x2"):
+        parts = [[Value(*_halves(value)[n], 0 * value.bits) for value in values] for n in range(2)]
+        low, high = (_compute([*words[:-1], words[-1][:-2]], part, 16) for part in parts)
+        return Value(low.bits | high.bits << np.uint64(16), low.tree, high.tree)
     name, kind, bits, none = words[0], words[-1], [value.bits for value in values], 0 * values[0].bits
     rounding, words = words, [word for word in words if word != "rn" or name not in ("add", "sub", "mul")]
     if name in ("mov", "cvta"):

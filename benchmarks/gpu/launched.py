@@ -16,7 +16,7 @@ from machine_code import compiled_ptx
 from variants import MAIN, variant_of
 
 from vllm_dymoe.experts.encoding import WHOLE, Encoding
-from vllm_dymoe.experts.format import ExpertFormat
+from vllm_dymoe.experts.format import ExpertFormat, PackedExpert
 from vllm_dymoe.kernels import Activation, expert_reference
 from vllm_dymoe.kernels.triton import (
     DecodeTile,
@@ -107,10 +107,14 @@ class Ran:
     Attributes:
         error: relative to float64; infinite if a slot does not have its bytes.
         out: of the tokens or pairs, in the launch's dtype.
+        x: of the tokens.
+        expert: what was computed.
     """
 
     error: float
     out: torch.Tensor
+    x: torch.Tensor
+    expert: PackedExpert
 
 
 def ran(launch: Launch, changed: Callable[[str], str] = str) -> Ran:
@@ -156,7 +160,8 @@ def ran(launch: Launch, changed: Callable[[str], str] = str) -> Ran:
     apart = tokens if launch.fetch else tile.positions
     pieces = [[0, at, min(at + apart, tokens)] for at in range(0, tokens, apart)]
     work = WorkList(torch.tensor(pieces, dtype=torch.int32), index, index)
-    x = torch.randn(tokens, shape.hidden, generator=generator).to(launch.dtype)
+    # The same first tokens, however many there are.
+    x = torch.randn(64, shape.hidden, generator=generator)[:tokens].to(launch.dtype)
     hidden, out = x.new_full((tokens, shape.intermediate), torch.nan), torch.full_like(x, torch.nan)
     scratch = Scratch(torch.full((1 << 16,), torch.nan), torch.zeros(1 << 8, dtype=torch.int32))
     weights = Weighting(torch.full((tokens, 1), 0.5), torch.ones(tokens, 1, dtype=torch.int32))
@@ -177,7 +182,7 @@ def ran(launch: Launch, changed: Callable[[str], str] = str) -> Ran:
     fetched = zip(slots[: len(used)], used, strict=True)
     if launch.fetch and not all(torch.equal(memory.read(slot), held) for slot, held in fetched):
         error = torch.inf
-    return Ran(error, got)
+    return Ran(error, got, x, expert)
 
 
 def launches(architecture: int, tensor_cores: bool) -> Iterator[Launch]:

@@ -4,7 +4,7 @@ Every argument that changes from step to step is a device tensor, and nothing he
 can capture a step.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -156,6 +156,14 @@ class ExpertTable:
         return tuple(self.addresses if part is None else part for part in parts)
 
 
+def decodes_on_tensor_cores(precisions: Collection[int], architecture: int) -> bool:
+    """Return whether ``mma_decode`` computes experts of some bit-widths, or codebooks' tags, on a card.
+
+    It has no 16-bit weights, and cards before Ampere have no bfloat16.
+    """
+    return architecture >= 80 and 16 not in precisions
+
+
 @dataclass(frozen=True, eq=False)
 class WorkList:
     """Tokens sorted by expert. Raises TypeError or ValueError if a tensor has another dtype or shape."""
@@ -282,6 +290,10 @@ def _decode(
     if len(work.items):
         fetch = {"SPLIT": tile.split, "FETCH": table.destinations is not None, "WARPS": tile.warps}
         if tile.tensor_cores:
+            if not decodes_on_tensor_cores(table.precisions, 90):
+                raise ValueError(
+                    "tile has tensor cores, but decode has none for 16-bit weights and points of a lattice"
+                )
             # Imported here: the interpreter has no Gluon, and other launches do not need it.
             from vllm_dymoe.kernels.triton.mma_decode import mma_down_kernel, mma_gate_up_kernel
 

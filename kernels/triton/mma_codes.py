@@ -199,7 +199,9 @@ def scale_layout(warps):
     """Return the layout of scales [warps, half, word, tile]: a lane loads those of four tiles together."""
     registers = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 1, 0, 0]]
     lanes = [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[bit, 0, 0, 0] for bit in _powers(warps)], [], [warps, 2, 8, 4])
+    return gl.DistributedLinearLayout(
+        registers, lanes, [[bit, 0, 0, 0] for bit in _powers(warps)], [], [warps, 2, 8, 4]
+    )
 
 
 @triton.constexpr_function

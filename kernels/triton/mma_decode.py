@@ -11,14 +11,14 @@ from triton.experimental.gluon import language as gl
 from vllm_dymoe.kernels.triton import activation as of_activation
 from vllm_dymoe.kernels.triton import decode, fetch
 from vllm_dymoe.kernels.triton.in_gluon import barrier, in_gluon
-from vllm_dymoe.kernels.triton.mma_codes import spread_layout
+from vllm_dymoe.kernels.triton.mma_codes import only, spread_layout
 from vllm_dymoe.kernels.triton.mma_rows import mma_products
-from vllm_dymoe.kernels.triton.section import DESCRIPTIONS
+from vllm_dymoe.kernels.triton.section import DESCRIPTIONS, down_rotation
 
 _add_experts, _arrives_last = in_gluon(decode.add_experts), in_gluon(decode.arrives_last)
 _fetch_two, _lower, _write_zeros = in_gluon(decode._fetch_two), in_gluon(decode._lower), in_gluon(decode._write_zeros)
 _fetch_share, _fetch_residual = in_gluon(fetch.fetch_share), in_gluon(fetch.fetch_residual)
-_down_inputs = in_gluon(of_activation.down_inputs)
+_gated = in_gluon(of_activation.gated)
 
 
 @gluon.jit(do_not_specialize_on_alignment=DESCRIPTIONS)
@@ -102,7 +102,7 @@ def _gate_up(
     inside = (token < count) & (row < ROWS)
     hidden_at = hidden + position.to(gl.int64) * ROWS + row
     if SPLIT == 1:
-        inner = _down_inputs(gate, up, block * 64, ROWS, PRECISIONS, ACTIVATION)
+        inner = _down_inputs(gate, up, block * 64, ROWS, PRECISIONS, ACTIVATION, TOKENS, WARPS)
         gl.store(hidden_at, inner.to(hidden.dtype.element_ty), mask=inside)
     else:
         BLOCKS: gl.constexpr = (ROWS + 63) // 64
@@ -116,8 +116,39 @@ def _gate_up(
             for part in gl.static_range(SPLIT):
                 gate += gl.load(partials_at + part * 2 * PADDED, mask=inside, other=0.0, cache_modifier=".cg")
                 up += gl.load(partials_at + part * 2 * PADDED + PADDED, mask=inside, other=0.0, cache_modifier=".cg")
-            inner = _down_inputs(gate, up, block * 64, ROWS, PRECISIONS, ACTIVATION)
+            inner = _down_inputs(gate, up, block * 64, ROWS, PRECISIONS, ACTIVATION, TOKENS, WARPS)
             gl.store(hidden_at, inner.to(hidden.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def _down_inputs(
+    gate, up, first, ROWS: gl.constexpr, PRECISIONS: gl.constexpr, ACTIVATION: gl.constexpr, TOKENS: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """Return what activation.down_inputs does: the inputs of down, rotated for lattice codes."""
+    values = _gated(gate, up, ACTIVATION)
+    BLOCK: gl.constexpr = down_rotation(ROWS, PRECISIONS)
+    if BLOCK > 0:
+        row = first + gl.arange(0, 64, gl.SliceLayout(0, spread_layout(WARPS)))
+        number = row.to(gl.uint32) * 0x9E3779B1
+        number = (number ^ (number >> 15)) * 0x85EBCA77
+        values = gl.where((((number ^ (number >> 13)) & 1) == 0)[None, :], values, -values)
+        for power in gl.static_range(0, 6):
+            if (2 << power) <= BLOCK:
+                values = _pairs(values, 1 << power, TOKENS, WARPS)
+        values = values * (BLOCK**-0.5)
+    return values
+
+
+@gluon.jit
+def _pairs(values, HALF: gl.constexpr, TOKENS: gl.constexpr, WARPS: gl.constexpr):
+    """Replace each two values that are HALF columns apart by their sum and difference, as rotate._pairs does."""
+    pairs = values.reshape([TOKENS, 32 // HALF, 2, HALF])
+    second = gl.arange(0, 2, only(pairs.type.layout, 2, 4))[None, None, :, None] == 1
+    sums = gl.sum(pairs, 2, keep_dims=True)
+    differences = gl.sum(gl.where(second, -pairs, pairs), 2, keep_dims=True)
+    both = gl.where(second, differences, sums).reshape([TOKENS, 64])
+    return gl.convert_layout(both, spread_layout(WARPS))
 
 
 @gluon.jit(do_not_specialize_on_alignment=DESCRIPTIONS)

@@ -57,7 +57,7 @@ def mma_rows(
         x: pointer to activations.
         rows: pointer to their rows' numbers, if INDEXED; otherwise rows are positions.
         first: the first position.
-        count: number of positions, at most TOKENS; the others give zeros.
+        count: number of positions, from 1 to TOKENS; what the result says of the others means nothing.
         split: index of the part of the columns, below SPLIT.
         TAG: bits of the codes, or a codebook's tag.
         NESTED: bits of codes that are stored in two sections; 4 for lattice points.
@@ -79,7 +79,8 @@ def mma_rows(
     FOLD: gl.constexpr = 2 if STORED == 2 else 1
     PART: gl.constexpr = 64 if SIZE > 64 and (2 * BITS == NESTED or STORED < BITS) else SIZE
     SPAN: gl.constexpr = PART // FOLD
-    STRIP: gl.constexpr = (64 if SIZE > 64 else SIZE) if FLOATS else strip_columns(BITS, NESTED, SIZE)
+    # As wide as in fetch.py: a program computes from what it has fetched itself.
+    STRIP: gl.constexpr = (32 if SIZE > 32 else SIZE) if FLOATS else strip_columns(BITS, NESTED, SIZE)
     WORDS: gl.constexpr = STRIP // FOLD
     PADDED_ROWS: gl.constexpr = (ROWS + 63) // 64 * 64
     PADDED_COLUMNS: gl.constexpr = padded_columns(COLUMNS, GROUP, TAG)
@@ -120,12 +121,10 @@ def mma_rows(
     x_lane = gl.arange(0, 4, only(OF_X, 2))[None, None, :, None, None]
     x_among = gl.arange(0, 4, only(OF_X, 3))[None, None, None, :, None]
     token = gl.arange(0, TOKENS, only(OF_X, 4))[None, None, None, None, :]
-    here = token < count
+    row = first + gl.minimum(token, count - 1)  # a column of the product for each of TOKENS, whether it is read or not
     if INDEXED:
-        row = gl.load(rows + first + token, mask=here, other=0).to(gl.int64)
-    else:
-        row = (first + token).to(gl.int64)
-    x_at = x + row * COLUMNS
+        row = gl.load(rows + row)
+    x_at = x + row.to(gl.int64) * COLUMNS
     among_words = x_step % (WORDS // 16) * 16 + x_among * 4 + x_lane + x_step // (WORDS // 16) * SPAN
     order_at = (section + order_offset(ROWS, COLUMNS, GROUP, STORED, BIAS)).to(gl.pointer_type(gl.int16))
 
@@ -138,7 +137,7 @@ def mma_rows(
     )
     scales_from = section + weight_bytes(ROWS, COLUMNS, GROUP, TAG if FLOATS else STORED)
 
-    ones = gl.full([WARPS, 64, STRIP], 1.0, DTYPE, layout=A)
+    ones = gl.full([WARPS, 16, STRIP], 1.0, DTYPE, layout=A)
     total = gl.zeros([WARPS, 64, TOKENS], gl.float32, layout=MMA)
     begin = split * SHARE
     last = gl.minimum(begin + SHARE, STRIPS)
@@ -157,12 +156,15 @@ def mma_rows(
         if WORDS < SPAN and FOLD == 2:  # a strip has a part of a group's first columns, and as many second ones
             folded = (chunk + x_warp) * WORDS
             column = among_words + (folded // SPAN * PART + folded % SPAN)
-        inside = here
-        if not EVEN:
-            inside = here & (chunk + x_warp < last) & (column < COLUMNS)
-        if ORDERED:
-            column = gl.load(order_at + column, mask=inside, other=0).to(gl.int32)
-        some_x = gl.load(x_at + column, mask=inside, other=0.0)
+        if EVEN:
+            if ORDERED:
+                column = gl.load(order_at + column).to(gl.int32)
+            some_x = gl.load(x_at + column)
+        else:
+            inside = (chunk + x_warp < last) & (column < COLUMNS)
+            if ORDERED:
+                column = gl.load(order_at + column, mask=inside, other=0).to(gl.int32)
+            some_x = gl.load(x_at + column, mask=inside, other=0.0)
         some_x = some_x.reshape([WARPS, STRIP // 16, 4, 2, 2, TOKENS]).permute([0, 1, 3, 2, 4, 5])
         b = gl.convert_layout(some_x.reshape([WARPS, STRIP, TOKENS]), B, assert_trivial=True)
         products = gl.zeros([WARPS, 64, TOKENS], gl.float32, layout=MMA)
@@ -174,7 +176,7 @@ def mma_rows(
             products = mma_v2(_as_operand(high, A, DTYPE), b, products)
             products = mma_v2(_as_operand(low, A, DTYPE), b, products)
         if LATTICE:
-            sums = mma_v2(ones, b, gl.zeros([WARPS, 64, TOKENS], gl.float32, layout=MMA))
+            sums = _of_all_rows(mma_v2(ones, b, gl.zeros([WARPS, 16, TOKENS], gl.float32, layout=MMA)), MMA)
             rest = gl.full_like(sums, OF_POINT[1] - OF_POINT[0] * OFFSET)
             total = gl.fma(gl.full_like(sums, OF_POINT[0]), products, gl.fma(rest, sums, total))
         else:
@@ -191,7 +193,7 @@ def mma_rows(
                     pairs = gl.load(scales_at + (group * PADDED_ROWS + s_row), mask=valid, other=0)
                 scale, zero = _unpack_scales(pairs, STEPS, FLOAT16)
                 rest = gl.fma(scale, gl.full_like(scale, -(CENTER + STEP * OFFSET)), zero)
-                sums = mma_v2(ones, b, gl.zeros([WARPS, 64, TOKENS], gl.float32, layout=MMA))
+                sums = _of_all_rows(mma_v2(ones, b, gl.zeros([WARPS, 16, TOKENS], gl.float32, layout=MMA)), MMA)
                 total = gl.fma(_of_rows(rest, MMA, WARPS, TOKENS), sums, total)
                 total = gl.fma(_of_rows(scale * STEP, MMA, WARPS, TOKENS), products, total)
         words = next_words
@@ -207,6 +209,16 @@ def mma_rows(
     if factor_bytes(TAG) > 0:
         result = result * _load_factor(section, ROWS, COLUMNS, GROUP, TAG)
     return result
+
+
+@gluon.jit
+def _of_all_rows(sums, MMA: gl.constexpr):
+    """Return one tile's sums [WARPS, 16, TOKENS] for all four tiles, which have the same ones."""
+    WARPS: gl.constexpr = sums.shape[0]
+    TOKENS: gl.constexpr = sums.shape[2]
+    two = gl.join(sums, sums)
+    tiles = gl.join(two, two).permute([0, 4, 3, 1, 2]).reshape([WARPS, 64, TOKENS])
+    return gl.convert_layout(tiles, MMA, assert_trivial=True)
 
 
 @gluon.jit

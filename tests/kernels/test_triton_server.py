@@ -23,7 +23,7 @@ STEPS = [(0, 0, 1), (1, 1, 1), (2, 0, 3), (3, 1, 40)]
 MIXED = ByNumber(low=frozenset({0, 3}), skipped=frozenset({5}))
 
 
-def triton_kernel(device, workspace_bytes, formats, activations):
+def triton_kernel(device, workspace_bytes, formats, activations, **options):
     return TritonKernel(device, workspace_bytes, formats)
 
 

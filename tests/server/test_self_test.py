@@ -12,7 +12,7 @@ from vllm_dymoe.kernels import Activation, CpuKernel, Curve
 from vllm_dymoe.options import ConfigError, Options
 from vllm_dymoe.server import expert_server, self_test
 from vllm_dymoe.server.expert_server import Parts
-from vllm_dymoe.server.self_test import SelfTest
+from vllm_dymoe.server.self_test import SelfTest, Tested
 
 CPU = torch.device("cpu")
 OPTIONS = Options(high=4, low=2, group_size=32)
@@ -93,7 +93,7 @@ def test_a_broken_kernel_of_the_host_is_found(monkeypatch):
             super().begin(x, plan, out, activation)
             self.out = out
 
-    def make_kernel(device, workspace_bytes, formats, activations):
+    def make_kernel(device, workspace_bytes, formats, activations, **options):
         return Broken(workspace_bytes)
 
     monkeypatch.setattr(expert_server, "make_kernel", make_kernel)
@@ -143,14 +143,20 @@ def test_what_could_not_run_is_not_kept(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("planned_by_device", [True, False])
-@pytest.mark.parametrize("broken", [set(), {True}, {False}, {True, False}])
-def test_a_failure_leaves_the_planning_to_the_host_or_ends_the_start(broken, planned_by_device, monkeypatch):
-    tried, said = [], []
+VARIANTS = [(True, True), (True, False), (False, True), (False, False)]
+"""Device-side planning and decode on tensor cores, in the order in which they are tried."""
 
-    def found(*given, device_plans, kept):
-        tried.append(device_plans)
-        return SelfTest(6, "step 3 is wrong" * (device_plans in broken), 0.1)
+
+@pytest.mark.parametrize("planned_by_device", [True, False])
+@pytest.mark.parametrize("has_tensor_cores", [True, False])
+@pytest.mark.parametrize("broken", range(16))
+def test_the_fastest_kernels_that_pass_are_used(broken, planned_by_device, has_tensor_cores, monkeypatch):
+    tried, said, wrong = [], [], {variant for at, variant in enumerate(VARIANTS) if broken >> at & 1}
+    some = [v for v in VARIANTS if v[0] <= planned_by_device and v[1] <= has_tensor_cores]
+
+    def found(*given, device_plans, tensor_cores, kept):
+        tried.append((device_plans, tensor_cores))
+        return SelfTest(6, "step 3 is wrong" * (tried[-1] in wrong), 0.1)
 
     def start():
         return self_test.tested(
@@ -158,17 +164,25 @@ def test_a_failure_leaves_the_planning_to_the_host_or_ends_the_start(broken, pla
         )
 
     monkeypatch.setattr(self_test, "self_test", found)
-    if False in broken and (True in broken or not planned_by_device):
+    monkeypatch.setattr(self_test.kernels, "decodes_on_tensor_cores", lambda *given: has_tensor_cores)
+    right = [variant for variant in some if variant not in wrong]
+    if not right:
         with pytest.raises(ConfigError, match=r"step 3 is wrong.*vllm-dymoe \d"):
             start()
-    else:
-        assert bool(start()) == bool(said) == (planned_by_device and True in broken)
-    assert tried == [True, False][: 1 + (True in broken)] if planned_by_device else [False]
+        assert tried == some
+        return
+    chosen = start()
+    assert (bool(chosen.obstacle), chosen.tensor_cores) == (planned_by_device and not right[0][0], right[0][1])
+    assert tried == some[: some.index(right[0]) + 1]
+    assert len(said) == len(tried) - 1
 
 
 def test_what_could_not_run_is_said_and_holds_nothing_up(monkeypatch):
     said = []
     monkeypatch.setattr(self_test, "self_test", lambda *given, **named: SelfTest(0, "", 0.1, skipped="no memory"))
+    monkeypatch.setattr(self_test.kernels, "decodes_on_tensor_cores", lambda *given: True)
     settings = {"device_plans": True, "kept": None, "say": said.append}
-    assert self_test.tested(make_experts(), OPTIONS, CPU, [Activation.SILU], **settings) == ""
+    assert self_test.tested(make_experts(), OPTIONS, CPU, [Activation.SILU], **settings) == Tested(
+        "", tensor_cores=False
+    )
     assert "no memory" in said[0]

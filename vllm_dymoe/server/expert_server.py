@@ -147,6 +147,7 @@ class ExpertServer:
         on_late: Callable[[str], None] = lambda sentence: None,
         training_bytes: int = 0,
         predictor_room: int = 0,
+        tensor_cores: bool = False,  # decode on tensor cores, which a self-test has found right
     ) -> None:
         self.store, self.experts, self.device = store, store.experts, device
         on_cpu = device.type == "cpu" and options.link_gbps is None
@@ -156,7 +157,9 @@ class ExpertServer:
         matrices = [matrix for fmt in formats for matrix in fmt.matrices]
         try:
             workspace = workspace_bytes(self.experts, device.type)
-            self.kernel: ExpertKernel = make_kernel(device, workspace, matrices, options.activations)
+            self.kernel: ExpertKernel = make_kernel(
+                device, workspace, matrices, options.activations, tensor_cores=tensor_cores
+            )
         except ValueError as error:
             raise ConfigError(f"vllm-dymoe: {error}") from error
         largest, timeout = max(fmt.nbytes for fmt in formats), options.transfer_timeout_s or None

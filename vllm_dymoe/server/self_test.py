@@ -56,6 +56,19 @@ class SelfTest:
     skipped: str = ""
 
 
+@dataclass(frozen=True)
+class Tested:
+    """Which kernels a start uses, after their self-test.
+
+    Attributes:
+        obstacle: why the host has to plan; empty if it does not.
+        tensor_cores: whether experts are decoded on tensor cores.
+    """
+
+    obstacle: str
+    tensor_cores: bool
+
+
 def self_test(
     experts: ModelExperts,
     options: Options,
@@ -63,6 +76,7 @@ def self_test(
     activations: Sequence[Activation],
     *,
     device_plans: bool,
+    tensor_cores: bool = False,
     kept: Path | None = None,
     parts: Parts | None = None,
 ) -> SelfTest:
@@ -71,13 +85,15 @@ def self_test(
     Args:
         activations: those of the model's layers, each once.
         device_plans: test the steps that the device plans, else those that the host plans.
+        tensor_cores: test the kernels that decode on tensor cores, else those that do not.
         kept: file of results; None to test at every start.
         parts: in place of the device's own.
     """
-    key = f"{describe_machine(device)}; {_describe(experts, activations, device_plans=device_plans)}"
+    variant = _Variant(device_plans, tensor_cores)
+    key = f"{describe_machine(device)}; {_describe(experts, activations, variant)}"
     if kept is not None and (known := kept_beside(kept, key, SelfTest)) is not None:
         return known
-    found = _run(experts, options, device, activations, device_plans=device_plans, parts=parts)
+    found = _run(experts, options, device, activations, variant, parts=parts)
     if kept is not None and not found.skipped:
         keep_beside(kept, key, found)
     return found
@@ -86,29 +102,47 @@ def self_test(
 def tested(
     experts: ModelExperts, options: Options, device: torch.device, activations: Sequence[Activation], *,
     device_plans: bool, kept: Path | None, say: Callable[[str], object],
-) -> str:  # fmt: skip
-    """Return why the host has to plan: what the self-test of the device's own steps found; empty if nothing.
+) -> Tested:  # fmt: skip
+    """Return the fastest kernels that pass their self-test on this card; plain ones if it cannot run.
+
+    Tried in this order: device-side planning before host-side planning, and of each decode on tensor cores, where there
+    are kernels for it, before decode without them.
 
     Args:
         say: gets each sentence for the log.
 
-    ConfigError if the kernels are wrong with host-side planning, too.
+    ConfigError if the kernels are wrong with host-side planning and without tensor cores, too.
     """
-    obstacle = ""
+    matrices = [matrix for fmt in experts.formats.values() for matrix in fmt.matrices]
+    may_use = kernels.decodes_on_tensor_cores(device, matrices)
     for by_device in (True, False) if device_plans else (False,):
-        found = self_test(experts, options, device, activations, device_plans=by_device, kept=kept)
-        if found.skipped:
-            say(f"the self-test of the kernels could not run, because {found.skipped}; they are used untested.")
-            continue
-        if not found.failure:
-            return obstacle
-        about = f"{describe_machine(device)}; {_describe(experts, activations, device_plans=by_device)}"
-        said = f"the kernels failed their self-test on this card: {found.failure}. For a bug report: {about}."
-        if not by_device:
-            raise ConfigError(f"vllm-dymoe: {said} Nothing was served, because answers would be wrong.")
-        say(f"{said} The host plans instead, which is slower.")
-        obstacle = "its kernels for that failed their self-test on this card"
-    return obstacle
+        obstacle = "its kernels for that failed their self-test on this card" if device_plans and not by_device else ""
+        for tensor_cores in (True, False) if may_use else (False,):
+            found = self_test(
+                experts, options, device, activations, device_plans=by_device, tensor_cores=tensor_cores, kept=kept
+            )
+            if found.skipped:
+                say(f"the self-test of the kernels could not run, because {found.skipped}; they are used untested.")
+                return Tested("", tensor_cores=False)
+            if not found.failure:
+                return Tested(obstacle, tensor_cores)
+            about = f"{describe_machine(device)}; {_describe(experts, activations, _Variant(by_device, tensor_cores))}"
+            said = f"the kernels failed their self-test on this card: {found.failure}. For a bug report: {about}."
+            if tensor_cores:
+                say(f"{said} Experts are decoded without tensor cores instead, which is slower.")
+            elif by_device:
+                say(f"{said} The host plans instead, which is slower.")
+            else:
+                raise ConfigError(f"vllm-dymoe: {said} Nothing was served, because answers would be wrong.")
+    raise AssertionError("unreachable")
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """Kernels that are tested together."""
+
+    device_plans: bool
+    tensor_cores: bool
 
 
 def describe_machine(device: torch.device) -> str:
@@ -137,7 +171,7 @@ def _version(distribution: str) -> str:
         return "unknown"
 
 
-def _describe(experts: ModelExperts, activations: Sequence[Activation], *, device_plans: bool) -> str:
+def _describe(experts: ModelExperts, activations: Sequence[Activation], variant: _Variant) -> str:
     formats = ", ".join(
         f"{fmt.encoding.name}{', integer zeros' * fmt.integer_zeros}{', act-order' * fmt.act_order}"
         f"{', bias' * fmt.bias}{'' if fmt.encoding.group_size else f' in groups of {fmt.group_size}'}"
@@ -147,19 +181,20 @@ def _describe(experts: ModelExperts, activations: Sequence[Activation], *, devic
     return (
         f"{experts.num_experts} experts of {fmt.hidden} x {fmt.intermediate}, top {experts.top_k}, {formats}, "
         f"{str(fmt.dtype).removeprefix('torch.')}, {', '.join(map(str, activations))}, planned by the "
-        f"{'device' if device_plans else 'host'}"
+        f"{'device' if variant.device_plans else 'host'}{', decoded on tensor cores' * variant.tensor_cores}"
     )
 
 
 def _run(
-    experts: ModelExperts, options: Options, device: torch.device, activations: Sequence[Activation], *,
-    device_plans: bool, parts: Parts | None,
+    experts: ModelExperts, options: Options, device: torch.device, activations: Sequence[Activation],
+    variant: _Variant, *, parts: Parts | None,
 ) -> SelfTest:  # fmt: skip
     begin, steps, failure = time.perf_counter(), 0, ""
     try:
         layer = replace(experts, layers=experts.layers[:1], draft_layers=0, curves=(), lost={})
         store = _RandomStore(layer, pinned=device.type == "cuda")
-        server = ExpertServer(store, _options(options, device_plans=device_plans), device, parts=parts)
+        wanted = _options(options, device_plans=variant.device_plans)
+        server = ExpertServer(store, wanted, device, parts=parts, tensor_cores=variant.tensor_cores)
         try:
             for activation, high in product(activations, (True, False) if options.low else (True,)):
                 if options.low:

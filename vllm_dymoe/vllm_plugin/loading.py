@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from vllm_dymoe.prefetch.trained import network_dtype
 from vllm_dymoe.quantize.readers import PLAIN_READER, Reader
 from vllm_dymoe.quantize.readers.base import describe
 from vllm_dymoe.server import ExpertServer, minimum_budget
-from vllm_dymoe.server.self_test import RESULTS, tested
+from vllm_dymoe.server.self_test import RESULTS, Tested, tested
 from vllm_dymoe.vllm_plugin.announcements import describe_server, logger, warnings
 from vllm_dymoe.vllm_plugin.automatic_budget import automatic_budget, budget_in_host_memory
 from vllm_dymoe.vllm_plugin.failures import make_step_failures
@@ -241,11 +242,14 @@ class Loading:
             given["training_bytes"] = OnlineTraining.nbytes(sizes, ahead, item, options.train_predictor.memory)
             given["predictor_room"] = network_bytes(sizes, ahead, item)
         if device.type == "cuda":
-            given["obstacle"] = self._tested(store, options, device, policy, obstacle)
+            found = self._tested(store, options, device, policy, obstacle)
+            given |= {"obstacle": found.obstacle, "tensor_cores": found.tensor_cores}
         return ExpertServer(store, options, device, budget, **given)
 
-    def _tested(self, store: HostStore, options: Options, device: torch.device, policy: Policy, obstacle: str) -> str:
-        """Return the obstacle to device-side planning, which the self-test on this card may have found."""
+    def _tested(
+        self, store: HostStore, options: Options, device: torch.device, policy: Policy, obstacle: str
+    ) -> Tested:
+        """Return which kernels pass the self-test on this card, and what else is an obstacle to device-side planning."""
         rates = self._model.rates
         found = tested(
             store.experts,
@@ -256,7 +260,7 @@ class Loading:
             kept=None if rates is None else rates.with_name(RESULTS),
             say=lambda sentence: logger.warning("vllm-dymoe: %s", sentence),
         )
-        return obstacle or found
+        return replace(found, obstacle=obstacle or found.obstacle)
 
     @property
     def _look_ahead(self) -> int:

@@ -7,7 +7,7 @@ import torch
 
 from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels.activation import Activation, Curve
-from vllm_dymoe.kernels.base import ExpertKernel
+from vllm_dymoe.kernels.base import Decode, ExpertKernel
 from vllm_dymoe.kernels.combine import combine
 from vllm_dymoe.kernels.cpu import CpuKernel
 from vllm_dymoe.kernels.pack import dequantize, pack, pack_floats, pack_nested, unpack
@@ -20,7 +20,7 @@ def make_kernel(
     formats: Iterable[MatrixFormat] = (),
     activations: int = 16,
     *,
-    tensor_cores: bool = False,
+    decode: Decode = Decode.PLAIN,
 ) -> ExpertKernel:
     """Make the kernel for a device.
 
@@ -29,7 +29,7 @@ def make_kernel(
             choose.
         formats: the formats that will be computed, for kernels that are compiled per format; empty if not known yet.
         activations: bits of the quantized activations on a CPU, 16 or 8.
-        tensor_cores: decode on tensor cores, where `decodes_on_tensor_cores` says that there is such a kernel.
+        decode: one of `decode_kernels`, for a CUDA device.
 
     Raises ValueError if the workspace is too small, the device is neither a CPU nor a CUDA device, or 8-bit activations
     are asked for on a CUDA device.
@@ -45,14 +45,15 @@ def make_kernel(
     # Importing triton takes a second, which only a GPU needs.
     from vllm_dymoe.kernels.triton import TritonKernel
 
-    return TritonKernel(device, formats=formats, tensor_cores=tensor_cores, **options)
+    return TritonKernel(device, formats=formats, decode=decode, **options)
 
 
-def decodes_on_tensor_cores(device: torch.device, formats: Iterable[MatrixFormat]) -> bool:
-    """Return whether there is a kernel that decodes experts of some formats on the tensor cores of a device."""
+def decode_kernels(device: torch.device, formats: Iterable[MatrixFormat]) -> tuple[Decode, ...]:
+    """Return the ways in which a device can decode experts of some formats, the fastest first."""
     if device.type != "cuda":
-        return False
+        return (Decode.PLAIN,)
     from vllm_dymoe.kernels.triton.kernel import architecture_of
-    from vllm_dymoe.kernels.triton.launch import decodes_on_tensor_cores as has_kernel
+    from vllm_dymoe.kernels.triton.launch import fastest_decode
 
-    return has_kernel({fmt.encoding.tag for fmt in formats}, architecture_of(device))
+    fastest = fastest_decode({fmt.encoding.tag for fmt in formats}, architecture_of(device))
+    return tuple(Decode)[fastest::-1]

@@ -85,10 +85,15 @@ class Program:
                     raise ValueError(f"threads part ways: {line}")
                 if active.all():
                     at = len(self._code) if name == "ret" else self._labels[rest.strip()]
-            elif not name.startswith(("bar", "membar", "fence")):
+            elif name == "griddepcontrol.wait":
+                self._wait()
+            elif not name.startswith(("bar", "membar", "fence", "griddepcontrol")):
                 operands = re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,\s]+", rest)
                 operands = [text.strip("{} ") if "," not in text else text for text in operands]
                 self._execute(name.replace("::cta", "").split("."), operands, active)
+
+    def _wait(self) -> None:
+        """Wait for the launch before; here it has ended."""
 
     def _value(self, text: str) -> Value:
         if text[0] == "{":

@@ -4,7 +4,8 @@ All combinations of precisions, tiles, dtype, bias, activation, group size and w
 launch them in the interpreter. Compiled are, on the H100's architecture, every width by itself, the mixes 4/2 and 16/4,
 each kind of published floats and points of a lattice, in decode and grouped on the largest tile; in decode these as the
 device's own steps launch them, too (fetching, weighted, with indices of 32 bits), which the oldest and the newest
-architecture have as well; the weighted sum, rotations, and what places experts, decides a step, and copies.
+architecture have as well; the weighted sum, rotations, and what places experts, decides a step, and copies. Decode on
+tensor cores is compiled for every architecture, of Ada and data-center Blackwell beside 4 and 4/2 bits without them.
 
 Codes of 4/2 and 8/4 are two sections, as they are stored.
 """
@@ -53,7 +54,10 @@ from vllm_dymoe.planner.plan import LayerPlan
 from vllm_dymoe.planner.prefetch import PrefetchList
 from vllm_dymoe.planner.table import Table
 
-ARCHITECTURES, MAIN = (80, 90, 120), 90
+ARCHITECTURES, MAIN = (80, 89, 90, 100, 120), 90
+WHOLE_STEPS = 80, 90, 120
+"""Architectures for which everything that a device's own step launches is compiled; for the others what it does by
+default, at 4 and 4/2 bits, and decode on tensor cores."""
 MIXES = ((16,), (8,), (4,), (2,), (16, 4), (4, 2))
 SIZES, DTYPE = (2048, 768), torch.bfloat16
 """Hidden and intermediate size of Qwen3-30B-A3B."""
@@ -126,6 +130,7 @@ class Case:
 
     bits: tuple[int, ...]  # tags of their codes
     device: bool = False  # as `SmallBatchStep.run` launches: misses are fetched on the way, and experts weighted
+    tensor_cores: int = 0  # see DecodeTile
 
     @property
     def shape(self) -> ExpertShape:
@@ -138,6 +143,9 @@ _POINTS = E8_NESTED.tag, E8.tag
 _OTHERS = (*(Case((book.tag,)) for book in CODEBOOKS.values()), Case((E8.tag,)), Case(_POINTS))
 _DEVICE = tuple(replace(case, device=True) for case in (
     *map(Case, ((16,), (8,), (4,), (2,), (4, 2), (8, 4))), *_OTHERS))  # fmt: skip
+_ON_TENSOR_CORES = tuple(replace(case, device=True, tensor_cores=8) for case in (
+    *map(Case, ((8,), (4,), (2,), (4, 2), (8, 4))), *_OTHERS))  # fmt: skip
+_MANY = tuple(replace(case, device=True, tensor_cores=16) for case in map(Case, ((4,), (4, 2))))
 # Hidden size, top_k, dtype, and whether pairs can be absent: DeepSeek-V3's, gpt-oss's, and an odd one of 22.
 _SUMS = ((7168, 8, torch.bfloat16, False), (2880, 4, torch.float16, True), (1001, 22, torch.bfloat16, True))
 # Experts and top_k: gpt-oss-20b's, Qwen3-30B-A3B's, and the most there are.
@@ -151,9 +159,13 @@ _LAUNCHES = {
 
 
 def all_variants() -> Iterator[Variant]:
-    """Everything on one architecture, and on both ends' what the device plans."""
+    """Everything on one architecture, and on the others what the device's own steps launch."""
     for architecture in ARCHITECTURES:
-        yield from (found for found in variants(architecture) if architecture == MAIN or found.note == "device")
+        for found in variants(architecture):
+            by_default = found.precisions in ("4", "4/2") or found.kernel.startswith("mma")
+            some = found.note.startswith("device") and (architecture in WHOLE_STEPS or by_default)
+            if architecture == MAIN or some:
+                yield found
 
 
 def variants(architecture: int) -> Iterator[Variant]:
@@ -162,12 +174,14 @@ def variants(architecture: int) -> Iterator[Variant]:
     kernels = tuple(_LAUNCHES)
     for cases, pair in (((*everywhere, *_DEVICE), kernels[:2]), (everywhere, kernels[2:])):
         yield from (_experts(architecture, kernel, case) for case in cases for kernel in pair)
+    yield from (_experts(architecture, kernel, case) for case in (*_ON_TENSOR_CORES, *_MANY) for kernel in kernels[:2])
     yield from _others(architecture)
 
 
 def _experts(architecture: int, kernel: str, case: Case) -> Variant:
     """One token of one expert, at no address, with indices as the server has them."""
-    grouped, tile = kernel.startswith("grouped"), getattr(choose_tiles(architecture, *SIZES), kernel)
+    grouped, tiles = kernel.startswith("grouped"), choose_tiles(architecture, *SIZES)
+    tile = getattr(tiles.on_tensor_cores(case.tensor_cores) if case.tensor_cores else tiles, kernel)
     tile = tile[-1] if grouped else tile
     addresses, bits = torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int32)
     fetched = addresses if case.device else None
@@ -183,8 +197,9 @@ def _experts(architecture: int, kernel: str, case: Case) -> Variant:
     if kernel == "down" and case.device:
         arguments.append(Weighting(torch.empty(1, 8), torch.empty(1, 8, dtype=torch.int32)))
     note = f"m {tile.block_m}" if grouped else "device" if case.device else ""
+    name, note = (f"mma_{kernel}", f"{note}, {case.tensor_cores} tokens") if case.tensor_cores else (kernel, note)
     shape, precisions = "x".join(map(str, SIZES)), "/".join(WHOLE[tag].name for tag in case.bits)
-    return _noted((architecture, kernel, shape, precisions, note), _LAUNCHES[kernel], *arguments)
+    return _noted((architecture, name, shape, precisions, note), _LAUNCHES[kernel], *arguments)
 
 
 def _others(architecture: int) -> Iterator[Variant]:

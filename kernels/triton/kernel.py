@@ -9,7 +9,7 @@ from torch import Tensor
 from vllm_dymoe.experts.format import PackedExpert
 from vllm_dymoe.experts.matrix import MatrixFormat, PackedMatrix
 from vllm_dymoe.kernels.activation import Activation
-from vllm_dymoe.kernels.base import Receive, check_activations, check_formats
+from vllm_dymoe.kernels.base import Decode, Receive, check_activations, check_formats
 from vllm_dymoe.kernels.triton.large_batch_step import TritonLargeBatch
 from vllm_dymoe.kernels.triton.launch import (
     ExpertShape,
@@ -20,7 +20,7 @@ from vllm_dymoe.kernels.triton.launch import (
     WorkList,
     decode_down,
     decode_gate_up,
-    decodes_on_tensor_cores,
+    fastest_decode,
     grouped_down,
     grouped_gate_up,
 )
@@ -58,7 +58,8 @@ class TritonKernel:
         workspace_bytes: scratch to keep, at least 320 KiB. It bounds the tokens that are computed together.
         formats: the formats that calls may use, of any sizes, to compile once for all of them; empty for those of each
             call, which compiles again for another mix.
-        tensor_cores: decode on tensor cores where ``decodes_on_tensor_cores`` says that this is possible.
+        decode: how experts of few tokens are computed; where precisions or card do not have this way, the next slower
+            one is taken, see ``launch.fastest_decode``.
 
     Raises:
         ValueError: the workspace is too small.
@@ -72,7 +73,7 @@ class TritonKernel:
         workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
         formats: Iterable[MatrixFormat] = (),
         *,
-        tensor_cores: bool = False,
+        decode: Decode = Decode.PLAIN,
     ) -> None:
         if workspace_bytes < MINIMUM_WORKSPACE_BYTES:
             raise ValueError(f"workspace has {workspace_bytes} bytes, expected at least {MINIMUM_WORKSPACE_BYTES}")
@@ -86,7 +87,7 @@ class TritonKernel:
         self.step: TritonStep
         self._compiled: set[tuple[ExpertShape, frozenset[int], Activation]] = set()
         self.asynchronous = self.device.type == "cuda"
-        self._architecture, self._tensor_cores = architecture_of(self.device), tensor_cores
+        self._architecture, self._decode = architecture_of(self.device), decode
 
     def begin(self, x: Tensor, plan: LayerPlan, out: Tensor, activation: Activation) -> None:
         """Begin a layer's step, see :class:`vllm_dymoe.kernels.base.ExpertKernel`."""
@@ -160,8 +161,9 @@ class TritonKernel:
         """
         shape, precisions = self.shape_of(formats)
         return SmallBatchStep(
-            shape, precisions, self._tiles_of(shape, precisions), activation, self._memory, self._semaphores
-        )
+            shape, precisions, self._tiles_of(shape, precisions), activation, self._memory, self._semaphores,
+            dependent=self._decode_of(precisions) is Decode.DEPENDENT,
+        )  # fmt: skip
 
     def large_batch_step(
         self, table: Mapping[str, Tensor], shape: LargeBatchShape, formats: Sequence[Formats], activation: Activation
@@ -210,9 +212,12 @@ class TritonKernel:
 
     def _tiles_of(self, shape: ExpertShape, precisions: frozenset[int]) -> Tiles:
         tiles = choose_tiles(self._architecture, shape.hidden, shape.intermediate)
-        if self._tensor_cores and decodes_on_tensor_cores(precisions, self._architecture):
-            return tiles.on_tensor_cores(SMALL_BATCH_ROWS)
-        return tiles
+        if self._decode_of(precisions) is Decode.PLAIN:
+            return tiles
+        return tiles.on_tensor_cores(SMALL_BATCH_ROWS)
+
+    def _decode_of(self, precisions: frozenset[int]) -> Decode:
+        return min(self._decode, fastest_decode(precisions, self._architecture))
 
 
 class TritonStep:

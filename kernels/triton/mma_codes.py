@@ -1,11 +1,11 @@
 """Codes of a packed word as operands of `mma.m16n8k16`, in PTX, and the layouts that make this free.
 
 A word of a column holds eight codes of four bits: byte i has the rows 4 w + i (low four bits) and 32 + 4 w + i (high
-four bits) of a block of 64. In operand A of `mma.m16n8k16` lane (g, t) holds rows g and g + 8, and columns 2 t, 2 t + 1,
-2 t + 8 and 2 t + 9. So a lane that loads word g of the columns t, t + 4, t + 8 and t + 12 has its part of four tiles i of
-16 rows, because the order of columns in a sum is free as long as x has the same one:
+four bits) of a block of 64. In operand A of `mma.m16n8k16` lane (g, t) holds rows g and g + 8, and columns 2 t,
+2 t + 1, 2 t + 8 and 2 t + 9. So a lane that loads word g of the columns t, t + 4, t + 8 and t + 12 has its part of four
+tiles i of 16 rows, because the order of columns in a sum is free as long as x has the same one:
 
-    tile i, row 8 h + g   is row 32 h + 4 g + i of the block
+    tile i, row 8 h + g       is row 32 h + 4 g + i of the block
     mma column 8 a + 2 t + b  is column 4 (2 a + b) + t of 16 stored ones
 
 Two byte permutes pair neighbouring columns, and one AND-OR puts two codes into the mantissas of 128.0 (bfloat16) or

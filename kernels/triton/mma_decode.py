@@ -7,6 +7,7 @@ first (``server/self_test.py``).
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from vllm_dymoe.kernels.triton import activation as of_activation
 from vllm_dymoe.kernels.triton import decode, fetch
@@ -47,8 +48,15 @@ def mma_gate_up_kernel(
     FETCH: gl.constexpr,
     WARPS: gl.constexpr,
     MOST: gl.constexpr,
+    DEPENDENT: gl.constexpr,
 ):
-    """hidden[position] = activation(gate x[row]) * up x[row]; see decode.gate_up_kernel."""
+    """hidden[position] = activation(gate x[row]) * up x[row]; see decode.gate_up_kernel.
+
+    MOST is 16 if an item may have more than eight positions, else 8. DEPENDENT: the next launch may begin as soon as
+    all programs of this one have.
+    """
+    if DEPENDENT:
+        gdc_launch_dependents()
     item = gl.program_id(1)
     expert = gl.load(items + 3 * item)
     first = gl.load(items + 3 * item + 1)
@@ -180,15 +188,20 @@ def mma_down_kernel(
     FETCH: gl.constexpr,
     WARPS: gl.constexpr,
     MOST: gl.constexpr,
+    DEPENDENT: gl.constexpr,
 ):
-    """Down projections, and the weighted sum of a token's experts if WEIGHTED; see decode.down_kernel."""
+    """Down projections, and the weighted sum of a token's experts if WEIGHTED; see decode.down_kernel.
+
+    DEPENDENT: gate and up may still run when this begins. Until they have ended, programs only fetch: bytes of experts
+    depend on no activation, but hidden states, partial sums and semaphores are theirs.
+    """
     item = gl.program_id(1)
     expert = gl.load(items + 3 * item)
     first = gl.load(items + 3 * item + 1)
     last = gl.load(items + 3 * item + 2)
+    zeros_to = first
     if WEIGHTED:
-        if expert < 0:
-            _write_zeros(out, computed, first, last, ROWS, TOP_K)
+        zeros_to = gl.where(expert < 0, last, first)
         last = gl.where(expert < 0, first, last)
         expert = gl.maximum(expert, 0)
     section = gl.load(addresses + 3 * expert + 2)
@@ -211,6 +224,11 @@ def mma_down_kernel(
                 )
                 barrier()
                 lower = lower_destination
+    if DEPENDENT:
+        gdc_wait()
+    if WEIGHTED:
+        if zeros_to > first:
+            _write_zeros(out, computed, first, zeros_to, ROWS, TOP_K)
     if MOST > 8 and last - first > 8:
         for at in range(first, last, 16):
             _down(

@@ -1,9 +1,9 @@
 """Inner products of 64 rows with up to 16 tokens on tensor cores, straight from packed bytes; see mma_codes.
 
-A warp owns a strip of up to 64 columns of one group at a time. Products of integer codes are sums of `code + offset`, in
-float32; scale and zero are applied once per strip, and what the offset adds is taken away by the strip's sum of x, which
-is one more product, with ones. Strips of a warp are added in ascending order, then warps, then parts of the columns.
-None of this depends on the number of tokens, so that a token has the same bits alone and beside others.
+A warp owns a strip of up to 64 columns of one group at a time. Products of integer codes are sums of `code + offset`,
+in float32; scale and zero are applied once per strip, and what the offset adds is taken away by the strip's sum of x,
+which is one more product, with ones. Strips of a warp are added in ascending order, then warps, then parts of the
+columns. None of this depends on the number of tokens, so that a token has the same bits alone and beside others.
 """
 
 from triton.experimental import gluon

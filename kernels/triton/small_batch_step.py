@@ -37,6 +37,7 @@ class SmallBatchStep:
     activation: Activation
     memory: Tensor  # uint8, at least :meth:`nbytes`; one layer at a time uses it
     semaphores: Tensor  # int32, zeros before and after every step, at least :meth:`counted`
+    dependent: bool = False  # where tiles have tensor cores: down begins while gate and up run, see DecodeTile
 
     def nbytes(self, tokens: int, top_k: int) -> int:
         """Return the bytes of memory for hidden states and partial sums."""
@@ -96,7 +97,7 @@ class SmallBatchStep:
         experts = ExpertTable(self.shape, self.precisions, addresses[0], plan["bits"], destinations[0], *residual)
         work, at, tiles = plan["work"], (plan["rows"], plan["pairs"]), self.tiles
         if tiles.gate_up.tensor_cores:
-            tiles = tiles.on_tensor_cores(tokens)
+            tiles = tiles.on_tensor_cores(tokens, dependent=self.dependent)
         x = rotated_inputs(x, self.shape.rotation(self.precisions), start=start)
         decode_gate_up(
             x, hidden, experts, WorkList(work[:-1], *at), self.activation, tiles.gate_up, scratch, start=start

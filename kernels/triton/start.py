@@ -12,8 +12,8 @@ from torch import Tensor
 from vllm_dymoe.cgroups import usable_cores
 
 Start = Callable[[Any, tuple[int, ...], Sequence[Tensor | int], dict[str, Any], dict[str, int]], None]
-"""(kernel, grid, its tensors and numbers, its constants, and what the compiler is told: num_warps, and num_stages,
-maxnreg and enable_fp_fusion where they differ from its own choice and True)"""
+"""(kernel, grid, its tensors and numbers, its constants, and what compiler and driver are told: num_warps, and
+num_stages, maxnreg, launch_pdl and enable_fp_fusion where they differ from their own choice and True)"""
 
 _THREADS = 8
 _FUSED = {"enable_fp_fusion": True}

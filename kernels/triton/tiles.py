@@ -26,6 +26,9 @@ class DecodeTile:
     tensor_cores: int = 0
     """Positions that tensor cores compute at a time, 8 or 16 (``mma_decode``); 0 for the kernels of ``decode``, which
     compute two."""
+    dependent: bool = False
+    """On tensor cores: down begins while gate and up still run, and waits for their end itself (programmatic dependent
+    launch, from sm_90 on); nothing may be enqueued between the two launches."""
 
     def __post_init__(self) -> None:
         _check_warps(self.warps)
@@ -81,10 +84,11 @@ class Tiles:
     grouped_gate_up: tuple[GroupedTile, ...]  # by ascending block_m; the first that holds its tokens, or the last
     grouped_down: tuple[GroupedTile, ...]
 
-    def on_tensor_cores(self, tokens: int) -> "Tiles":
+    def on_tensor_cores(self, tokens: int, *, dependent: bool = False) -> "Tiles":
         """Return these sizes for decode on tensor cores, of experts that have at most so many tokens, or 16."""
         most = 8 if tokens <= 8 else 16
-        gate_up, down = (replace(tile, tensor_cores=most, registers=None) for tile in (self.gate_up, self.down))
+        change = {"tensor_cores": most, "dependent": dependent, "registers": None}
+        gate_up, down = (replace(tile, **change) for tile in (self.gate_up, self.down))
         return replace(self, decode_tokens=most, gate_up=gate_up, down=down)
 
     def shared(self, hidden: int, intermediate: int, *, weighted: bool = False) -> tuple[int, int]:

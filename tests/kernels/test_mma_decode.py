@@ -12,17 +12,17 @@ import torch
 
 from tests.support.benchmarks import modules_of
 from vllm_dymoe.experts.encoding import E8, E8_NESTED, FP8, MXFP4, NESTED, NVFP4, STEPS
-from vllm_dymoe.kernels import Activation, Curve
+from vllm_dymoe.kernels import Activation, Curve, Decode
 
 pytest.importorskip("triton")
 
-from vllm_dymoe.kernels.lattice import rotate  # noqa: E402
-from vllm_dymoe.kernels.triton.launch import decodes_on_tensor_cores  # noqa: E402
-from vllm_dymoe.kernels.triton.mma_twin import mma_rows_plain  # noqa: E402
-from vllm_dymoe.kernels.triton.tiles import choose_tiles  # noqa: E402
+from vllm_dymoe.kernels.lattice import rotate
+from vllm_dymoe.kernels.triton.launch import fastest_decode
+from vllm_dymoe.kernels.triton.mma_twin import mma_rows_plain
+from vllm_dymoe.kernels.triton.tiles import choose_tiles
 
 TWIN = 3e-4
-"""Of a norm: sums that differ in their last bit round to another 16-bit number here and there, the 512th of its size."""
+"""Of a norm: sums that differ in their last bit round to another 16-bit number here and there."""
 
 ENCODINGS = [*STEPS.values(), *NESTED.values(), MXFP4, NVFP4, FP8, E8, E8_NESTED]
 LOW = [NESTED[4], NESTED[8], E8_NESTED]
@@ -58,7 +58,7 @@ def as_its_twin(launch, ran):
 @pytest.mark.parametrize("encoding", ENCODINGS, ids=lambda encoding: encoding.name)
 def test_every_encoding_is_right_fetched_weighted_and_in_parts(host, encoding):
     launch = host.Launch(encoding, 3, split=2, fetch=True, weighted=True, tensor_cores=8)
-    ran = host.ran(launch)
+    ran = host.ran(launch, host.Host(90))
     assert ran.error < host.TOLERANCE
     assert as_its_twin(launch, ran) < TWIN
 
@@ -66,7 +66,7 @@ def test_every_encoding_is_right_fetched_weighted_and_in_parts(host, encoding):
 @pytest.mark.parametrize("encoding", LOW, ids=lambda encoding: encoding.name)
 def test_base_slices_alone_are_right(host, encoding):
     launch = host.Launch(encoding, 2, tensor_cores=8, low=True)
-    ran = host.ran(launch)
+    ran = host.ran(launch, host.Host(90))
     assert ran.error < host.TOLERANCE
     assert as_its_twin(launch, ran) < TWIN
 
@@ -91,7 +91,7 @@ def test_base_slices_alone_are_right(host, encoding):
 )
 def test_other_formats_are_right(host, options):
     launch = host.Launch(**{"encoding": STEPS[4], "tokens": 2, "tensor_cores": 8, **options})
-    ran = host.ran(launch)
+    ran = host.ran(launch, host.Host(90))
     assert ran.error < host.TOLERANCE
     assert as_its_twin(launch, ran) < TWIN
 
@@ -99,9 +99,9 @@ def test_other_formats_are_right(host, options):
 @pytest.mark.parametrize("encoding", [STEPS[4], NESTED[4], E8], ids=lambda encoding: encoding.name)
 def test_a_token_has_the_same_bits_alone_and_beside_others(host, encoding):
     launch = host.Launch(encoding, 1, tensor_cores=8)
-    alone = host.ran(launch).out
+    alone = host.ran(launch, host.Host(90)).out
     for tokens, most in ((5, 8), (8, 16), (11, 16), (16, 16), (17, 16)):
-        beside = host.ran(replace(launch, tokens=tokens, tensor_cores=most, fetch=tokens > 8))
+        beside = host.ran(replace(launch, tokens=tokens, tensor_cores=most, fetch=tokens > 8), host.Host(90))
         assert beside.error < host.TOLERANCE
         assert torch.equal(beside.out[:1], alone), (tokens, most)
 
@@ -132,7 +132,20 @@ def test_faults_in_the_compiled_code_are_found(host, fault):
         assert fault(ptx) != ptx, "the compiler writes this otherwise now"
         return fault(ptx)
 
-    assert not host.ran(host.Launch(STEPS[4], 1, tensor_cores=8), changed).error < host.TOLERANCE
+    assert not host.ran(host.Launch(STEPS[4], 1, tensor_cores=8), host.Host(90, changed)).error < host.TOLERANCE
+
+
+def early_uses(host, changed=str):
+    """What down's programs use of what launches write, before they wait for gate and up."""
+    memory = host.Host(90, changed)
+    ran = host.ran(host.Launch(STEPS[4], 3, **host.SHARED, tensor_cores=8, dependent=True), memory)
+    assert ran.error < host.TOLERANCE
+    return {at for at in memory.early["mma_down"] for some in ran.written if at in some}
+
+
+def test_down_fetches_and_touches_nothing_else_before_gate_and_up_have_ended(host):
+    assert not early_uses(host)
+    assert early_uses(host, lambda ptx: ptx.replace("griddepcontrol.wait;", "")), "a wait that is missing is not seen"
 
 
 def test_the_reader_multiplies_fragments_as_the_isa_says(host):
@@ -184,7 +197,15 @@ def test_tiles_say_how_many_positions_are_computed_at_a_time():
         replace(tiles.down, tensor_cores=4)
 
 
-def test_cards_and_codes_without_such_a_kernel_have_none():
-    assert decodes_on_tensor_cores({4, 2}, 80)
-    assert not decodes_on_tensor_cores({4, 2}, 75)
-    assert not decodes_on_tensor_cores({16, 4}, 90)
+@pytest.mark.parametrize(
+    ("precisions", "architecture", "fastest"),
+    [
+        ({4, 2}, 75, Decode.PLAIN),
+        ({4, 2}, 80, Decode.TENSOR_CORES),
+        ({4, 2}, 89, Decode.TENSOR_CORES),
+        ({E8.tag}, 90, Decode.DEPENDENT),
+        ({16, 4}, 90, Decode.PLAIN),
+    ],
+)
+def test_cards_and_codes_without_such_a_kernel_have_none(precisions, architecture, fastest):
+    assert fastest_decode(precisions, architecture) is fastest

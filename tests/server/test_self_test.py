@@ -8,7 +8,7 @@ import torch
 from tests.small_model import make_experts
 from vllm_dymoe.executor.plain_kernels import PlainKernels
 from vllm_dymoe.experts.encoding import CODEBOOKS, E8_NESTED
-from vllm_dymoe.kernels import Activation, CpuKernel, Curve
+from vllm_dymoe.kernels import Activation, CpuKernel, Curve, Decode
 from vllm_dymoe.options import ConfigError, Options
 from vllm_dymoe.server import expert_server, self_test
 from vllm_dymoe.server.expert_server import Parts
@@ -143,19 +143,19 @@ def test_what_could_not_run_is_not_kept(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-VARIANTS = [(True, True), (True, False), (False, True), (False, False)]
-"""Device-side planning and decode on tensor cores, in the order in which they are tried."""
+VARIANTS = [(by_device, decode) for by_device in (True, False) for decode in reversed(Decode)]
+"""In the order in which they are tried."""
 
 
 @pytest.mark.parametrize("planned_by_device", [True, False])
-@pytest.mark.parametrize("has_tensor_cores", [True, False])
-@pytest.mark.parametrize("broken", range(16))
-def test_the_fastest_kernels_that_pass_are_used(broken, planned_by_device, has_tensor_cores, monkeypatch):
+@pytest.mark.parametrize("fastest", Decode)
+@pytest.mark.parametrize("broken", range(64))
+def test_the_fastest_kernels_that_pass_are_used(broken, planned_by_device, fastest, monkeypatch):
     tried, said, wrong = [], [], {variant for at, variant in enumerate(VARIANTS) if broken >> at & 1}
-    some = [v for v in VARIANTS if v[0] <= planned_by_device and v[1] <= has_tensor_cores]
+    some = [v for v in VARIANTS if v[0] <= planned_by_device and v[1] <= fastest]
 
-    def found(*given, device_plans, tensor_cores, kept):
-        tried.append((device_plans, tensor_cores))
+    def found(*given, device_plans, decode, kept):
+        tried.append((device_plans, decode))
         return SelfTest(6, "step 3 is wrong" * (tried[-1] in wrong), 0.1)
 
     def start():
@@ -164,7 +164,7 @@ def test_the_fastest_kernels_that_pass_are_used(broken, planned_by_device, has_t
         )
 
     monkeypatch.setattr(self_test, "self_test", found)
-    monkeypatch.setattr(self_test.kernels, "decodes_on_tensor_cores", lambda *given: has_tensor_cores)
+    monkeypatch.setattr(self_test.kernels, "decode_kernels", lambda *given: tuple(Decode)[fastest::-1])
     right = [variant for variant in some if variant not in wrong]
     if not right:
         with pytest.raises(ConfigError, match=r"step 3 is wrong.*vllm-dymoe \d"):
@@ -172,7 +172,7 @@ def test_the_fastest_kernels_that_pass_are_used(broken, planned_by_device, has_t
         assert tried == some
         return
     chosen = start()
-    assert (bool(chosen.obstacle), chosen.tensor_cores) == (planned_by_device and not right[0][0], right[0][1])
+    assert (bool(chosen.obstacle), chosen.decode) == (planned_by_device and not right[0][0], right[0][1])
     assert tried == some[: some.index(right[0]) + 1]
     assert len(said) == len(tried) - 1
 
@@ -180,9 +180,7 @@ def test_the_fastest_kernels_that_pass_are_used(broken, planned_by_device, has_t
 def test_what_could_not_run_is_said_and_holds_nothing_up(monkeypatch):
     said = []
     monkeypatch.setattr(self_test, "self_test", lambda *given, **named: SelfTest(0, "", 0.1, skipped="no memory"))
-    monkeypatch.setattr(self_test.kernels, "decodes_on_tensor_cores", lambda *given: True)
+    monkeypatch.setattr(self_test.kernels, "decode_kernels", lambda *given: tuple(reversed(Decode)))
     settings = {"device_plans": True, "kept": None, "say": said.append}
-    assert self_test.tested(make_experts(), OPTIONS, CPU, [Activation.SILU], **settings) == Tested(
-        "", tensor_cores=False
-    )
+    assert self_test.tested(make_experts(), OPTIONS, CPU, [Activation.SILU], **settings) == Tested("", Decode.PLAIN)
     assert "no memory" in said[0]

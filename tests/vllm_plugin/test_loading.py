@@ -11,7 +11,7 @@ from tests.small_model import fill, make_experts, random_weight
 from vllm_dymoe.cache.store import HostPlace, Manifest, StoreError
 from vllm_dymoe.cache.store.writer import StoreWriter
 from vllm_dymoe.experts.format import Projection, SliceKey
-from vllm_dymoe.kernels import Activation, Curve
+from vllm_dymoe.kernels import Activation, Curve, Decode
 from vllm_dymoe.options import ConfigError, Options
 from vllm_dymoe.policies import make_policy
 from vllm_dymoe.quantize import QUANTIZERS
@@ -150,14 +150,14 @@ def test_a_start_on_a_gpu_tests_the_kernels_that_it_will_use(readable, obstacle,
 
     def tested(experts, options, device, activations, **given):
         asked.update(given, device=device, activations=activations)
-        return Tested("its kernels are wrong" if given["device_plans"] else "", tensor_cores=True)
+        return Tested("its kernels are wrong" if given["device_plans"] else "", Decode.TENSOR_CORES)
 
     monkeypatch.setattr(loading_module, "tested", tested)
     model, options = model_of({}, {"activation": Activation.GELU}, {}), Options()
     model._model.rates = tmp_path / "rates.json"
     store = SimpleNamespace(experts=EXPERTS, readable=readable)
     found = model._tested(store, options, torch.device("cuda"), make_policy(options), obstacle)
-    assert found == Tested(obstacle or "its kernels are wrong" * by_device, tensor_cores=True)
+    assert found == Tested(obstacle or "its kernels are wrong" * by_device, Decode.TENSOR_CORES)
     assert (asked["device_plans"], asked["device"].type) == (by_device, "cuda")
     assert asked["activations"] == [SPEC.activation, Activation.GELU]
     assert asked["kept"] == tmp_path / "self-test.json"

@@ -36,7 +36,7 @@ from vllm_dymoe.executor.host_planned import HostPlannedLayers, StepCounts
 from vllm_dymoe.executor.plain_kernels import PlainKernels
 from vllm_dymoe.executor.small_batch import SmallBatches, SmallBatchKernel, StepMemory
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts
-from vllm_dymoe.kernels import CpuKernel, ExpertKernel, make_kernel
+from vllm_dymoe.kernels import CpuKernel, Decode, ExpertKernel, make_kernel
 from vllm_dymoe.options import ConfigError, ExpertBudget, Options
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.planner.precision import Precision
@@ -147,7 +147,7 @@ class ExpertServer:
         on_late: Callable[[str], None] = lambda sentence: None,
         training_bytes: int = 0,
         predictor_room: int = 0,
-        tensor_cores: bool = False,  # decode on tensor cores, which a self-test has found right
+        decode: Decode = Decode.PLAIN,  # another way only if a self-test has found it right on this device
     ) -> None:
         self.store, self.experts, self.device = store, store.experts, device
         on_cpu = device.type == "cpu" and options.link_gbps is None
@@ -157,9 +157,7 @@ class ExpertServer:
         matrices = [matrix for fmt in formats for matrix in fmt.matrices]
         try:
             workspace = workspace_bytes(self.experts, device.type)
-            self.kernel: ExpertKernel = make_kernel(
-                device, workspace, matrices, options.activations, tensor_cores=tensor_cores
-            )
+            self.kernel: ExpertKernel = make_kernel(device, workspace, matrices, options.activations, decode=decode)
         except ValueError as error:
             raise ConfigError(f"vllm-dymoe: {error}") from error
         largest, timeout = max(fmt.nbytes for fmt in formats), options.transfer_timeout_s or None

@@ -22,7 +22,7 @@ from vllm_dymoe import kernels
 from vllm_dymoe.cache.store import HostStore, StoreError
 from vllm_dymoe.durable import keep_beside, kept_beside
 from vllm_dymoe.experts.format import EVERY_PROJECTION, ExpertFormat, ModelExperts, PackedExpert, SliceKey
-from vllm_dymoe.kernels import Activation, expert_reference
+from vllm_dymoe.kernels import Activation, Decode, expert_reference
 from vllm_dymoe.options import ConfigError, ExpertBudget, Options
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.planner.routing import Phase, Routing
@@ -34,6 +34,11 @@ _DISTINCT = 2  # random experts; the others of the layer share their bytes
 _ROWS = 1, SMALL_BATCH_ROWS, 5 * SMALL_BATCH_ROWS  # one class of kernels each, the last with experts of 65 and more
 # Three roundings: the dequantized weight of a tile, the hidden state, the result. 8 and 11 bits of a mantissa.
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
+_WAYS = {
+    Decode.PLAIN: "without tensor cores",
+    Decode.TENSOR_CORES: "on tensor cores",
+    Decode.DEPENDENT: "on tensor cores by launches that depend on each other",
+}
 _COLUMNS = 64  # of a program's strip; one that is wrong is 1.4 times as far off as its values are large
 _STRIP_TOLERANCE = 0.4
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -62,11 +67,11 @@ class Tested:
 
     Attributes:
         obstacle: why the host has to plan; empty if it does not.
-        tensor_cores: whether experts are decoded on tensor cores.
+        decode: how experts of few tokens are computed.
     """
 
     obstacle: str
-    tensor_cores: bool
+    decode: Decode
 
 
 def self_test(
@@ -76,7 +81,7 @@ def self_test(
     activations: Sequence[Activation],
     *,
     device_plans: bool,
-    tensor_cores: bool = False,
+    decode: Decode = Decode.PLAIN,
     kept: Path | None = None,
     parts: Parts | None = None,
 ) -> SelfTest:
@@ -85,11 +90,11 @@ def self_test(
     Args:
         activations: those of the model's layers, each once.
         device_plans: test the steps that the device plans, else those that the host plans.
-        tensor_cores: test the kernels that decode on tensor cores, else those that do not.
+        decode: test this way to compute experts of few tokens.
         kept: file of results; None to test at every start.
         parts: in place of the device's own.
     """
-    variant = _Variant(device_plans, tensor_cores)
+    variant = _Variant(device_plans, decode)
     key = f"{describe_machine(device)}; {_describe(experts, activations, variant)}"
     if kept is not None and (known := kept_beside(kept, key, SelfTest)) is not None:
         return known
@@ -105,31 +110,27 @@ def tested(
 ) -> Tested:  # fmt: skip
     """Return the fastest kernels that pass their self-test on this card; plain ones if it cannot run.
 
-    Tried in this order: device-side planning before host-side planning, and of each decode on tensor cores, where there
-    are kernels for it, before decode without them.
+    Device-side planning is tried before host-side planning, and with each the faster ways to decode first.
 
     Args:
         say: gets each sentence for the log.
 
-    ConfigError if the kernels are wrong with host-side planning and without tensor cores, too.
+    ConfigError if the plain kernels are wrong with host-side planning, too.
     """
     matrices = [matrix for fmt in experts.formats.values() for matrix in fmt.matrices]
-    may_use = kernels.decodes_on_tensor_cores(device, matrices)
     for by_device in (True, False) if device_plans else (False,):
         obstacle = "its kernels for that failed their self-test on this card" if device_plans and not by_device else ""
-        for tensor_cores in (True, False) if may_use else (False,):
-            found = self_test(
-                experts, options, device, activations, device_plans=by_device, tensor_cores=tensor_cores, kept=kept
-            )
+        for decode in kernels.decode_kernels(device, matrices):
+            found = self_test(experts, options, device, activations, device_plans=by_device, decode=decode, kept=kept)
             if found.skipped:
                 say(f"the self-test of the kernels could not run, because {found.skipped}; they are used untested.")
-                return Tested("", tensor_cores=False)
+                return Tested("", Decode.PLAIN)
             if not found.failure:
-                return Tested(obstacle, tensor_cores)
-            about = f"{describe_machine(device)}; {_describe(experts, activations, _Variant(by_device, tensor_cores))}"
+                return Tested(obstacle, decode)
+            about = f"{describe_machine(device)}; {_describe(experts, activations, _Variant(by_device, decode))}"
             said = f"the kernels failed their self-test on this card: {found.failure}. For a bug report: {about}."
-            if tensor_cores:
-                say(f"{said} Experts are decoded without tensor cores instead, which is slower.")
+            if decode is not Decode.PLAIN:
+                say(f"{said} Experts of few tokens are computed {_WAYS[decode - 1]} instead, which is slower.")
             elif by_device:
                 say(f"{said} The host plans instead, which is slower.")
             else:
@@ -142,7 +143,7 @@ class _Variant:
     """Kernels that are tested together."""
 
     device_plans: bool
-    tensor_cores: bool
+    decode: Decode
 
 
 def describe_machine(device: torch.device) -> str:
@@ -181,7 +182,7 @@ def _describe(experts: ModelExperts, activations: Sequence[Activation], variant:
     return (
         f"{experts.num_experts} experts of {fmt.hidden} x {fmt.intermediate}, top {experts.top_k}, {formats}, "
         f"{str(fmt.dtype).removeprefix('torch.')}, {', '.join(map(str, activations))}, planned by the "
-        f"{'device' if variant.device_plans else 'host'}{', decoded on tensor cores' * variant.tensor_cores}"
+        f"{'device' if variant.device_plans else 'host'}, decoded {_WAYS[variant.decode]}"
     )
 
 
@@ -194,7 +195,7 @@ def _run(
         layer = replace(experts, layers=experts.layers[:1], draft_layers=0, curves=(), lost={})
         store = _RandomStore(layer, pinned=device.type == "cuda")
         wanted = _options(options, device_plans=variant.device_plans)
-        server = ExpertServer(store, wanted, device, parts=parts, tensor_cores=variant.tensor_cores)
+        server = ExpertServer(store, wanted, device, parts=parts, decode=variant.decode)
         try:
             for activation, high in product(activations, (True, False) if options.low else (True,)):
                 if options.low:

@@ -243,13 +243,13 @@ class Loading:
             given["predictor_room"] = network_bytes(sizes, ahead, item)
         if device.type == "cuda":
             found = self._tested(store, options, device, policy, obstacle)
-            given |= {"obstacle": found.obstacle, "tensor_cores": found.tensor_cores}
+            given |= {"obstacle": found.obstacle, "decode": found.decode}
         return ExpertServer(store, options, device, budget, **given)
 
     def _tested(
         self, store: HostStore, options: Options, device: torch.device, policy: Policy, obstacle: str
     ) -> Tested:
-        """Return which kernels pass the self-test on this card, and what else is an obstacle to device-side planning."""
+        """Return which kernels pass the self-test on this card, with any other obstacle to device-side planning."""
         rates = self._model.rates
         found = tested(
             store.experts,

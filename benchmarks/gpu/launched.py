@@ -4,7 +4,8 @@ Triton's interpreter executes Python, and says nothing about what the compiler m
 of a loop that moves ``up`` to ``gate``, the compiler took ``gate`` for a constant, and decoded experts gave zeros.
 """
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -214,15 +215,22 @@ SHARED = {"split": 2, "fetch": True, "weighted": True}
 ON_TENSOR_CORES = tuple(encoding for encoding in (*WHOLE.values(), *NESTED.values()) if encoding.name != "16")
 
 
-def wrong_numbers(architectures: Sequence[int] = (MAIN,)) -> list[str]:
-    """Sentences about codes whose outputs are not what they should be: of one token, and of three whose sums are
-    shared, fetched and weighted; on tensor cores on several architectures, also of eleven."""
-    launches = [(MAIN, Launch(code, tokens, **more)) for code in ENCODINGS for tokens, more in ((1, {}), (3, SHARED))]
+def launches(architectures: Sequence[int]) -> Iterator[tuple[int, Launch]]:
+    """Architectures and launches of every code: a token alone, and three whose sums are shared, fetched and weighted.
+
+    On tensor cores on all of the architectures, also with eleven tokens; without them on one.
+    """
+    for code in ENCODINGS:
+        yield from ((MAIN, Launch(code, tokens, **more)) for tokens, more in ((1, {}), (3, SHARED)))
     for architecture in architectures:
-        launches += [(architecture, Launch(code, 3, **SHARED, tensor_cores=8)) for code in ON_TENSOR_CORES]
-        launches += [(architecture, Launch(code, 11, tensor_cores=16)) for code in (STEPS[4], NESTED[4])]
+        yield from ((architecture, Launch(code, 3, **SHARED, tensor_cores=8)) for code in ON_TENSOR_CORES)
+        yield from ((architecture, Launch(code, 11, tensor_cores=16)) for code in (STEPS[4], NESTED[4]))
+
+
+def wrong_numbers(chosen: Iterable[tuple[int, Launch]]) -> list[str]:
+    """Sentences about launches whose outputs are not what they should be."""
     found = []
-    for architecture, launch in launches:
+    for architecture, launch in chosen:
         if not (error := ran(launch, Host(architecture)).error) < TOLERANCE:
             how = f"on tensor cores of sm_{architecture}" if launch.tensor_cores else "without tensor cores"
             found.append(f"{launch.encoding.name}: {launch.tokens} tokens {how} have a relative error of {error:.2g}")

@@ -123,6 +123,9 @@ class TritonKernel:
             rotated_inputs(x, shape.rotation(table.precisions), start=compile_kernel)
             for grouped in range(DECODE, len(tiles.grouped_down)):
                 self.launch(grouped, x, x, table, work, activation, tiles, start=compile_kernel)
+            if tiles.gate_up.tensor_cores:  # where no expert has more tokens
+                tiles = self._tiles_of(shape, table.precisions, tokens=1)
+                self.launch(DECODE, x, x, table, work, activation, tiles, start=compile_kernel)
         self._compiled.add(kind)
 
     def launch(
@@ -195,7 +198,7 @@ class TritonKernel:
 
     def plan(self, shape: ExpertShape, precisions: frozenset[int], counts: Sequence[int]) -> tuple[Tiles, Plan]:
         """Return sizes of programs, and the launches for experts with so many tokens."""
-        tiles = self._tiles_of(shape, precisions)
+        tiles = self._tiles_of(shape, precisions, max(counts))
         return tiles, plan(counts, tiles, self._limits(shape, tiles))
 
     def _limits(self, shape: ExpertShape, tiles: Tiles) -> tuple[int, int]:
@@ -210,11 +213,12 @@ class TritonKernel:
             )
         return decode, room // hidden
 
-    def _tiles_of(self, shape: ExpertShape, precisions: frozenset[int]) -> Tiles:
+    def _tiles_of(self, shape: ExpertShape, precisions: frozenset[int], tokens: int = SMALL_BATCH_ROWS) -> Tiles:
+        """Return sizes of programs for experts with at most so many tokens."""
         tiles = choose_tiles(self._architecture, shape.hidden, shape.intermediate)
         if self._decode_of(precisions) is Decode.PLAIN:
             return tiles
-        return tiles.on_tensor_cores(SMALL_BATCH_ROWS)
+        return tiles.on_tensor_cores(tokens)
 
     def _decode_of(self, precisions: frozenset[int]) -> Decode:
         return min(self._decode, fastest_decode(precisions, self._architecture))

@@ -16,10 +16,15 @@ from vllm_dymoe.kernels import Activation, Curve, Decode
 
 pytest.importorskip("triton")
 
+from vllm_dymoe.experts.format import ExpertFormat
 from vllm_dymoe.kernels.lattice import rotate
+from vllm_dymoe.kernels.triton import ExpertShape, TritonKernel
 from vllm_dymoe.kernels.triton.launch import fastest_decode
 from vllm_dymoe.kernels.triton.mma_twin import mma_rows_plain
+from vllm_dymoe.kernels.triton.plan import DECODE
 from vllm_dymoe.kernels.triton.tiles import choose_tiles
+from vllm_dymoe.planner.plan import LayerPlan
+from vllm_dymoe.planner.table import Table
 
 TWIN = 3e-4
 """Of a norm: sums that differ in their last bit round to another 16-bit number here and there."""
@@ -195,6 +200,47 @@ def test_tiles_say_how_many_positions_are_computed_at_a_time():
         assert of_tensor_cores.decode_tokens == most
     with pytest.raises(ValueError, match="tensor_cores is 4"):
         replace(tiles.down, tensor_cores=4)
+
+
+@pytest.mark.parametrize(("counts", "most"), [([1, 7], 8), ([8], 8), ([1, 9], 16), ([40, 2], 16)])
+def test_a_step_takes_the_kernels_for_its_largest_expert(counts, most):
+    kernel = TritonKernel("cpu", decode=Decode.TENSOR_CORES)
+    shape = ExpertShape(128, 64, 32, torch.bfloat16)
+    tiles, plan = kernel.plan(shape, frozenset({4}), counts)
+    assert tiles.gate_up.tensor_cores == tiles.down.tensor_cores == most
+    decoded = [run for run in plan.runs if run.grouped == DECODE]
+    assert sum(run.stop - run.first for run in decoded) == sum(count for count in counts if count <= most)
+    for expert, pieces in zip(plan.order, plan.pieces, strict=True):
+        if counts[expert] <= most:
+            assert [end - begin for _, begin, end in pieces] == [1], "an expert's bytes are read once"
+    plain, _ = TritonKernel("cpu").plan(shape, frozenset({4}), counts)
+    mixed, _ = kernel.plan(shape, frozenset({16, 4}), counts)
+    assert plain.gate_up.tensor_cores == mixed.gate_up.tensor_cores == 0
+
+
+@pytest.mark.parametrize("decode", Decode)
+@pytest.mark.parametrize("tokens", [1, 8, 9])
+def test_a_small_batch_launches_what_was_chosen(decode, tokens):
+    hidden, intermediate, top_k, experts = 128, 64, 2, 4
+    kernel, launches = TritonKernel("cpu", decode=decode), []
+    fmt = ExpertFormat(hidden, intermediate, STEPS[4], 32, torch.bfloat16)
+    step = kernel.small_batch_step([fmt.matrices], Activation.SILU)
+    table = vars(Table.allocate(1, experts, rows=tokens, top_k=top_k, depth=1, device="cpu"))
+    plan = LayerPlan.allocate(tokens, top_k, experts, "cpu").tensors
+    x, ids = torch.zeros(tokens, hidden).bfloat16(), torch.zeros(tokens, top_k).int()
+    rows = torch.ones(1).int()
+    step.run(
+        table, 0, x, ids, torch.zeros(tokens, top_k), rows, plan, x.clone(), start=lambda *some: launches.append(some)
+    )
+    names = [kernel.__name__ for kernel, *_ in launches]
+    if decode is Decode.PLAIN:
+        assert names == ["decide_kernel", "gate_up_kernel", "down_kernel"]
+        return
+    assert names == ["decide_kernel", "mma_gate_up_kernel", "mma_down_kernel"]
+    for number, (*_, constants, options) in enumerate(launches[1:]):
+        assert constants["MOST"] == (8 if tokens <= 8 else 16)
+        assert constants["DEPENDENT"] == (decode is Decode.DEPENDENT)
+        assert options.get("launch_pdl", False) == (decode is Decode.DEPENDENT and number == 1)
 
 
 @pytest.mark.parametrize(

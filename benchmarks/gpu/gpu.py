@@ -48,6 +48,10 @@ PARTS = {
     SHORT: Part("", 0, _PACKAGE, "parts.sanitizer.short"),  # what the sanitizer looks at
     "engine": Part("Does vLLM answer the same with graphs and without, at 100 and 25 %?", 420, _PACKAGE),
     "speeds": Part("How far from the hardware's bound?", 300, _PACKAGE),
+    "decode": Part(
+        "Is decode on tensor cores right, and how much faster? (first of fifteen minutes on a card)", 170, _PACKAGE
+    ),
+    "profiled": Part("", 0, _PACKAGE, "parts.decode.profiled"),  # what the profiler looks at
     "layers": Part(
         "How far are the kernels from the bound, for every layer, precision and batch?",
         3600,
@@ -55,12 +59,12 @@ PARTS = {
     ),
 }
 """In the order in which they run."""
-SPEEDS = "speeds", "layers"
+SPEEDS = "speeds", "decode", "layers"
 """Those that run only if nothing was wrong, and one after the other."""
 CORES = 4
 """That a part takes which runs beside others: most of its time passes in compilers."""
-NAMES = [name for name in PARTS if name not in (MACHINE, SHORT)]
-DEFAULT = [name for name in NAMES if name != "layers"]
+NAMES = [name for name in PARTS if PARTS[name].question and name != MACHINE]
+DEFAULT = [name for name in NAMES if name not in ("decode", "layers")]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -31,7 +31,7 @@ from vllm_dymoe.planner.plan import LayerPlan
 
 _LOOKS = 16  # checks of the watchdog within one timeout
 _TRIPS = 256  # round trips; the median counts
-_SPINNING_CORES = 8  # cores of a rank from which on threads spin; fewer are needed by vLLM itself
+SPINNING_CORES = 8  # cores of a rank from which on threads spin; fewer are needed by vLLM itself
 _SPIN_NS = 5_000_000
 """How long threads spin after an answer: for the rest of a decode step, and until the next one begins."""
 
@@ -49,7 +49,7 @@ def cpu_worker_threads(device_type: str) -> int:
 
 def spins(device_type: str) -> bool:
     """Return whether threads of the queue spin between two answers, and do not sleep."""
-    return device_type != "cpu" and _cores_of_rank() >= _SPINNING_CORES
+    return device_type != "cpu" and _cores_of_rank() >= SPINNING_CORES
 
 
 def _cores_of_rank() -> int:

@@ -51,6 +51,10 @@ PARTS = {
     "decode": Part(
         "Is decode on tensor cores right, and how much faster? (first of fifteen minutes on a card)", 170, _PACKAGE
     ),
+    "prompts": Part(
+        "How long do large batches take, and each policy's decode? (second of fifteen minutes on a card)", 300, _PACKAGE
+    ),
+    "serving": Part("How many tokens per second, beside vLLM's own? (third of fifteen minutes on a card)", 330),
     "profiled": Part("", 0, _PACKAGE, "parts.decode.profiled"),  # what the profiler looks at
     "layers": Part(
         "How far are the kernels from the bound, for every layer, precision and batch?",
@@ -59,12 +63,12 @@ PARTS = {
     ),
 }
 """In the order in which they run."""
-SPEEDS = "speeds", "decode", "layers"
+SPEEDS = "speeds", "decode", "prompts", "serving", "layers"
 """Those that run only if nothing was wrong, and one after the other."""
 CORES = 4
 """That a part takes which runs beside others: most of its time passes in compilers."""
 NAMES = [name for name in PARTS if PARTS[name].question and name != MACHINE]
-DEFAULT = [name for name in NAMES if name not in ("decode", "layers")]
+DEFAULT = [name for name in NAMES if name not in SPEEDS[1:]]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -82,10 +82,13 @@ def _late(what: str, timeout: float) -> str:
     )
 
 
-def _round_trip(ask: Callable[[], object]) -> float:
-    """Return the median seconds of an empty round trip."""
+def _round_trip(ask: Callable[[], object], pause: float = 0.0) -> float:
+    """Return the median seconds of an empty round trip; before each the caller is busy for `pause` seconds."""
     times = []
     for _ in range(_TRIPS):
+        until = time.perf_counter() + pause
+        while time.perf_counter() < until:
+            pass
         begun = time.perf_counter()
         ask()
         times.append(time.perf_counter() - begun)
@@ -155,8 +158,11 @@ class CpuQueue:
         self._threads.append(threading.Thread(target=target, name=f"dymoe {name}", daemon=True))
         self._threads[-1].start()
 
-    def round_trip(self) -> float:
-        """Return the seconds of an empty round trip, without the device's own access; call it before ``serve``."""
+    def round_trip(self, pause: float = 0.0) -> float:
+        """Return the seconds of an empty round trip, without the device's own access; call it before ``serve``.
+
+        Before each one the caller is busy for `pause` seconds, as a device is between two layers.
+        """
         queue, library, numbers = self.queue, self._library, itertools.count(1)
         arguments = queue.address, Layer(), (), queue.shape.tokens, self._spin_ns
         poller = threading.Thread(target=library.answer, args=arguments, daemon=True)
@@ -168,7 +174,7 @@ class CpuQueue:
             library.post(queue.address, number)
             library.wait(queue.address, number)
 
-        took = _round_trip(ask)
+        took = _round_trip(ask, pause)
         queue.control.stop = 1
         poller.join()
         queue.memory.zero_()

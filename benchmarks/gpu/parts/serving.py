@@ -149,7 +149,7 @@ def skew_routers(worker: Any) -> int:
 def router_weights(experts: int, hidden: int, top_k: int, generator: Any) -> Any:
     """Random weights [experts, hidden] with which normalized inputs choose experts by Zipf's law, in a random order.
 
-    An expert is among the `top_k` about as often as its logit exceeds 1; the length of its row is the logit's deviation.
+    An expert is among the `top_k` about as often as its logit exceeds 1; its row is as long as the logit deviates.
     """
     import torch
 

@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # an installed packag
 
 import triton
 from flow import digests
-from launched import launches, wrong_numbers
+from launched import plain_launches, tensor_core_launches, wrong_numbers
 from machine_code import compile_variant, compiled_ptx
 from variants import ARCHITECTURES, MAIN, Variant, all_variants
 
@@ -108,7 +108,9 @@ def main() -> int:
     of_these = (v for v in all_variants() if arguments.architecture in (None, v.architecture))
     wanted = [variant for variant in of_these if (triton.__version__, *variant.key) not in done]
     print(f"Triton {triton.__version__}: {len(wanted)} rows are to be compiled", flush=True)
-    if wanted and (wrong := wrong_numbers(launches((80, 89, 90, 120)))):
+    kinds = {variant.kernel.startswith("mma") for variant in wanted}
+    chosen = [*(plain_launches() if False in kinds else ()), *(tensor_core_launches() if True in kinds else ())]
+    if wrong := wrong_numbers(chosen):
         print(f"compile_table: Triton {triton.__version__}: {'; '.join(wrong)}", file=sys.stderr)
         return 1
     with ProcessPoolExecutor(arguments.jobs) as pool:

@@ -215,14 +215,15 @@ SHARED = {"split": 2, "fetch": True, "weighted": True}
 ON_TENSOR_CORES = tuple(encoding for encoding in (*WHOLE.values(), *NESTED.values()) if encoding.name != "16")
 
 
-def launches(architectures: Sequence[int]) -> Iterator[tuple[int, Launch]]:
-    """Architectures and launches of every code: a token alone, and three whose sums are shared, fetched and weighted.
-
-    On tensor cores on all of the architectures, also with eleven tokens; without them on one.
-    """
+def plain_launches() -> Iterator[tuple[int, Launch]]:
+    """An architecture and launches of every code: a token alone, and three whose sums are shared, fetched, weighted."""
     for code in ENCODINGS:
         yield from ((MAIN, Launch(code, tokens, **more)) for tokens, more in ((1, {}), (3, SHARED)))
-    for architecture in architectures:
+
+
+def tensor_core_launches() -> Iterator[tuple[int, Launch]]:
+    """Architectures and launches of every code on tensor cores: of three tokens, and of eleven."""
+    for architecture in (80, 89, MAIN, 120):
         yield from ((architecture, Launch(code, 3, **SHARED, tensor_cores=8)) for code in ON_TENSOR_CORES)
         yield from ((architecture, Launch(code, 11, tensor_cores=16)) for code in (STEPS[4], NESTED[4]))
 

@@ -5,7 +5,8 @@ launch them in the interpreter. Compiled are, on the H100's architecture, every 
 each kind of published floats and points of a lattice, in decode and grouped on the largest tile; in decode these as the
 device's own steps launch them, too (fetching, weighted, with indices of 32 bits), which the oldest and the newest
 architecture have as well; the weighted sum, rotations, and what places experts, decides a step, and copies. Decode on
-tensor cores is compiled for every architecture, of Ada and data-center Blackwell beside 4 and 4/2 bits without them.
+tensor cores is compiled for every code on the main architecture, and at 4, 2 and 4/2 bits on all five; Ada and
+data-center Blackwell have 4 and 4/2 bits without them beside that.
 
 Codes of 4/2 and 8/4 are two sections, as they are stored.
 """
@@ -56,8 +57,10 @@ from vllm_dymoe.planner.table import Table
 
 ARCHITECTURES, MAIN = (80, 89, 90, 100, 120), 90
 WHOLE_STEPS = 80, 90, 120
-"""Architectures for which everything that a device's own step launches is compiled; for the others what it does by
-default, at 4 and 4/2 bits, and decode on tensor cores."""
+"""Architectures for which everything that a device's own step launches without tensor cores is compiled; for the others
+what it does by default, at 4 and 4/2 bits."""
+_SOME = {("4", 8), ("2", 8), ("4/2", 8), ("4/2", 16)}
+"""Bits and tokens of decode on tensor cores on other architectures than the main one, which has all of it."""
 MIXES = ((16,), (8,), (4,), (2,), (16, 4), (4, 2))
 SIZES, DTYPE = (2048, 768), torch.bfloat16
 """Hidden and intermediate size of Qwen3-30B-A3B."""
@@ -162,8 +165,10 @@ def all_variants() -> Iterator[Variant]:
     """Everything on one architecture, and on the others what the device's own steps launch."""
     for architecture in ARCHITECTURES:
         for found in variants(architecture):
-            by_default = found.precisions in ("4", "4/2") or found.kernel.startswith("mma")
-            some = found.note.startswith("device") and (architecture in WHOLE_STEPS or by_default)
+            if found.kernel.startswith("mma"):
+                some = (found.precisions, found.constants["MOST"]) in _SOME
+            else:
+                some = found.note == "device" and (architecture in WHOLE_STEPS or found.precisions in ("4", "4/2"))
             if architecture == MAIN or some:
                 yield found
 

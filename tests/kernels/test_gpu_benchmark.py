@@ -187,9 +187,9 @@ def test_a_kernel_that_fetches_and_a_token_beside_another_have_the_same_expressi
 @pytest.mark.parametrize("bits", [16, 4, 32, 256], ids=["16 bits", "4 bits", "MXFP4", "E8"])
 def test_what_the_compiler_makes_of_a_decode_step_computes_what_it_should(gpu_folder, bits):
     """The interpreter cannot say it: once compiled, gates were constants, and all that was decoded was zero."""
-    from launched import launches, wrong_numbers
+    from launched import plain_launches, wrong_numbers
 
-    assert wrong_numbers(some for some in launches(()) if some[1].encoding.tag == bits) == []
+    assert wrong_numbers(some for some in plain_launches() if some[1].encoding.tag == bits) == []
 
 
 @pytest.mark.parametrize(

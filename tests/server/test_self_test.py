@@ -12,7 +12,7 @@ from vllm_dymoe.kernels import Activation, CpuKernel, Curve, Decode
 from vllm_dymoe.options import ConfigError, Options
 from vllm_dymoe.server import expert_server, self_test
 from vllm_dymoe.server.expert_server import Parts
-from vllm_dymoe.server.self_test import SelfTest, Tested
+from vllm_dymoe.server.self_test import KernelChoice, SelfTest
 
 CPU = torch.device("cpu")
 OPTIONS = Options(high=4, low=2, group_size=32)
@@ -182,5 +182,7 @@ def test_what_could_not_run_is_said_and_holds_nothing_up(monkeypatch):
     monkeypatch.setattr(self_test, "self_test", lambda *given, **named: SelfTest(0, "", 0.1, skipped="no memory"))
     monkeypatch.setattr(self_test.kernels, "decode_kernels", lambda *given: tuple(reversed(Decode)))
     settings = {"device_plans": True, "kept": None, "say": said.append}
-    assert self_test.tested(make_experts(), OPTIONS, CPU, [Activation.SILU], **settings) == Tested("", Decode.PLAIN)
+    assert self_test.tested(make_experts(), OPTIONS, CPU, [Activation.SILU], **settings) == KernelChoice(
+        "", Decode.PLAIN
+    )
     assert "no memory" in said[0]

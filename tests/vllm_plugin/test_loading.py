@@ -16,7 +16,7 @@ from vllm_dymoe.options import ConfigError, Options
 from vllm_dymoe.policies import make_policy
 from vllm_dymoe.quantize import QUANTIZERS
 from vllm_dymoe.quantize.packer import ExpertPacker
-from vllm_dymoe.server.self_test import Tested
+from vllm_dymoe.server.self_test import KernelChoice
 from vllm_dymoe.vllm_plugin import loading as loading_module
 from vllm_dymoe.vllm_plugin.loading import Loading
 from vllm_dymoe.vllm_plugin.model_store import LayerSpec, layer_numbers
@@ -150,14 +150,14 @@ def test_a_start_on_a_gpu_tests_the_kernels_that_it_will_use(readable, obstacle,
 
     def tested(experts, options, device, activations, **given):
         asked.update(given, device=device, activations=activations)
-        return Tested("its kernels are wrong" if given["device_plans"] else "", Decode.TENSOR_CORES)
+        return KernelChoice("its kernels are wrong" if given["device_plans"] else "", Decode.TENSOR_CORES)
 
     monkeypatch.setattr(loading_module, "tested", tested)
     model, options = model_of({}, {"activation": Activation.GELU}, {}), Options()
     model._model.rates = tmp_path / "rates.json"
     store = SimpleNamespace(experts=EXPERTS, readable=readable)
     found = model._tested(store, options, torch.device("cuda"), make_policy(options), obstacle)
-    assert found == Tested(obstacle or "its kernels are wrong" * by_device, Decode.TENSOR_CORES)
+    assert found == KernelChoice(obstacle or "its kernels are wrong" * by_device, Decode.TENSOR_CORES)
     assert (asked["device_plans"], asked["device"].type) == (by_device, "cuda")
     assert asked["activations"] == [SPEC.activation, Activation.GELU]
     assert asked["kept"] == tmp_path / "self-test.json"

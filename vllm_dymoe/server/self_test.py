@@ -62,7 +62,7 @@ class SelfTest:
 
 
 @dataclass(frozen=True)
-class Tested:
+class KernelChoice:
     """Which kernels a start uses, after their self-test.
 
     Attributes:
@@ -107,7 +107,7 @@ def self_test(
 def tested(
     experts: ModelExperts, options: Options, device: torch.device, activations: Sequence[Activation], *,
     device_plans: bool, kept: Path | None, say: Callable[[str], object],
-) -> Tested:  # fmt: skip
+) -> KernelChoice:  # fmt: skip
     """Return the fastest kernels that pass their self-test on this card; plain ones if it cannot run.
 
     Device-side planning is tried before host-side planning, and with each the faster ways to decode first.
@@ -124,9 +124,9 @@ def tested(
             found = self_test(experts, options, device, activations, device_plans=by_device, decode=decode, kept=kept)
             if found.skipped:
                 say(f"the self-test of the kernels could not run, because {found.skipped}; they are used untested.")
-                return Tested("", Decode.PLAIN)
+                return KernelChoice("", Decode.PLAIN)
             if not found.failure:
-                return Tested(obstacle, decode)
+                return KernelChoice(obstacle, decode)
             about = f"{describe_machine(device)}; {_describe(experts, activations, _Variant(by_device, decode))}"
             said = f"the kernels failed their self-test on this card: {found.failure}. For a bug report: {about}."
             if decode is not Decode.PLAIN:

@@ -26,7 +26,7 @@ from vllm_dymoe.prefetch.trained import network_dtype
 from vllm_dymoe.quantize.readers import PLAIN_READER, Reader
 from vllm_dymoe.quantize.readers.base import describe
 from vllm_dymoe.server import ExpertServer, minimum_budget
-from vllm_dymoe.server.self_test import RESULTS, Tested, tested
+from vllm_dymoe.server.self_test import RESULTS, KernelChoice, tested
 from vllm_dymoe.vllm_plugin.announcements import describe_server, logger, warnings
 from vllm_dymoe.vllm_plugin.automatic_budget import automatic_budget, budget_in_host_memory
 from vllm_dymoe.vllm_plugin.failures import make_step_failures
@@ -248,7 +248,7 @@ class Loading:
 
     def _tested(
         self, store: HostStore, options: Options, device: torch.device, policy: Policy, obstacle: str
-    ) -> Tested:
+    ) -> KernelChoice:
         """Return which kernels pass the self-test on this card, with any other obstacle to device-side planning."""
         rates = self._model.rates
         found = tested(

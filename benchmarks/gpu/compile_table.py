@@ -108,8 +108,11 @@ def main() -> int:
     of_these = (v for v in all_variants() if arguments.architecture in (None, v.architecture))
     wanted = [variant for variant in of_these if (triton.__version__, *variant.key) not in done]
     print(f"Triton {triton.__version__}: {len(wanted)} rows are to be compiled", flush=True)
-    kinds = {variant.kernel.startswith("mma") for variant in wanted}
-    chosen = [*(plain_launches() if False in kinds else ()), *(tensor_core_launches() if True in kinds else ())]
+    of_main = {variant.kernel for variant in wanted if variant.architecture == MAIN}
+    chosen = [
+        *(plain_launches() if "down" in of_main else ()),
+        *(tensor_core_launches() if "mma_down" in of_main else ()),
+    ]
     if wrong := wrong_numbers(chosen):
         print(f"compile_table: Triton {triton.__version__}: {'; '.join(wrong)}", file=sys.stderr)
         return 1

@@ -222,9 +222,10 @@ def plain_launches() -> Iterator[tuple[int, Launch]]:
 
 
 def tensor_core_launches() -> Iterator[tuple[int, Launch]]:
-    """Architectures and launches of every code on tensor cores: of three tokens, and of eleven."""
+    """Architectures and launches on tensor cores: of three tokens, and of eleven; every code on one architecture."""
     for architecture in (80, 89, MAIN, 120):
-        yield from ((architecture, Launch(code, 3, **SHARED, tensor_cores=8)) for code in ON_TENSOR_CORES)
+        codes = ON_TENSOR_CORES if architecture == MAIN else (STEPS[2], NESTED[4])
+        yield from ((architecture, Launch(code, 3, **SHARED, tensor_cores=8)) for code in codes)
         yield from ((architecture, Launch(code, 11, tensor_cores=16)) for code in (STEPS[4], NESTED[4]))
 
 

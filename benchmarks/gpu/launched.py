@@ -115,7 +115,7 @@ class Launch:
     tokens: int
     split: int = 1  # programs that share a sum
     fetch: bool = False  # the expert lies elsewhere and is stored in its slot, which has to have its bytes then
-    weighted: bool = False  # tokens are summed
+    weighted: bool = False  # tokens are summed, and one more, which has no expert, becomes zero
     low: bool = False  # computed from the base slice alone
     tensor_cores: int = 0  # see DecodeTile, as of the next one
     dependent: bool = False
@@ -134,7 +134,7 @@ class Ran:
     """What came out of a launch.
 
     Attributes:
-        error: relative to float64; infinite if a slot does not have its bytes.
+        error: relative to float64; infinite if a slot does not have its bytes, or a token without an expert is not 0.
         out: of the tokens or pairs, in the launch's dtype.
         x: of the tokens.
         expert: what was computed.
@@ -190,20 +190,26 @@ def ran(launch: Launch, memory: Any) -> Ran:
     tile = DecodeTile(launch.warps, launch.split, tensor_cores=launch.tensor_cores, dependent=launch.dependent)
     apart = tokens if launch.fetch else tile.positions
     pieces = [[0, at, min(at + apart, tokens)] for at in range(0, tokens, apart)]
+    summed = tokens + launch.weighted
+    if launch.weighted:
+        pieces.append([-1, 0, summed])
     work = WorkList(torch.tensor(pieces, dtype=torch.int32), index, index)
     # The same first tokens, however many there are.
     x = torch.randn(64, shape.hidden, generator=generator)[:tokens].to(launch.dtype)
-    hidden, out = x.new_full((tokens, shape.intermediate), torch.nan), torch.full_like(x, torch.nan)
+    hidden, out = (x.new_full(size, torch.nan) for size in ((tokens, shape.intermediate), (summed, shape.hidden)))
     scratch = Scratch(torch.full((1 << 16,), torch.nan), torch.zeros(1 << 8, dtype=torch.int32))
-    weights = Weighting(torch.full((tokens, 1), 0.5), torch.ones(tokens, 1, dtype=torch.int32))
+    weights = Weighting(torch.full((summed, 1), 0.5), (torch.arange(summed) < tokens).int()[:, None])
 
     start = memory.run
     read = rotated_inputs(x, shape.rotation(table.precisions), start=start)
-    decode_gate_up(read, hidden, table, work, launch.activation, tile, scratch, start=start)
+    first = WorkList(work.items[: len(work.items) - launch.weighted].clone(), index, index)
+    decode_gate_up(read, hidden, table, first, launch.activation, tile, scratch, start=start)
     decode_down(hidden, out, table, work, tile, scratch, weights if launch.weighted else None, start=start)
     want = expert_reference(x, *expert, launch.activation) * (0.5 if launch.weighted else 1.0)
-    got = memory.read(out)
+    got, rest = memory.read(out).split([tokens, launch.weighted])
     error = float((got.double() - want).norm() / want.norm())
+    if rest.count_nonzero():
+        error = torch.inf
     fetched = zip(slots[: len(used)], used, strict=True)
     if launch.fetch and not all(torch.equal(memory.read(slot), held) for slot, held in fetched):
         error = torch.inf

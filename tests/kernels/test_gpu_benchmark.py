@@ -140,6 +140,14 @@ def test_problems_are_found(compile_table):
     assert "exchanges data" in compile_table.problems(good | {"barriers_in_loops": 1})[0]
     assert compile_table.problems(good | {"triton": "3.6.0", "barriers_in_loops": 6}) == []
     assert "exchanges data" in compile_table.problems(good | {"triton": "3.6.0", "barriers_in_loops": 7})[0]
+    mma = good | {"kernel": "mma_down", "note": "device, 8 tokens", "tensor_cores": "mma", "instructions": 310}
+    assert compile_table.problems(mma) == []
+    for change, said in (
+        ({"instructions": 311}, "311 instructions"), ({"barriers_in_loops": 1}, "exchanges data"),
+        ({"tensor_cores": ""}, "no tensor-core instructions"), ({"spill_bytes": 8}, "spills 8 bytes"),
+    ):  # fmt: skip
+        assert said in compile_table.problems(mma | change)[0]
+    assert compile_table.problems(mma | {"note": "device, 16 tokens", "instructions": 395}) == []
     grouped = good | {"kernel": "grouped_down", "spill_bytes": 8, "barriers_in_loops": 2}
     assert "no tensor-core" in compile_table.problems(grouped)[0]
     assert compile_table.problems(grouped | {"tensor_cores": "mma"}) == []

@@ -140,7 +140,7 @@ def _run(names: list[str], output: Path, readme: Path | None) -> int:
     found = {name: found[name] for name in PARTS if name in found}
     wrong = [f"{name}: {sentence}" for name, part in found.items() for sentence in part.wrong]
     print()
-    if wrong:
+    if any(check["wrong"] for part in found.values() for check in part.checks):  # what ran out of time was right so far
         for part in found.values():
             part.speeds.clear()
     results: dict[str, Any] = {

@@ -204,7 +204,8 @@ def test_the_named_packages_are_enough(gpu):
     assert absent
     program = (
         f"import sys; [sys.modules.__setitem__(name, None) for name in {absent}]; "
-        "from parts import engine, graphs, kernels, machine, runtime, sanitizer, speeds; print('all')"
+        "from parts import decode, engine, graphs, kernels, machine, prompts, runtime, sanitizer, serving, speeds; "
+        "print('all')"
     )
     packages = str(Path(torch.__file__).parents[1])
     done = subprocess.run(

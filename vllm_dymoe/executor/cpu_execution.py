@@ -52,8 +52,7 @@ class CpuExecution:
         how = cpu_worker_threads(device.type), timeout, options.activations
         if on_device:
             try:
-                waiting = {"spins": spins(device.type)}
-                self.worker = CpuQueue(experts, SMALL_BATCH_ROWS, *how, device, lock, on_late, **waiting)
+                self.worker = CpuQueue(experts, SMALL_BATCH_ROWS, *how, device, lock, on_late, spins=spins(device.type))
             except (OSError, ValueError) as error:
                 raise ConfigError(
                     f'vllm-dymoe: misses = "{options.misses}" is impossible, because {error}; leave the option out.',

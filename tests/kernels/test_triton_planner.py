@@ -84,7 +84,7 @@ def test_precision_shares_and_records_change_between_steps(nested):
         precision = Dymoe(retention=retention, high_by="threshold" if number % 2 else "depth").precision
         critical = torch.from_numpy(precision.critical_counts(LAYERS, EXPERTS))
         for table in (twins.plain, twins.table):
-            pools = {code: (int(table.pool[code]), int(table.slot_bytes[code]), 12) for code in (LOW, HIGH)}
+            pools = {code: [(int(table.pool[0, code]), int(table.slot_bytes[0, code]), 12)] for code in (LOW, HIGH)}
             set_pools(table, pools, {LOW: [low] * LAYERS, HIGH: [high] * LAYERS})
             table.critical.copy_(critical)
             table.threshold.copy_(torch.tensor((precision.thresholds or [NO_THRESHOLD] * 2)[1]))

@@ -34,7 +34,7 @@ class Twins:
         rng, half = np.random.default_rng(seed), layer % 2
         order, staged = iter(rng.permutation(self.plain.experts)), torch.zeros_like(self.plain.staged[half])
         for code in (LOW, HIGH):
-            first, count = self.plain.staging[code].tolist()
+            first, count = self.plain.staging[layer, code].tolist()
             for slot, expert in zip(range(first, first + count), order, strict=False):
                 staged[:, expert] = torch.tensor((slot, code, rng.integers(1, PROJECTIONS + 1)))
         for table in (self.plain, self.table):

@@ -76,8 +76,10 @@ class Loading:
         if self._draft is None:
             self._begin = time.perf_counter()
             taken = held_bytes(self._model.store)
-            reader, formats = self._draft_reader(), self._model.experts.formats
-            other = reader.format != self.reader.format
+            reader, formats, bits = self._draft_reader(), self._model.experts.formats, self.options.stored_bits
+            # Where the model's numbers are kept as they are, and each expert has one version, so are the draft's.
+            kept = len(bits) == 1 and self.reader.keeps(bits) and (not reader.mixed or reader.keeps(bits))
+            other = reader.format != self.reader.format and not kept
             self._draft = ModelStore(
                 self.config, self.options, None, reader, self._host_memory, taken, formats, requantize=other
             )
@@ -247,16 +249,19 @@ class Loading:
     def _tested(self, store: HostStore, options: Options, device: torch.device, policy: Policy, obstacle: str) -> str:
         """Return the obstacle to device-side planning, which the self-test on this card may have found."""
         rates = self._model.rates
-        found = tested(
-            store.experts,
-            options,
-            device,
-            list(dict.fromkeys(layer.activation for layer in self._model.layers)),
-            device_plans=plans_on_device(options, policy, device.type, readable=store.readable, obstacle=obstacle)[0],
-            kept=None if rates is None else rates.with_name(RESULTS),
-            say=lambda sentence: logger.warning("vllm-dymoe: %s", sentence),
-        )
-        return obstacle or found
+        for kind in range(len(store.experts.of_kinds)):
+            decides, _ = plans_on_device(options, policy, device.type, readable=store.readable, obstacle=obstacle)
+            found = tested(
+                store.experts.of_kind(kind),
+                options,
+                device,
+                list(dict.fromkeys(layer.activation for layer in self._model.layers)),
+                device_plans=decides,
+                kept=None if rates is None else rates.with_name(RESULTS),
+                say=lambda sentence: logger.warning("vllm-dymoe: %s", sentence),
+            )
+            obstacle = obstacle or found
+        return obstacle
 
     @property
     def _look_ahead(self) -> int:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +26,7 @@ BLOCK = 4096  # where slices of new stores begin, in bytes: what O_DIRECT reads 
 _BINDING_VERSION = 7
 _UNBOUND = frozenset(("shards", "errors"))
 _FLAGS = {"integer_zeros": "zeros_in_steps", "act_order": "ordered"}
-_CODEBOOKS = "codebooks"
+_CODEBOOKS, _OWN = "codebooks", "layer_formats"
 _NAMED = CODEBOOKS | LATTICES
 
 
@@ -42,6 +42,15 @@ def read_encodings(described: Mapping[str, Any], bits: int) -> dict[str, Any]:
     flags = {field: bits in described.get(key, ()) for field, key in _FLAGS.items()}
     named = described.get(_CODEBOOKS, {}).get(str(bits))
     return flags | {"encoding": encoding_of(bits, None if named is None else _NAMED[named])}
+
+
+def _describe_own(fmt: ExpertFormat) -> dict[str, Any]:
+    """Describe a layer's own format: what differs from that of the others."""
+    return {"bits": fmt.bits, "group_size": fmt.group_size, **describe_encodings({fmt.bits: fmt})}
+
+
+def _read_own(said: Mapping[str, Any], usual: ExpertFormat) -> ExpertFormat:
+    return replace(usual, group_size=said["group_size"], **read_encodings(said, said["bits"]))
 
 
 def encodings_of(quantizer: str) -> dict[str, Any]:
@@ -130,6 +139,7 @@ class Manifest:
             "model": self.model,
             "tensor_parallel": {"rank": rank, "size": size},
             "blob_bytes": {str(bits): f.whole_nbytes for bits, f in self.experts.formats.items()},
+            **({_OWN: own} if (own := {str(index): _describe_own(f) for index, f in self.experts.own.items()}) else {}),
             "errors": _ERRORS.dump_python(self.errors, mode="json") if self.errors else None,
             "curves": [list(curve) for curve in self.experts.curves],
             "shards": {str(layer): digest for layer, digest in self.shards.items()},
@@ -168,7 +178,9 @@ class Manifest:
             shape = tuple(data["layers"]), data["num_experts"], data["top_k"]
             errors = _ERRORS.validate_python(data["errors"]) if data.get("errors") else None
             lost = dict(zip(data["layers"], errors.experts.get(min(formats), ()), strict=False)) if errors else {}
-            experts = ModelExperts(*shape, formats, curves=curves, lost=lost)
+            usual = next(iter(formats.values()))
+            own = {int(index): _read_own(said, usual) for index, said in data.get(_OWN, {}).items()}
+            experts = ModelExperts(*shape, formats, curves=curves, lost=lost, own=own)
             for bits, fmt in formats.items():
                 if (held := data["blob_bytes"][str(bits)]) != fmt.whole_nbytes:
                     raise ValueError(f"packed experts of {held} bytes where {fmt.whole_nbytes} are expected")

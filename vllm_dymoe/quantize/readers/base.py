@@ -1,7 +1,7 @@
 """What a reader of experts says of them, and what a store must look like to hold their numbers as they are."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vllm_dymoe.cache.store.manifest import read_encodings
 from vllm_dymoe.experts.encoding import PLAIN, Encoding
-from vllm_dymoe.experts.format import Projection, nests
+from vllm_dymoe.experts.format import ExpertFormat, Projection, nests
 from vllm_dymoe.options import Options
 from vllm_dymoe.quantize.held import Held
 from vllm_dymoe.quantize.tensors import CheckpointError
@@ -61,6 +61,24 @@ class Reader:
     def at(self, layer: int, projection: Projection) -> "Reader":
         """The reader of one projection of a layer's experts; see :class:`MixedReader`."""
         return self
+
+    def of_layer(self, layer: int) -> "Reader | None":
+        """The reader of a layer's experts; None if its projections have several."""
+        return self
+
+    @property
+    def layers(self) -> "dict[int, Reader | None]":
+        """By layer, the readers of layers that may differ, see :meth:`of_layer`."""
+        return {}
+
+    @property
+    def usual(self) -> "Reader":
+        """The reader of most layers."""
+        return self
+
+    def keeps(self, bits: Sequence[int]) -> bool:
+        """Whether a store of these bit-widths holds the numbers of every layer as they are."""
+        return self.held and self.bits in bits
 
     @property
     def mixed(self) -> bool:
@@ -117,8 +135,9 @@ PLAIN_READER = Reader("", PLAIN, None, {"weight": FLOATS}, _not_held)  # of 16-b
 
 @dataclass(frozen=True, eq=False)
 class MixedReader(Reader):
-    """Reads experts whose format is another one for some layers or projections; a store holds what they dequantize to,
-    as the weights of a 16-bit checkpoint."""
+    """Reads experts whose format is another one for some layers or projections. A store with one version of each expert
+    holds every layer as it is, if its projections have one format; any other holds what they dequantize to, as the
+    weights of a 16-bit checkpoint."""
 
     readers: Mapping[tuple[int, Projection], Reader] = field(default_factory=dict)
 
@@ -130,6 +149,22 @@ class MixedReader(Reader):
 
     def at(self, layer: int, projection: Projection) -> Reader:
         return self.readers.get((layer, projection), PLAIN_READER)
+
+    def of_layer(self, layer: int) -> Reader | None:
+        found = {id(self.at(layer, projection)) for projection in Projection if (layer, projection) in self.readers}
+        return self.at(layer, Projection.DOWN) if len(found) < 2 else None
+
+    @property
+    def layers(self) -> dict[int, Reader | None]:
+        return {layer: self.of_layer(layer) for layer in sorted({layer for layer, _ in self.readers})}
+
+    @property
+    def usual(self) -> Reader:
+        readers = [reader for reader in self.layers.values() if reader is not None]
+        return max(readers, key=lambda reader: (readers.count(reader), reader.bits), default=PLAIN_READER)
+
+    def keeps(self, bits: Sequence[int]) -> bool:
+        return None not in self.layers.values() and tuple(bits) == (self.usual.bits,)
 
     @property
     def mixed(self) -> bool:
@@ -193,6 +228,30 @@ def store_group_sizes(reader: Reader, rank_columns: int, ranks: int) -> tuple[in
     )
 
 
+def own_formats(
+    reader: Reader, layers: Mapping[int, int], usual: ExpertFormat, rank_columns: int, ranks: int
+) -> dict[int, ExpertFormat]:
+    """Return the formats of layers that are not the usual one, so that they hold the checkpoint's numbers.
+
+    Args:
+        layers: by their numbers in the store, those in the checkpoint's names.
+        rank_columns: see :func:`store_group_sizes`, as for ``ranks``.
+    """
+    found = {}
+    for number, layer in layers.items():
+        own = reader.of_layer(layer)
+        assert own is not None
+        sizes = store_group_sizes(own, rank_columns, ranks) if own.held else ()
+        fmt = replace(
+            usual,
+            group_size=sizes[0] if sizes and own.encoding.group_size is None else usual.group_size,
+            **{"integer_zeros": False, "act_order": False, **format_fields(own, {}, own.bits)},
+        )
+        if fmt != usual:
+            found[number] = fmt
+    return found
+
+
 def check_compatible(reader: Reader, bits: Sequence[int], group_size: int, rank_columns: int, ranks: int) -> None:
     """CheckpointError for a store that could not take the checkpoint's numbers; bits have the high precision first."""
     if not reader.held:
@@ -230,6 +289,8 @@ def check_compatible(reader: Reader, bits: Sequence[int], group_size: int, rank_
 
 def quantizer_name(reader: Reader, bits: Sequence[int], quantizer: str) -> str:
     """How the bytes of a store were made, as its manifest says it."""
+    if reader.mixed and reader.keeps(bits):
+        return f"{reader.method} checkpoint"
     if reader.mixed:
         return f"{reader.method}, {quantizer}"
     if not reader.held:
@@ -241,6 +302,8 @@ def quantizer_name(reader: Reader, bits: Sequence[int], quantizer: str) -> str:
 
 def describe(reader: Reader, bits: Sequence[int], quantizer: str) -> str:
     """What becomes of the checkpoint's numbers, in a few words."""
+    if reader.mixed and reader.keeps(bits):
+        return f"{reader.method}, each layer as it is"
     if reader.mixed:
         lossy = [f"{width} bits quantized anew with {quantizer}" for width in bits if width != 16]
         return ", ".join([f"{reader.method}, dequantized to 16 bits", *lossy])

@@ -15,8 +15,9 @@ from vllm_dymoe.cache.store import FileStore, Manifest, smallest_host_cache, who
 from vllm_dymoe.cache.store.writer import StoreWriter
 from vllm_dymoe.experts.encoding import FP8, NVFP4, PLAIN
 from vllm_dymoe.experts.encoding import STEPS as GRIDS
-from vllm_dymoe.experts.format import SliceKey, all_keys
+from vllm_dymoe.experts.format import DownFormat, SliceKey, all_keys
 from vllm_dymoe.kernels import Activation, expert_reference
+from vllm_dymoe.options import ConfigError
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.quantize.dummy import random_store
 
@@ -189,3 +190,29 @@ def test_grids_of_other_bits_beside_each_other():
         want = run(with_budget(store, "100%", **given), ALL_STEPS[:3])
         assert equal(want, run(with_budget(store, "minimum", **given), ALL_STEPS[:3]))
         assert equal(want, run_device_planned(device_planned_server(store, "50%", **given), ALL_STEPS[:3]))
+
+
+def test_down_projections_in_a_format_of_their_own():
+    """Of one layer, and of most; a device cannot plan them."""
+    plain = make_experts(layers=3, bits=(4,), num_experts=8, hidden=96, intermediate=64)
+    usual = replace(plain.formats[4], down=DownFormat(GRIDS[8], 32))
+    own = {1: replace(usual, down=None), 2: replace(usual, encoding=NVFP4, down=DownFormat(FP8, 64))}
+    experts = replace(plain, formats={4: usual}, own=own)
+    store = random_store(experts, MemoryWriter(experts), seed=4)
+    steps = [(seed, layer, tokens) for seed, tokens in enumerate((1, 3, 40)) for layer in range(3)]
+    want = run(with_budget(store, "100%", low=0), steps)
+    for misses in ("fetch", "compute"):
+        assert equal(want, run(with_budget(store, "minimum", low=0, misses=misses), steps))
+    for (seed, layer, tokens), got in zip(steps, want, strict=True):
+        right = reference(store, layer, *random_step(seed, tokens, experts))
+        assert (got.double() - right).norm() / right.norm() < 1e-2
+    with pytest.raises(ConfigError, match="another format than gate and up"):
+        make_server(store, "50%", low=0, planning="device")
+
+
+def test_files_say_how_down_projections_are_packed(tmp_path):
+    plain = make_experts(layers=2, bits=(4,))
+    usual = replace(plain.formats[4], down=DownFormat(GRIDS[8], 32, integer_zeros=True))
+    experts = replace(plain, formats={4: usual}, own={1: replace(usual, down=None, encoding=NVFP4)})
+    files = random_store(experts, StoreWriter(tmp_path / "store", Manifest(experts, "rtn", "a model")), seed=1)
+    assert FileStore(tmp_path / "store").experts == experts == files.experts

@@ -47,6 +47,15 @@ class PackedExpert(NamedTuple):
     down: PackedMatrix
 
 
+class DownFormat(NamedTuple):
+    """How down projections are packed where gate and up are packed otherwise; fields as in :class:`ExpertFormat`."""
+
+    encoding: Encoding
+    group_size: int
+    integer_zeros: bool = False
+    act_order: bool = False
+
+
 @dataclass(frozen=True)
 class ExpertFormat:
     """How one version of an expert is packed."""
@@ -60,6 +69,7 @@ class ExpertFormat:
     integer_zeros: bool = False  # whether zeros count steps of their scale, see :class:`MatrixFormat`
     act_order: bool = False  # whether columns are stored in another order than that of the inputs, see there
     has_gate: bool = True  # whether there is one; otherwise it has no rows, and its section no bytes
+    down: DownFormat | None = None  # of down alone, in versions that are not nested; None if it is that of the others
 
     @property
     def bits(self) -> int:
@@ -90,11 +100,15 @@ class ExpertFormat:
     @cached_property
     def matrices(self) -> tuple[MatrixFormat, MatrixFormat, MatrixFormat]:
         """Formats of gate [I, H] or [0, H], up [I, H] and down [H, I]."""
-        group_size = self.encoding.group_size or self.group_size
-        rest = self.encoding, group_size, self.dtype, self.bias, self.integer_zeros, self.act_order
+        usual = DownFormat(self.encoding, self.group_size, self.integer_zeros, self.act_order)
         outer, inner = self.rotations
-        up = MatrixFormat(self.intermediate, self.hidden, *rest, outer)
-        down = MatrixFormat(self.hidden, self.intermediate, *rest, inner)
+
+        def matrix(rows: int, columns: int, of: DownFormat, rotation: int) -> MatrixFormat:
+            group_size, flags = of.encoding.group_size or of.group_size, (of.integer_zeros, of.act_order)
+            return MatrixFormat(rows, columns, of.encoding, group_size, self.dtype, self.bias, *flags, rotation)
+
+        up = matrix(self.intermediate, self.hidden, usual, outer)
+        down = matrix(self.hidden, self.intermediate, self.down or usual, inner)
         return up if self.has_gate else replace(up, rows=0), up, down
 
     @property

@@ -35,7 +35,7 @@ from vllm_dymoe.executor.device_planning import DRAFTED, plans_on_device
 from vllm_dymoe.executor.host_planned import HostPlannedLayers, StepCounts
 from vllm_dymoe.executor.plain_kernels import PlainKernels
 from vllm_dymoe.executor.small_batch import SmallBatches, SmallBatchKernel, StepMemory
-from vllm_dymoe.experts.format import ModelExperts
+from vllm_dymoe.experts.format import ExpertFormat, ModelExperts
 from vllm_dymoe.kernels import CpuKernel, ExpertKernel, make_kernel
 from vllm_dymoe.options import ConfigError, ExpertBudget, Options
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
@@ -158,11 +158,15 @@ class ExpertServer:
         try:
             workspace = workspace_bytes(self.experts, device.type)
             self.kernel: ExpertKernel = make_kernel(device, workspace, matrices, options.activations)
+            for fmt in formats if not isinstance(self.kernel, CpuKernel) else ():
+                check_together(fmt)
         except ValueError as error:
             raise ConfigError(f"vllm-dymoe: {error}") from error
         largest, timeout = max(fmt.nbytes for fmt in formats), options.transfer_timeout_s or None
         self.engine = engine or make_engine(store, device, largest, timeout, options.link_gbps)
         obstacle = DRAFTED if self.experts.draft_layers else obstacle
+        if not obstacle and any(fmt.down is not None for fmt in formats):
+            obstacle = "down projections have another format than gate and up"
         if store.readable and not obstacle and not parts.device_memory.shares_addresses():
             obstacle = "this device has other addresses for pinned host memory than the host"
         _check_misses(options, store, on_cpu=on_cpu)
@@ -527,6 +531,21 @@ def _check_misses(options: Options, store: HostStore, *, on_cpu: bool) -> None:
             f'vllm-dymoe: misses = "{options.misses}" is impossible, because the experts are not in memory; use '
             'host_store "pinned", or leave the option out.',
             option="misses",
+        )
+
+
+def check_together(fmt: ExpertFormat) -> None:
+    """ValueError for an expert whose projections a GPU's kernels cannot compute together."""
+    if fmt.down is None:
+        return
+    up, down = fmt.matrices[1:]
+    grids = [matrix for matrix in (up, down) if matrix.quantized and not matrix.encoding.group_size]
+    same = up.encoding == down.encoding and (up.integer_zeros, up.act_order) != (down.integer_zeros, down.act_order)
+    if len({matrix.group_size for matrix in grids}) > 1 or same:
+        raise ValueError(
+            "down projections have other groups than gate and up, or the same bits with other zero points or another "
+            "order of columns, which the kernels of a GPU do not compute together; set high to 16 and low to 0, which "
+            "hold the dequantized weights."
         )
 
 

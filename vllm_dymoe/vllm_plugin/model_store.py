@@ -47,7 +47,7 @@ from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.quantize.held import Held
 from vllm_dymoe.quantize.packer import FALLBACK, ExpertPacker, Given
 from vllm_dymoe.quantize.readers import PLAIN_READER, Reader
-from vllm_dymoe.quantize.readers.base import format_fields, own_formats, quantizer_name
+from vllm_dymoe.quantize.readers.base import format_fields, kept_format, own_formats, quantizer_name
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.vllm_plugin.announcements import logger
 from vllm_dymoe.vllm_plugin.model_files import local_folder, ranks_of_machine, replicas_of_machine, replicated
@@ -183,10 +183,8 @@ class ModelStore:
 
     @property
     def experts(self) -> ModelExperts:
-        spec, reader, ours = self.layers[0], self.reader.usual, self._checkpoint or {}
-        if self.reader.mixed and not self._keeps:
-            reader = PLAIN_READER
-        width = self._width
+        spec, ours, width = self.layers[0], self._checkpoint or {}, self._width
+        reader = PLAIN_READER if self.reader.mixed else self.reader
         formats = self._formats or stored_formats(
             self._options.stored_bits,
             lambda bits: ExpertFormat(
@@ -198,7 +196,10 @@ class ModelStore:
         count, top_k = (max(sizes) for sizes in zip(*((s.num_experts, s.top_k) for s in self.layers), strict=True))
         own = {}
         if self._keeps and len(formats) == 1:
-            ((_, usual),) = formats.items()
+            ((bits, usual),) = formats.items()
+            if self._formats is None:
+                usual = kept_format(self.reader.usual, usual, spec.intermediate, spec.ranks)
+                formats = {bits: usual}
             named = {number: extract_layer_index(s.name) for number, s in zip(numbers, self.layers, strict=True)}
             own = own_formats(self.reader, named, usual, spec.intermediate, spec.ranks)
         return ModelExperts(numbers, count, top_k, formats, own=own)

@@ -258,7 +258,7 @@ def read_options(
     """The options for a checkpoint that is ours, another tool's, or not quantized; ConfigError if they are wrong."""
     additional = vllm_config.additional_config
     asked = additional.get("dymoe") if isinstance(additional, Mapping) else None
-    usual = reader.usual
+    usual, _ = reader.usual
     if reader.held or reader.mixed:
         # The packer checks what config.json does not say.
         columns = expert_width(vllm_config) or 0, _ranks_of_an_expert(vllm_config)
@@ -267,7 +267,7 @@ def read_options(
         if not reader.mixed or reader.keeps(options.stored_bits):
             with _as_config_error():
                 check_compatible(usual, options.stored_bits, options.group_size, *columns)
-                for own in {own for own in reader.layers.values() if own is not None}:
+                for own in {own for pair in reader.layers.values() for own in pair or ()}:
                     own_sizes = store_group_sizes(own, *columns)
                     check_compatible(own, (own.bits,), own_sizes[0] if own_sizes else 0, *columns)
             return options

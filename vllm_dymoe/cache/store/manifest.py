@@ -13,7 +13,7 @@ from pydantic import PlainSerializer, TypeAdapter
 from vllm_dymoe.cache.store.base import DamagedStoreError, StoreError
 from vllm_dymoe.durable import read_regular
 from vllm_dymoe.experts.encoding import CODEBOOKS, LATTICES, encoding_of
-from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, nested
+from vllm_dymoe.experts.format import DownFormat, ExpertFormat, ModelExperts, nested
 
 MANIFEST = "dymoe_experts.json"
 STORE_VERSION = 7
@@ -26,7 +26,7 @@ BLOCK = 4096  # where slices of new stores begin, in bytes: what O_DIRECT reads 
 _BINDING_VERSION = 7
 _UNBOUND = frozenset(("shards", "errors"))
 _FLAGS = {"integer_zeros": "zeros_in_steps", "act_order": "ordered"}
-_CODEBOOKS, _OWN = "codebooks", "layer_formats"
+_CODEBOOKS, _OWN, _DOWN = "codebooks", "layer_formats", "down"
 _NAMED = CODEBOOKS | LATTICES
 
 
@@ -46,11 +46,29 @@ def read_encodings(described: Mapping[str, Any], bits: int) -> dict[str, Any]:
 
 def _describe_own(fmt: ExpertFormat) -> dict[str, Any]:
     """Describe a layer's own format: what differs from that of the others."""
-    return {"bits": fmt.bits, "group_size": fmt.group_size, **describe_encodings({fmt.bits: fmt})}
+    said = {"bits": fmt.bits, "group_size": fmt.group_size, **describe_encodings({fmt.bits: fmt})}
+    return said | _describe_down(fmt)
+
+
+def _describe_down(fmt: ExpertFormat) -> dict[str, Any]:
+    """Describe down projections; empty if they are packed as the others."""
+    if fmt.down is None:
+        return {}
+    encoding, group_size, integer_zeros, act_order = fmt.down
+    alone = replace(fmt, encoding=encoding, integer_zeros=integer_zeros, act_order=act_order, down=None)
+    said = {"bits": alone.bits, "group_size": group_size, **describe_encodings({alone.bits: alone})}
+    return {_DOWN: said}
 
 
 def _read_own(said: Mapping[str, Any], usual: ExpertFormat) -> ExpertFormat:
-    return replace(usual, group_size=said["group_size"], **read_encodings(said, said["bits"]))
+    encodings = read_encodings(said, said["bits"])
+    return replace(usual, group_size=said["group_size"], **encodings, down=_read_down(said))
+
+
+def _read_down(said: Mapping[str, Any]) -> DownFormat | None:
+    if (down := said.get(_DOWN)) is None:
+        return None
+    return DownFormat(group_size=down["group_size"], **read_encodings(down, down["bits"]))
 
 
 def encodings_of(quantizer: str) -> dict[str, Any]:
@@ -135,6 +153,7 @@ class Manifest:
             "has_gate": fmt.has_gate,
             "nested": [bits for bits, version in self.experts.formats.items() if version.nested],
             **describe_encodings(self.experts.formats),
+            **_describe_down(fmt),
             "quantizer": self.quantizer,
             "model": self.model,
             "tensor_parallel": {"rank": rank, "size": size},
@@ -167,6 +186,7 @@ class Manifest:
                     dtype=dtype,
                     bias=data["bias"],
                     has_gate=data.get("has_gate", True),
+                    down=_read_down(data),
                     **read_encodings(data, bits),
                 )
                 for bits in data["bits"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vllm_dymoe.cache.store.manifest import read_encodings
 from vllm_dymoe.experts.encoding import PLAIN, Encoding
-from vllm_dymoe.experts.format import ExpertFormat, Projection, nests
+from vllm_dymoe.experts.format import DownFormat, ExpertFormat, Projection, nests
 from vllm_dymoe.options import Options
 from vllm_dymoe.quantize.held import Held
 from vllm_dymoe.quantize.tensors import CheckpointError
@@ -62,19 +62,19 @@ class Reader:
         """The reader of one projection of a layer's experts; see :class:`MixedReader`."""
         return self
 
-    def of_layer(self, layer: int) -> "Reader | None":
-        """The reader of a layer's experts; None if its projections have several."""
-        return self
+    def of_layer(self, layer: int) -> "tuple[Reader, Reader] | None":
+        """The readers of a layer's gate and up, and of its down projections; None if gate and up have two."""
+        return self, self
 
     @property
-    def layers(self) -> "dict[int, Reader | None]":
+    def layers(self) -> "dict[int, tuple[Reader, Reader] | None]":
         """By layer, the readers of layers that may differ, see :meth:`of_layer`."""
         return {}
 
     @property
-    def usual(self) -> "Reader":
-        """The reader of most layers."""
-        return self
+    def usual(self) -> "tuple[Reader, Reader]":
+        """The readers of most layers."""
+        return self, self
 
     def keeps(self, bits: Sequence[int]) -> bool:
         """Whether a store of these bit-widths holds the numbers of every layer as they are."""
@@ -136,8 +136,8 @@ PLAIN_READER = Reader("", PLAIN, None, {"weight": FLOATS}, _not_held)  # of 16-b
 @dataclass(frozen=True, eq=False)
 class MixedReader(Reader):
     """Reads experts whose format is another one for some layers or projections. A store with one version of each expert
-    holds every layer as it is, if its projections have one format; any other holds what they dequantize to, as the
-    weights of a 16-bit checkpoint."""
+    holds every matrix as it is, if gate and up of a layer have one format; any other holds what they dequantize to, as
+    the weights of a 16-bit checkpoint."""
 
     readers: Mapping[tuple[int, Projection], Reader] = field(default_factory=dict)
 
@@ -150,21 +150,21 @@ class MixedReader(Reader):
     def at(self, layer: int, projection: Projection) -> Reader:
         return self.readers.get((layer, projection), PLAIN_READER)
 
-    def of_layer(self, layer: int) -> Reader | None:
-        found = {id(self.at(layer, projection)) for projection in Projection if (layer, projection) in self.readers}
-        return self.at(layer, Projection.DOWN) if len(found) < 2 else None
+    def of_layer(self, layer: int) -> tuple[Reader, Reader] | None:
+        gate, up, down = (self.at(layer, projection) for projection in Projection)
+        return (up, down) if gate is up or (layer, Projection.GATE) not in self.readers else None
 
     @property
-    def layers(self) -> dict[int, Reader | None]:
+    def layers(self) -> dict[int, tuple[Reader, Reader] | None]:
         return {layer: self.of_layer(layer) for layer in sorted({layer for layer, _ in self.readers})}
 
     @property
-    def usual(self) -> Reader:
-        readers = [reader for reader in self.layers.values() if reader is not None]
-        return max(readers, key=lambda reader: (readers.count(reader), reader.bits), default=PLAIN_READER)
+    def usual(self) -> tuple[Reader, Reader]:
+        pairs = [pair for pair in self.layers.values() if pair is not None]
+        return max(pairs, key=lambda pair: (pairs.count(pair), pair[0].bits), default=(PLAIN_READER, PLAIN_READER))
 
     def keeps(self, bits: Sequence[int]) -> bool:
-        return None not in self.layers.values() and tuple(bits) == (self.usual.bits,)
+        return None not in self.layers.values() and tuple(bits) == (self.usual[0].bits,)
 
     @property
     def mixed(self) -> bool:
@@ -228,6 +228,23 @@ def store_group_sizes(reader: Reader, rank_columns: int, ranks: int) -> tuple[in
     )
 
 
+def kept_format(pair: tuple[Reader, Reader], like: ExpertFormat, rank_columns: int, ranks: int) -> ExpertFormat:
+    """Return the format that holds the numbers of a layer as they are.
+
+    Args:
+        pair: see :meth:`Reader.of_layer`.
+        like: has the sizes, and the group size of codes that have groups of their own.
+        rank_columns: see :func:`store_group_sizes`, as for ``ranks``.
+    """
+    fields = []
+    for reader in pair:
+        sizes = store_group_sizes(reader, rank_columns, ranks) if reader.held else ()
+        own = sizes and reader.encoding.group_size is None
+        given = {"integer_zeros": False, "act_order": False, **format_fields(reader, {}, reader.bits)}
+        fields.append(given | {"group_size": sizes[0] if own else like.group_size})
+    return replace(like, **fields[0], down=DownFormat(**fields[1]) if fields[1] != fields[0] else None)
+
+
 def own_formats(
     reader: Reader, layers: Mapping[int, int], usual: ExpertFormat, rank_columns: int, ranks: int
 ) -> dict[int, ExpertFormat]:
@@ -239,14 +256,9 @@ def own_formats(
     """
     found = {}
     for number, layer in layers.items():
-        own = reader.of_layer(layer)
-        assert own is not None
-        sizes = store_group_sizes(own, rank_columns, ranks) if own.held else ()
-        fmt = replace(
-            usual,
-            group_size=sizes[0] if sizes and own.encoding.group_size is None else usual.group_size,
-            **{"integer_zeros": False, "act_order": False, **format_fields(own, {}, own.bits)},
-        )
+        pair = reader.of_layer(layer)
+        assert pair is not None
+        fmt = kept_format(pair, usual, rank_columns, ranks)
         if fmt != usual:
             found[number] = fmt
     return found
@@ -303,7 +315,7 @@ def quantizer_name(reader: Reader, bits: Sequence[int], quantizer: str) -> str:
 def describe(reader: Reader, bits: Sequence[int], quantizer: str) -> str:
     """What becomes of the checkpoint's numbers, in a few words."""
     if reader.mixed and reader.keeps(bits):
-        return f"{reader.method}, each layer as it is"
+        return f"{reader.method}, each as it is"
     if reader.mixed:
         lossy = [f"{width} bits quantized anew with {quantizer}" for width in bits if width != 16]
         return ", ".join([f"{reader.method}, dequantized to 16 bits", *lossy])

@@ -54,6 +54,14 @@ _MOE: dict[str, Any] = {
 _DENSE_FIRST = {"mlp_layer_types": ["dense", "sparse"]}
 _ATTENTION = {"layer_types": ["full_attention", "full_attention"]}
 _GRANITE = {"intermediate_size": 96, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 64}
+_MLA = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "num_key_value_heads": 4,
+}
 MORE = {
     "exaone-moe": Architecture(
         "ExaoneMoeConfig",
@@ -101,6 +109,55 @@ MORE = {
     "hunyuan-moe": Architecture("HunYuanMoEV1Config", _MOE | {"intermediate_size": 96, "moe_topk": 2}),
     "flex-olmo": Architecture("FlexOlmoConfig", _MOE | {"intermediate_size": 96}),
     "qwen3-next": QWEN3_NEXT,
+    "qwen3.5-moe": Architecture("Qwen3_5MoeTextConfig", QWEN3_NEXT.sizes),
+    "dots1": Architecture("Dots1Config", _MOE | _ATTENTION | {"first_k_dense_replace": 1, "max_window_layers": 2}),
+    "glm-4-moe-lite": Architecture(
+        "Glm4MoeLiteConfig", _MOE | _MLA | {"q_lora_rank": 64, "mlp_layer_types": ["dense", "sparse"]}
+    ),
+    "hy-v3": Architecture(
+        "HYV3Config",
+        _MOE | _DENSE_FIRST,
+        written={
+            "first_k_dense_replace": 1,
+            "expert_hidden_dim": 96,
+            "route_norm": True,
+            "moe_router_use_sigmoid": True,
+        },
+    ),
+    "laguna": Architecture("LagunaConfig", _MOE | _DENSE_FIRST | _ATTENTION),
+    "mimo-v2": Architecture(
+        "MiMoV2FlashConfig",
+        _MOE | _DENSE_FIRST | _ATTENTION | {"head_dim": 32, "v_head_dim": 32},
+        written={
+            "moe_layer_freq": [0, 1],
+            "hybrid_layer_pattern": [0, 0],
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 2,
+            "swa_head_dim": 32,
+            "swa_v_head_dim": 32,
+        },
+    ),
+    "glm-5": Architecture("GlmMoeDsaConfig", _MOE | _MLA | {"q_lora_rank": 64, "mlp_layer_types": ["dense", "sparse"]}),
+    "kimi-linear": Architecture(
+        "KimiLinearConfig",
+        _MOE | _MLA | _DENSE_FIRST | {"layer_types": ["linear_attention", "full_attention"]},
+    ),
+    "jamba": Architecture(
+        "JambaConfig",
+        _MOE
+        | {
+            "intermediate_size": 96,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "use_mamba_kernels": False,
+            "num_logits_to_keep": None,
+        },
+    ),
+    "longcat": Architecture("LongcatFlashConfig", _MOE | _MLA | {"q_lora_rank": 64}),
 }
 
 

@@ -200,7 +200,8 @@ class Loading:
         """Say in one line what is active, where numbers come from and why the host store is where it is; and warn."""
         source, place = "", store.place.reason if store.place is not None else ""
         if (self.reader.held or self.reader.mixed) and not store.dummy:
-            source = f" Experts: {describe(self.reader, self.options.stored_bits, self.options.quantizer)}."
+            bits, kept = self.options.stored_bits, self.reader.keeps(self.options.stored_bits)
+            source = f" Experts: {describe(self.reader, bits, self.options.quantizer, kept=kept)}."
         parallel = self.config.parallel_config
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         rank = f"rank {parallel.rank} of {ranks}" if ranks > 1 else ""

@@ -281,7 +281,7 @@ class ModelStore:
     @cached_property
     def _manifest(self) -> Manifest:
         options, spec, experts = self._options, self.layers[0], self.experts
-        quantizer = quantizer_name(self.reader, options.stored_bits, options.quantizer)
+        quantizer = quantizer_name(self.reader, options.stored_bits, options.quantizer, kept=self._keeps)
         ranks = spec.rank, spec.ranks, spec.expert_rank, spec.expert_ranks
         described = json.dumps([Manifest(experts, quantizer, "").to_json(), ranks])
         config = self._vllm_config.model_config

@@ -299,9 +299,9 @@ def check_compatible(reader: Reader, bits: Sequence[int], group_size: int, rank_
         )
 
 
-def quantizer_name(reader: Reader, bits: Sequence[int], quantizer: str) -> str:
-    """How the bytes of a store were made, as its manifest says it."""
-    if reader.mixed and reader.keeps(bits):
+def quantizer_name(reader: Reader, bits: Sequence[int], quantizer: str, *, kept: bool = False) -> str:
+    """How the bytes of a store were made, as its manifest says it; ``kept`` if every layer has a format of its own."""
+    if reader.mixed and kept:
         return f"{reader.method} checkpoint"
     if reader.mixed:
         return f"{reader.method}, {quantizer}"
@@ -312,9 +312,9 @@ def quantizer_name(reader: Reader, bits: Sequence[int], quantizer: str) -> str:
     return f"{source}, {quantizer}" if derived else source
 
 
-def describe(reader: Reader, bits: Sequence[int], quantizer: str) -> str:
-    """What becomes of the checkpoint's numbers, in a few words."""
-    if reader.mixed and reader.keeps(bits):
+def describe(reader: Reader, bits: Sequence[int], quantizer: str, *, kept: bool = False) -> str:
+    """What becomes of the checkpoint's numbers, in a few words; ``kept`` as for :func:`quantizer_name`."""
+    if reader.mixed and kept:
         return f"{reader.method}, each as it is"
     if reader.mixed:
         lossy = [f"{width} bits quantized anew with {quantizer}" for width in bits if width != 16]

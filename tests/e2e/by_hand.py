@@ -1,11 +1,12 @@
 """Architectures and formats that are too many for CI: `make models`, or
 
-    python -m tests.e2e.by_hand [NAME ...] [NAME:KIND ...]
+    python -m tests.e2e.by_hand [--missing] [NAME ...] [NAME:KIND ...]
 
 A name is an architecture at 16 bits, a kind one of published floats or of 4-bit integers. Each is served by vLLM at 16
 bits without the plugin (of a kind: with the dequantized weights), by vLLM alone as it is, and with the plugin, at 100
 and at 30 % of the slots, which have to give the same bits. What came out is recorded in models.json, from which `make
-docs` makes the table of docs/models.md.
+docs` makes the tables of docs/models.md, with what families.json says of each family. With --missing only those are
+tried that models.json does not have: so a run that was stopped goes on.
 """
 
 import contextlib
@@ -245,10 +246,17 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {said.splitlines()[0][:160]}" if said else type(error).__name__
 
 
+def recorded() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    return found
+
+
 if __name__ == "__main__":
-    for chosen in sys.argv[1:] or (*MORE, *QUANTIZED):
+    names = [name for name in sys.argv[1:] if name != "--missing"] or [*MORE, *QUANTIZED]
+    for chosen in names:
+        if "--missing" in sys.argv and chosen in recorded():
+            continue
         with tempfile.TemporaryDirectory() as temporary, sigmoid_routers():
             found = check(*chosen.partition(":")[::2], Path(temporary))
         print("BY HAND", json.dumps({chosen: found}), flush=True)
-        record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-        RECORD.write_text(json.dumps(dict(sorted((record | {chosen: found}).items())), indent=1) + "\n")
+        RECORD.write_text(json.dumps(dict(sorted((recorded() | {chosen: found}).items())), indent=1) + "\n")

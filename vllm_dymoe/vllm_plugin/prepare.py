@@ -139,7 +139,8 @@ def experts_of(config: VllmConfig, options: Options) -> ModelExperts | None:
         return ModelExperts(layers, experts, top_k, formats)
     ranks = 1 if parallel.enable_expert_parallel else parallel.tensor_parallel_size
     usual = kept_format(reader.usual, formats[options.high], width, ranks)
-    own = own_formats(reader, dict(zip(layers, layers, strict=True)), usual, width, ranks)
+    named = {layer: layer for layer in layers if layer in reader.layers}  # the others are dense
+    own = own_formats(reader, named, usual, width, ranks)
     return ModelExperts(layers, experts, top_k, {options.high: usual}, own=own)
 
 

@@ -112,6 +112,16 @@ def test_a_layer_that_is_brought_costs_its_own_bytes(store):
     assert moved == [EXPERTS.top_k * size for size in sizes]
 
 
+def test_layers_of_which_none_has_the_usual_format():
+    """As a stage of a pipeline may have them, and as kernels are tested."""
+    experts = EXPERTS.of_kind(1)
+    assert (experts.layers, experts.formats[4].bits) == ((2,), 16)
+    store = random_store(experts, MemoryWriter(experts), seed=1)
+    want = run(with_budget(store, "100%", **ALONE), [(1, 0, 3)])
+    assert equal(want, run(with_budget(store, "minimum", **ALONE), [(1, 0, 3)]))
+    assert equal(want, run_device_planned(device_planned_server(store, "100%", **ALONE), [(1, 0, 3)]))
+
+
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
 def test_every_kind_has_slots_of_its_own_size_for_the_same_share(store, share):
     server = make_server(store, f"{share:.0%}", **ALONE)

@@ -40,13 +40,18 @@ class Budget(NamedTuple):
 
 
 class SlotPools(dict[Precision, SlotPool]):
-    """The slots of one plan by precision, the high one first; ConfigError if their memory cannot be had."""
+    """The slots of one plan by precision, the high one first; ConfigError if their memory cannot be had.
+
+    Attributes:
+        bits: of what the slots of each precision hold, as the experts' formats are named.
+    """
 
     def __init__(
         self, plan: SlotPlan, experts: ModelExperts, bits: Mapping[Precision, int], device: torch.device,
         device_memory: DeviceMemory,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.bits = {precision: bits[precision] for precision in plan.slots}
         self._device, self._device_memory = device, device_memory
         self._where = "host" if device.type == "cpu" else "device"  # in messages
         try:
@@ -151,15 +156,14 @@ class DeviceCache(ExpertCache):
         }
         table = Table.allocate(len(self.experts.layers), self.experts.num_experts, nested=nested)
         table.reuse_high[:] = reuse_high
-        bits = {precision: pool.format.bits for precision, pool in pools.items()}
-        super().__init__(table, pools, bits, self.experts.kinds)
+        super().__init__(table, pools, pools.bits, self.experts.kinds)
         at = {CODES[precision]: pool.parts() for precision, pool in pools.items()}
         self.quotas = {CODES[precision]: plan.quotas[precision] for precision in pools}
         self.staging = set_pools(table, at, self.quotas, self.kinds)
         if device_table is not None:
             set_pools(device_table.table, at, self.quotas, self.kinds)
             if writer is Writer.DEVICE:
-                device_table.fill(pools, plan.quotas)
+                device_table.fill(pools, pools.bits, plan.quotas)
 
     def resident(self, layer: int, expert: int, wanted: Precision) -> tuple[Precision, tuple[Slot, ...]]:
         """The version of an expert that serves where a precision is wanted, of what is there, and its slots."""
@@ -212,7 +216,7 @@ class DeviceCache(ExpertCache):
         """Keep no expert, and forget which ones were used; no step may be running."""
         if self.device_table is not None and self.writer is Writer.DEVICE:
             self.device_table.table.clear()
-            self.device_table.fill(self.pools, self.slot_plan.quotas)
+            self.device_table.fill(self.pools, self.pools.bits, self.slot_plan.quotas)
             self.read_device()
             return
         for precision in self.pools:

@@ -44,7 +44,10 @@ class DeviceTable:
         )
         self._sources: tuple[tuple[int, int], ...] = ()
 
-    def fill(self, pools: Mapping[Precision, SlotPool], quotas: Mapping[Precision, Sequence[int]]) -> None:
+    def fill(
+        self, pools: Mapping[Precision, SlotPool], bits: Mapping[Precision, int],
+        quotas: Mapping[Precision, Sequence[int]],
+    ) -> None:  # fmt: skip
         """Bring every expert if each has a slot: then no step ever misses one."""
         table = self.table
         everything = table.layers * table.experts
@@ -56,12 +59,12 @@ class DeviceTable:
                 if precision in whole and Precision.LOW in whole
             ]
         for precision in whole if table.nested else whole[:1]:
-            slots, bits = pools[precision].slots, pools[precision].format.bits
+            slots, width = pools[precision].slots, bits[precision]
             first = table.first_slot[:, CODES[precision]].cpu()
             named = first[:, None] + torch.arange(table.experts, dtype=torch.int32)
             for layer, expert in np.ndindex(table.layers, table.experts):
                 slot = slots[int(named[layer, expert])].packed
-                slot.copy_(self._store.packed(SliceKey(layer, expert, bits)), non_blocking=True)
+                slot.copy_(self._store.packed(SliceKey(layer, expert, width)), non_blocking=True)
             # Behind the bytes, on the same stream.
             table.slot[int(table.nested and precision is Precision.HIGH)].copy_(named)
             table.precision.fill_(CODES[precision])

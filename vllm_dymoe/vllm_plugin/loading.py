@@ -79,10 +79,9 @@ class Loading:
             reader, formats, bits = self._draft_reader(), self._model.experts.formats, self.options.stored_bits
             # Where the model's numbers are kept as they are, and each expert has one version, so are the draft's.
             kept = len(bits) == 1 and self.reader.keeps(bits) and (not reader.mixed or reader.keeps(bits))
-            other = reader.format != self.reader.format and not kept
-            self._draft = ModelStore(
-                self.config, self.options, None, reader, self._host_memory, taken, formats, requantize=other
-            )
+            other = reader.format != self.reader.format
+            how = {"requantize": other and not kept, "keeps": kept}
+            self._draft = ModelStore(self.config, self.options, None, reader, self._host_memory, taken, formats, **how)
         if self._draft.place is not None:
             raise ConfigError(f"vllm-dymoe: {spec.name} belongs to a third model with MoE layers; two are supported.")
         self._draft.add(spec)

@@ -101,14 +101,14 @@ class ModelStore:
         taken: int = 0,  # of them by another model's experts on this rank
         formats: Mapping[int, ExpertFormat] | None = None,  # of that model, whose slots a draft's experts share
         requantize: bool = False,  # the experts are quantized otherwise than these formats, and rounded to them
+        keeps: bool = False,  # or they have formats of their own
     ) -> None:
         self.layers: list[LayerSpec] = []
         self.place: HostPlace | None = None  # before the first weight came
         self.rates: Path | None = None  # where they are kept, likewise
         self.store: HostStore | None = None  # before the last layer is loaded
         self._vllm_config, self._options, self.reader, self._formats = vllm_config, options, reader, formats
-        # Layers in formats of their own: of a draft those that are not rounded.
-        self._keeps = not requantize if formats is not None else reader.mixed and reader.keeps(options.stored_bits)
+        self._keeps = keeps or (formats is None and reader.mixed and reader.keeps(options.stored_bits))
         self._requantize = requantize or (reader.mixed and not self._keeps)
         self._checkpoint = checkpoint
         self._host_memory, self._taken = host_memory, taken

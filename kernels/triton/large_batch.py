@@ -17,7 +17,6 @@ from vllm_dymoe.kernels.triton.planner import (
     ELEMENTS_AT_ONCE,
     WARPS,
     add_to,
-    columns_of,
     count_pairs,
     ids_of,
     number_of,
@@ -50,7 +49,7 @@ def plan_large_batch_on_gpu(
         decision: the tensors of a Decision of the shape, by name.
         shape: of the step.
         half: see ``plan_large_batch``, as for what follows.
-        ahead: a version, or 0; the next layer has this one's formats.
+        ahead: a version, or 0.
         steps: positions of an item of each class, two or more.
         wide: the tensors of a LargeBatchWork, by name, for two of the classes or more; the last has all larger experts,
             too.
@@ -75,7 +74,7 @@ def plan_large_batch_on_gpu(
         layer, shape.half, shape.streamed_groups, half, ahead, shape.items, classes, long, plan["slots"].stride(0),
         plan["addresses"].stride(0),
     )  # fmt: skip
-    columns = *columns_of(table, _OF_TABLE, layer), *(plan[name] for name in _OF_PLAN)
+    columns = *(table[name] for name in _OF_TABLE), *(plan[name] for name in _OF_PLAN)
     constants = {"COUNTERS": table["counters"].shape[1], "SLICES": shape.slices, "STEPS": tuple(steps)}
     start(
         list_kernel, (shape.groups, classes), (*columns, large["spans"], large["work"], *numbers),

@@ -8,7 +8,7 @@ What takes a turn for each expert (its slot, its victim) takes it for misses onl
 a hundred times as long.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import triton
@@ -72,8 +72,6 @@ _OF_TABLE = (
     "ring_weights",
     "ring_rows",
 )
-_OF_LAYERS = frozenset(("staging", "bits", "offsets", "pool", "slot_bytes"))
-"""Columns of which a kernel is given those of its layer alone: layers may have other formats."""
 _OF_PLAN = (
     "count", "experts", "precisions", "slots", "action", "bits", "addresses", "destinations", "work", "rows", "pairs",
     "computed", "scratch",
@@ -128,7 +126,7 @@ def plan_small_batch_on_gpu(
             ids,
             weights,
             rows,
-            *columns_of(table, _OF_TABLE, layer),
+            *(table[name] for name in _OF_TABLE),
             *(plan[name] for name in _OF_PLAN),
             layer,
             layers,
@@ -151,11 +149,6 @@ def plan_small_batch_on_gpu(
         },
         {"num_warps": WARPS},
     )
-
-
-def columns_of(table: Mapping[str, Tensor], names: Sequence[str], layer: int) -> list[Tensor]:
-    """Return columns of a Table as kernels of a layer take them."""
-    return [table[name][layer] if name in _OF_LAYERS else table[name] for name in names]
 
 
 _ANY_ALIGNMENT = ["ids", "weights", "rows", *_OF_TABLE, *(f"item_{name}" for name in _OF_PLAN)]

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_dymoe.kernels.triton.planner import WARPS, bytes_ahead, columns_of, number_of
+from vllm_dymoe.kernels.triton.planner import WARPS, bytes_ahead, number_of
 from vllm_dymoe.kernels.triton.start import Start, run_kernel
 from vllm_dymoe.planner.constants import experts_width
 
@@ -36,7 +36,7 @@ def list_predicted_on_gpu(
         out: the tensors of a PrefetchList, by name; rows of copies after the last one keep their values.
     """
     layers, experts = table["precision"].shape
-    columns = *columns_of(table, _LISTED_BY, layer), out["copies"], out["count"], out["arrivals"]
+    columns = *(table[name] for name in _LISTED_BY), out["copies"], out["count"], out["arrivals"]
     sizes = {"EXPERTS": experts, "WIDTH": experts_width(experts)}
     start(list_predicted_kernel, (1,), (rows, *columns, layer, layers, projections), sizes, {"num_warps": WARPS})
 

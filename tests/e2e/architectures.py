@@ -15,7 +15,7 @@ import transformers
 from tests.e2e.engines import VOCABULARY
 
 _HIDDEN = 128
-COMMON = {
+_COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": _HIDDEN,
     "num_hidden_layers": 2,
@@ -40,18 +40,18 @@ class Architecture:
         """Write a random bf16 checkpoint, the same weights every time; ``fused`` with all experts of a layer in one
         tensor, as transformers 5 has them in memory, in place of the names that checkpoints of this architecture have.
         """
-        config = getattr(transformers, self.config)(**(COMMON | self.sizes))
+        config = getattr(transformers, self.config)(**(_COMMON | self.sizes))
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         for name, tensor in model.state_dict().items():
-            fill(name, tensor)
+            _fill(name, tensor)
         model.save_pretrained(folder, save_original_format=not fused)
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | self.written))
         return folder
 
 
-def fill(name: str, tensor: torch.Tensor) -> None:
+def _fill(name: str, tensor: torch.Tensor) -> None:
     """Weights that make experts matter: behind transformers' own small ones the residual stream hides them."""
     if name.endswith(("bias", "sinks")):
         tensor.normal_(std=0.3)

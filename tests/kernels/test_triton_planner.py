@@ -154,15 +154,15 @@ def test_what_the_program_does_not_hold_is_refused():
     plan = LayerPlan.allocate(1, 3, 600, "cpu")
     ids, weights = random_step(0, 1)
     with pytest.raises(ValueError, match="600 experts, but a device decides for at most 512"):
-        plan_small_batch_on_gpu(vars(table), 0, ids, weights, rows(1), plan.tensors)
+        plan_small_batch_on_gpu(table.at(0), 0, ids, weights, rows(1), plan.tensors)
     table = make_table({LOW: [0, 0], HIGH: [0, 0]})
     ids, weights = random_step(0, TOKENS + 1)
     with pytest.raises(ValueError, match="7 tokens, but the table was made for at most 6"):
         plan_small_batch_on_gpu(
-            vars(table), 0, ids, weights, rows(1), vars(LayerPlan.allocate(TOKENS + 1, 3, EXPERTS, "cpu"))
+            table.at(0), 0, ids, weights, rows(1), vars(LayerPlan.allocate(TOKENS + 1, 3, EXPERTS, "cpu"))
         )
     with pytest.raises(TypeError, match=r"weights is torch.float64, expected torch.float32"):
-        plan_small_batch_on_gpu(vars(table), 0, ids, weights.double(), rows(1), plan.tensors)
+        plan_small_batch_on_gpu(table.at(0), 0, ids, weights.double(), rows(1), plan.tensors)
 
 
 @pytest.mark.parametrize("high_by", ["threshold", "depth"])

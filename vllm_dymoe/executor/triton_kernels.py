@@ -63,19 +63,19 @@ class TritonKernels:
         if cpu_queue is not None:
             cpu_queue.serve(activation)
             device_queue = DeviceQueue(cpu_queue.queue.shape, cpu_queue.turn, cpu_queue.present)
-        step.run(vars(table), layer, x, ids, weights, rows, plan.tensors, out, device_queue)
+        step.run(table.at(layer), layer, x, ids, weights, rows, plan.tensors, out, device_queue)
         return out
 
     def list_predicted(self, table: Table, layer: int, rows: Tensor, projections: int, out: PrefetchList) -> None:
-        list_predicted_on_gpu(vars(table), layer, rows, projections, vars(out))
+        list_predicted_on_gpu(table.at(layer), layer, rows, projections, vars(out))
 
     def copy_predicted(self, table: Table, layer: int, projections: int, listed: PrefetchList) -> None:
-        copy_predicted_on_gpu(vars(table), layer, projections, vars(listed))
+        copy_predicted_on_gpu(table.at(layer), layer, projections, vars(listed))
 
     def large_batch_step(
         self, table: Table, shape: LargeBatchShape, activation: Activation, kind: int
     ) -> TritonLargeBatch:
-        return self._kernel.large_batch_step(vars(table), shape, self._formats[kind], activation)
+        return self._kernel.large_batch_step(table.at, shape, self._formats[kind], activation)
 
     def _make_step(self, activation: Activation, kind: int) -> SmallBatchStep:
         return self._kernel.small_batch_step(self._formats[kind], activation)

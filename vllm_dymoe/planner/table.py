@@ -147,6 +147,10 @@ class Table:
     def experts(self) -> int:
         return int(self.precision.shape[1])
 
+    def at(self, layer: int) -> dict[str, Any]:
+        """Return the columns by name as a GPU takes them: of what follows from formats, the layer's row alone."""
+        return vars(self) | {name: getattr(self, name)[layer] for name in _OF_FORMATS}
+
     def clear(self) -> None:
         """Empty all rows, and forget all uses."""
         for name, empty in {"precision": 0, "slot": -1, "score": 0, "used_at": 0, "step": 0}.items():
@@ -256,6 +260,9 @@ class Table:
 
     def slots(self, precision: Precision) -> list[int]:
         return self.slot[int(self.nested and precision is Precision.HIGH)][self.holders(CODES[precision])].tolist()
+
+
+_OF_FORMATS = ("staging", "bits", "offsets", "pool", "slot_bytes")
 
 
 def coldest_of(table: Table, layer: int, precision: Precision, spared: set[int]) -> int | None:

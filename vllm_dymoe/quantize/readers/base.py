@@ -323,5 +323,5 @@ def describe(reader: Reader, bits: Sequence[int], quantizer: str, *, kept: bool 
     if nests(bits, reader.encoding):
         kinds[bits[1]] = f"inside the {bits[0]}"
     versions = [f"{width} bits {kinds.get(width, f'derived with {quantizer}')}" for width in bits]
-    kept = "; activations stay at 16 bits, which the checkpoint means to be quantized, too" * reader.activations
-    return f"{reader.method} checkpoint, {', '.join(versions)}{kept}"
+    remark = "; activations stay at 16 bits, which the checkpoint means to be quantized, too" * reader.activations
+    return f"{reader.method} checkpoint, {', '.join(versions)}{remark}"

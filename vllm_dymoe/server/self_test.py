@@ -106,7 +106,7 @@ def self_test(
 
 def tested(
     experts: ModelExperts, options: Options, device: torch.device, activations: Sequence[Activation], *,
-    device_plans: bool, kept: Path | None, say: Callable[[str], object],
+    device_plans: bool, kept: Path | None, say: Callable[[str], object], at_most: Decode = Decode.DEPENDENT,
 ) -> KernelChoice:  # fmt: skip
     """Return the fastest kernels that pass their self-test on this card; plain ones if it cannot run.
 
@@ -114,13 +114,14 @@ def tested(
 
     Args:
         say: gets each sentence for the log.
+        at_most: the fastest way to decode that may be chosen.
 
     ConfigError if the plain kernels are wrong with host-side planning, too.
     """
     matrices = [matrix for fmt in experts.formats.values() for matrix in fmt.matrices]
     for by_device in (True, False) if device_plans else (False,):
         obstacle = "its kernels for that failed their self-test on this card" if device_plans and not by_device else ""
-        for decode in kernels.decode_kernels(device, matrices):
+        for decode in (way for way in kernels.decode_kernels(device, matrices) if way <= at_most):
             found = self_test(experts, options, device, activations, device_plans=by_device, decode=decode, kept=kept)
             if found.skipped:
                 say(f"the self-test of the kernels could not run, because {found.skipped}; they are used untested.")
@@ -176,6 +177,7 @@ def _describe(experts: ModelExperts, activations: Sequence[Activation], variant:
     formats = ", ".join(
         f"{fmt.encoding.name}{', integer zeros' * fmt.integer_zeros}{', act-order' * fmt.act_order}"
         f"{', bias' * fmt.bias}{'' if fmt.encoding.group_size else f' in groups of {fmt.group_size}'}"
+        f"{'' if fmt.down is None else f', down {fmt.down}'}"
         for fmt in experts.formats.values()
     )
     fmt = next(iter(experts.formats.values()))
@@ -311,8 +313,9 @@ class _RandomStore(HostStore):
     def view(self, number: int, fmt: ExpertFormat) -> PackedExpert:
         """Return a random expert."""
         expert: PackedExpert | None = None
+        named = {part: bits for bits, part in self.experts.formats.items()}
         for part in fmt.slices:
-            expert = part.view(self._slices[number, part.bits], expert)
+            expert = part.view(self._slices[number, named[part]], expert)
         assert expert is not None
         return expert
 

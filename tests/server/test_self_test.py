@@ -160,8 +160,9 @@ def test_the_fastest_kernels_that_pass_are_used(broken, planned_by_device, faste
 
     def start():
         return self_test.tested(
-            make_experts(), OPTIONS, CPU, [Activation.SILU], device_plans=planned_by_device, kept=None, say=said.append
-        )
+            make_experts(), OPTIONS, CPU, [Activation.SILU], device_plans=planned_by_device, kept=None, say=said.append,
+            at_most=max(Decode),
+        )  # fmt: skip
 
     monkeypatch.setattr(self_test, "self_test", found)
     monkeypatch.setattr(self_test.kernels, "decode_kernels", lambda *given: tuple(Decode)[fastest::-1])
@@ -181,7 +182,7 @@ def test_what_could_not_run_is_said_and_holds_nothing_up(monkeypatch):
     said = []
     monkeypatch.setattr(self_test, "self_test", lambda *given, **named: SelfTest(0, "", 0.1, skipped="no memory"))
     monkeypatch.setattr(self_test.kernels, "decode_kernels", lambda *given: tuple(reversed(Decode)))
-    settings = {"device_plans": True, "kept": None, "say": said.append}
+    settings = {"device_plans": True, "kept": None, "say": said.append, "at_most": max(Decode)}
     assert self_test.tested(make_experts(), OPTIONS, CPU, [Activation.SILU], **settings) == KernelChoice(
         "", Decode.PLAIN
     )

@@ -161,3 +161,35 @@ def test_a_start_on_a_gpu_tests_the_kernels_that_it_will_use(readable, obstacle,
     assert (asked["device_plans"], asked["device"].type) == (by_device, "cuda")
     assert asked["activations"] == [SPEC.activation, Activation.GELU]
     assert asked["kept"] == tmp_path / "self-test.json"
+
+
+@pytest.mark.parametrize(
+    ("fastest", "wrong_device", "chosen", "rounds"),
+    [
+        ((2, 2), (), KernelChoice("", Decode.DEPENDENT), 1),
+        ((2, 1), (), KernelChoice("", Decode.TENSOR_CORES), 2),
+        ((2, 2), (1,), KernelChoice("wrong", Decode.DEPENDENT), 2),
+        ((2, 0), (0,), KernelChoice("wrong", Decode.PLAIN), 2),
+    ],
+)
+def test_kinds_of_layers_are_tested_as_all_of_them_will_be_used(
+    fastest, wrong_device, chosen, rounds, monkeypatch, tmp_path
+):
+    asked = []
+
+    def tested(kind, options, device, activations, *, device_plans, kept, say, at_most):
+        asked.append((kind, device_plans, at_most))
+        obstacle = "wrong" if device_plans and kind in wrong_device else ""
+        return KernelChoice(obstacle, min(at_most, Decode(fastest[kind])))
+
+    monkeypatch.setattr(loading_module, "tested", tested)
+    model, options = model_of({}, {"activation": Activation.GELU}, {}), Options()
+    experts = SimpleNamespace(of_kinds=(0, 1), of_kind=lambda kind: kind)
+    store = SimpleNamespace(experts=experts, readable=True)
+    assert model._tested(store, options, torch.device("cuda"), make_policy(options), "") == chosen
+    assert len(asked) == 2 * rounds
+    by_device = not chosen.obstacle
+    assert {(planned, at_most) for _, planned, at_most in asked[-2:]} <= {
+        (by_device, chosen.decode),
+        (True, max(Decode)),
+    }

@@ -106,7 +106,7 @@ def self_test(
 
 def tested(
     experts: ModelExperts, options: Options, device: torch.device, activations: Sequence[Activation], *,
-    device_plans: bool, kept: Path | None, say: Callable[[str], object], at_most: Decode = Decode.DEPENDENT,
+    device_plans: bool, kept: Path | None, say: Callable[[str], object], at_most: Decode,
 ) -> KernelChoice:  # fmt: skip
     """Return the fastest kernels that pass their self-test on this card; plain ones if it cannot run.
 

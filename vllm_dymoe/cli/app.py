@@ -75,6 +75,23 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
         raise typer.Exit
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    model: Model,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started, and stop.")] = False,
+    retune: Annotated[bool, typer.Option("--retune", help="Measure this machine and choose again.")] = False,
+    machine: Annotated[
+        Path | None, typer.Option(help="JSON file that describes a machine, to choose for that one; a dry run.")
+    ] = None,
+) -> None:
+    """Look at this machine and at MODEL, choose how to serve it, say why, and start `vllm serve` so; all arguments of
+    `vllm serve` can follow, and are never changed."""
+    from vllm_dymoe.cli.serve import run
+
+    run(model, context.args, machine, dry_run=dry_run, retune=retune)
+
+
 @app.command()
 def quantize(
     model: Annotated[Path, typer.Argument(help="Folder of a Hugging Face checkpoint, 16-bit or quantized.")],

@@ -32,7 +32,7 @@ from vllm_dymoe.executor.rates import Rates, costs
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts
 from vllm_dymoe.options import ConfigError, ExpertBudget, Options
 from vllm_dymoe.plan.device import Device, ExpertRate
-from vllm_dymoe.plan.model import ITEM, ModelShape
+from vllm_dymoe.plan.model import ModelShape
 from vllm_dymoe.plan.replay import Routings, replay
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.planner.precision import Precision
@@ -52,6 +52,7 @@ CANDIDATES: tuple[Mapping[str, Any], ...] = (
     {"policy": "on-demand", "high": 4},
 )
 _PARTS = (0.25, 0.5, 0.75, 1.0)  # of the room for experts
+_CHUNK_STEP, _LARGEST_CHUNK = 512, 8192  # tokens
 _NEXT_ROW, _ROUND_TRIP = 0.2, 20e-6  # of an expert's first row on a host; seconds there and back
 
 
@@ -90,8 +91,12 @@ def predict(
     routings: Routings,
     prompt: int,
     chunk: int,
+    cached: float = 0.0,
 ) -> Choice:
-    """What options do on a device, for a batch as the routings have it, and a prompt of so many tokens in chunks."""
+    """What options do on a device, for a batch as the routings have it, and a prompt of so many tokens in chunks.
+
+    A decode step reads ``cached`` bytes of KV cache.
+    """
     options = resolve_options(given, environment={})
     policy, experts = make_policy(options), shape.packed(tuple(options.stored_bits), options.group_size)
     formats, workspace, layers = experts.formats, workspace_bytes(experts, "cuda"), shape.moe_layers
@@ -108,7 +113,8 @@ def predict(
     large = (
         device.decides and options.planning != "host" and routings.batch > SMALL_BATCH_ROWS
     )  # such a step may fetch them
-    shared = _shared(formats, options, device) if device.host and not large else None
+    shares = device.host and options.computes_misses and not large
+    shared = _shared(formats, options, device) if shares else None
     demand = replay(routings, kept, choose, low=options.low > 0, nested=nested, costs=shared)
     layer_moved = sum(demand.missing[precision] * nbytes for precision, nbytes in slot_bytes.items())
     needed = sum(demand.active.values())
@@ -128,7 +134,8 @@ def predict(
     )
     of_expert = 3 * shape.hidden * shape.intermediate
     rate = device.expert_rate(of_expert, routings.batch, nested=nested)
-    step = shape.token_weights * ITEM / device.bandwidth + layers * (weights / rate.read + deciding.layer_seconds)
+    dense = shape.read_of_dense(options.dense)
+    step = (dense + cached) / device.bandwidth + layers * (weights / rate.read + deciding.layer_seconds)
     waiting = layer_moved / device.link if shared is None else demand.shared
 
     chunks = -(-prompt // chunk)
@@ -148,7 +155,7 @@ def predict(
         )
     high_nbytes = formats[options.high].whole_nbytes
     rate = device.expert_rate(of_expert, prompt / chunks, nested=nested)
-    computing = _prompt_seconds(high_nbytes, active, shape, deciding, prompt / chunks, rate)
+    computing = _prompt_seconds(dense, high_nbytes, active, shape, deciding, prompt / chunks, rate)
     precisions = f"{options.high}/{options.low}" if options.policy == "dymoe" else f"{options.high}"
     return Choice(
         given,
@@ -159,8 +166,8 @@ def predict(
         agreement=_agreement(precisions, options),
         hit_rate=1 - demand.misses / needed if needed else 1.0,
         moved=layers * layer_moved,
-        tpot=step + layers * (waiting + demand.misses * deciding.miss + layer_read / device.disk),
-        ttft=chunks * max(computing, streamed / device.link, read / device.disk)
+        tpot=device.step_seconds + step + layers * (waiting + demand.misses * deciding.miss + layer_read / device.disk),
+        ttft=chunks * (device.step_seconds + max(computing, streamed / device.link, read / device.disk))
         + bool(streamed) * high_nbytes / device.link,
     )
 
@@ -187,26 +194,48 @@ def _agreement(precisions: str, options: Options) -> float | None:
 
 
 def _prompt_seconds(
-    high_nbytes: int, active: float, shape: ModelShape, device: Device, prompt: float, rate: ExpertRate
+    dense: int, high_nbytes: int, active: float, shape: ModelShape, device: Device, prompt: float, rate: ExpertRate
 ) -> float:
     of_experts = shape.moe_layers * shape.top_k * 3 * shape.hidden * shape.intermediate
     computing = 2 * prompt * (shape.token_weights / device.compute + of_experts / rate.compute)
-    reading = shape.token_weights * ITEM / device.bandwidth + shape.moe_layers * active * high_nbytes / rate.read
+    reading = dense / device.bandwidth + shape.moe_layers * active * high_nbytes / rate.read
     launching, deciding = shape.moe_layers * device.launch_seconds, shape.moe_layers * device.layer_seconds
     return max(computing + deciding, reading + deciding, launching)
 
 
-def room_for_experts(shape: ModelShape, device: Device, serving: ServeSettings, least: int) -> int:
-    """Bytes that ``expert_budget`` "auto" would take, by the function that decides at start; ConfigError if none
-    fit."""
-    free = int(device.memory * serving.gpu_memory_utilization) - shape.dense_bytes
+def room_for_experts(
+    shape: ModelShape, device: Device, serving: ServeSettings, least: int, *, dense: int = 16, kv_share: float = 1.0,
+    requests: int = 1,
+) -> int:  # fmt: skip
+    """Bytes that ``expert_budget`` "auto" would take, by the function that decides at start; ConfigError if none fit.
+
+    Args:
+        dense: the option of that name.
+        kv_share: of the KV cache at 16 bits, what a smaller type of it takes.
+        requests: whose KV cache at ``max_model_len`` stays free.
+    """
+    free = int(device.memory * serving.gpu_memory_utilization) - shape.memory_of_dense(dense)
     step = StepShape(
         tokens=serving.max_num_batched_tokens, sequences=serving.max_num_seqs, hidden=shape.hidden,
         attention=shape.attention_width, intermediate=shape.intermediate, top_k=shape.top_k,
         vocabulary=shape.vocabulary,
     )  # fmt: skip
     length = min(serving.max_model_len, shape.longest)
-    return automatic_share(free, shape.kv_bytes * length, step.nbytes, least, length)
+    kv_cache = int(shape.kv_bytes * kv_share * length * requests)
+    return automatic_share(free, kv_cache, step.nbytes, least, length)
+
+
+def chunk_of(missing: int, shape: ModelShape, device: Device) -> int:
+    """Return the tokens that are computed while so many bytes of experts arrive, in steps of 512 up to 8192; 0 for no
+    bytes.
+
+    Nearly every expert is active in a chunk of a prompt. So a chunk fetches each expert that is not on the device,
+    however many tokens it has, and concurrently decoding requests wait for it. With as many tokens as the device
+    computes in that time a prompt needs the fewest chunks, and no chunk takes longer than the link.
+    """
+    weights = shape.token_weights + shape.moe_layers * shape.top_k * 3 * shape.hidden * shape.intermediate
+    tokens = missing / device.link * device.compute / (2 * weights)
+    return min(_LARGEST_CHUNK, -(-int(tokens) // _CHUNK_STEP) * _CHUNK_STEP)
 
 
 def choices(

@@ -15,6 +15,8 @@ class Costs:
     graph_layer: float  # of small kernels for a layer that the device plans
     graph_miss: float
     launch: float  # of the host for a layer of a prompt that the device plans
+    cpu_step: float = 0.0  # of vLLM's own work for a step on a CPU
+    cpu_layer: float = 0.0  # of a layer on a CPU, beside its products
     questions: Mapping[str, float] = field(default_factory=dict)  # of the host to ask a predictor, by its name
 
     @classmethod

@@ -7,7 +7,7 @@ same shares of its own data sheet.
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -43,6 +43,7 @@ _SHEETS: dict[str, tuple[float, float, float, float]] = {
 _WEIGHTS = {"Mixtral-8x7B": 3 * 4096 * 14336, "Qwen3-30B-A3B": 3 * 2048 * 768}  # of one expert, in reports
 # Of the bandwidth, and of the operations in a prompt, that vLLM's dense kernels reach; an assumption.
 _MEMORY_SHARE, _COMPUTE_SHARE = 0.75, 0.5
+_SHARE_MEASURED = 0.9  # of a data sheet, that torch's sum and product reach; an assumption
 _LINK_SHARE = 0.85  # of the link, behind its protocol
 _COSTS = Costs.measured()
 
@@ -70,6 +71,7 @@ class Device:
     link: float  # bytes per second from the host
     layer_seconds: float = _COSTS.host_layer  # for each layer with experts, of the host that plans it
     launch_seconds: float = 0.0  # for each layer of a prompt, of the host beside the device that plans it
+    step_seconds: float = 0.0  # for each step, of vLLM's own work that no layer has
     miss: float = 0.0  # seconds of the host for each miss, beside the time of its bytes
     decides: bool = False  # decode steps are graphs, and nothing of a prompt waits for the host
     host_memory: int | None = None  # bytes for experts; None for as many as there are
@@ -123,12 +125,27 @@ def _measured(card: str, report: Path | None) -> Iterator[ExpertRate]:
         if not found or found[0].card != card:
             raise ConfigError(f"{report} has no speeds of {card}'s kernels; give the report that make gpu wrote there.")
     else:
-        shipped = resources.files("vllm_dymoe.plan").joinpath("measured.json").read_text()
-        found = TypeAdapter(list[ExpertRate]).validate_json(shipped)
+        found = _shipped()
         found = [rate for rate in found if rate.card == card] or found
-    for rate in found:
-        (_, own_read, own_compute, _), (_, read, compute, _) = _SHEETS[card], _SHEETS[rate.card]
+    _, read, compute, _ = _SHEETS[card]
+    yield from _scaled(found, read, compute)
+
+
+def _scaled(rates: Iterable[ExpertRate], own_read: float, own_compute: float) -> Iterator[ExpertRate]:
+    """Yield the rates that a card reaches by the same shares of its own memory's and multipliers' rates."""
+    for rate in rates:
+        _, read, compute, _ = _SHEETS[rate.card]
         yield replace(rate, read=rate.read * own_read / read, compute=rate.compute * own_compute / compute)
+
+
+def shares_of_cards(read: float, compute: float) -> tuple[ExpertRate, ...]:
+    """Return the rates of a card without a data sheet, by what it was measured to read and compute per second."""
+    return tuple(_scaled(_shipped(), read / _SHARE_MEASURED, compute / _SHARE_MEASURED))
+
+
+def _shipped() -> list[ExpertRate]:
+    found = resources.files("vllm_dymoe.plan").joinpath("measured.json").read_text()
+    return TypeAdapter(list[ExpertRate]).validate_json(found)
 
 
 def find_device(name: str, link: str | None, report: Path | None = None) -> Device:

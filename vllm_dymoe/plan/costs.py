@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -15,16 +16,25 @@ class Costs:
     graph_layer: float  # of small kernels for a layer that the device plans
     graph_miss: float
     launch: float  # of the host for a layer of a prompt that the device plans
-    cpu_step: float = 0.0  # of vLLM's own work for a step on a CPU
-    cpu_layer: float = 0.0  # of a layer on a CPU, beside its products
     questions: Mapping[str, float] = field(default_factory=dict)  # of the host to ask a predictor, by its name
+    step: float = 0.0  # of vLLM's own work for a step, which no layer has
 
     @classmethod
     def measured(cls) -> "Costs":
-        found = json.loads(resources.files("vllm_dymoe.plan").joinpath("costs.json").read_text())
-        return cls(**{name: value for name, value in found.items() if name != "sources"})
+        found = _read()
+        return cls(**{name: value for name, value in found.items() if name not in ("sources", "cpu")})
+
+    @classmethod
+    def on_cpu(cls) -> "Costs":
+        """Those of a CPU that computes experts in place."""
+        return cls(**_read()["cpu"])
 
     @classmethod
     def nothing(cls) -> "Costs":
         """A host that takes no time: what the data sheets alone say."""
         return cls(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def _read() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(resources.files("vllm_dymoe.plan").joinpath("costs.json").read_text())
+    return found

@@ -91,22 +91,26 @@ class Machine(BaseModel):
         """Bytes of host memory for this project, after what stays free for others."""
         return max(0, self.host_memory - max(_LEFT_LEAST, self.host_memory // _LEFT_SHARE))
 
+    @property
+    def costs(self) -> Costs:
+        """What the host takes beside products and copies."""
+        return Costs.measured() if self.gpus else Costs.on_cpu()
+
     def device(self) -> Device:
         """The GPU, with what the host adds; without one the CPU, whose experts lie in its own memory."""
         disk = float("inf") if self.disk is None else self.disk
         if not self.gpus:
-            costs, rate = Costs.measured(), self.experts[-1]
+            compute = max(rate.compute for rate in self.experts)
             return Device(
-                "CPU", self.host_memory, self.memory_rate, rate.compute, float("inf"), layer_seconds=costs.cpu_layer,
-                step_seconds=costs.cpu_step, disk=disk, rates=self.experts,
-            )  # fmt: skip
+                "CPU", self.host_memory, self.memory_rate, compute, float("inf"), disk=disk, rates=self.experts
+            )
         gpu = self.gpus[0]
         try:
             card = replace(find_device(gpu.name, None), memory=gpu.memory, link=gpu.link)
         except ConfigError:  # no data sheet: by what was measured
             card = Device(
-                gpu.name, gpu.memory, gpu.bandwidth, gpu.compute, gpu.link, miss=Costs.measured().host_miss,
-                decides=True, rates=shares_of_cards(gpu.bandwidth, gpu.compute),
+                gpu.name, gpu.memory, gpu.bandwidth, gpu.compute, gpu.link, decides=True,
+                rates=shares_of_cards(gpu.bandwidth, gpu.compute),
             )  # fmt: skip
         return replace(card, disk=disk, host=self.experts[0].read)
 

@@ -7,7 +7,7 @@ fastest whose answers are good enough wins; of those within a twentieth, the one
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from vllm_dymoe.plan.choice import CANDIDATES, GOOD_ENOUGH, Choice, ServeSetting
 from vllm_dymoe.plan.machine import Machine
 from vllm_dymoe.plan.model import ModelShape, config_folder, read_shape
 from vllm_dymoe.plan.ranks import Ranks
-from vllm_dymoe.plan.replay import Routings, made_up
+from vllm_dymoe.plan.routings import Routings, made_up
 from vllm_dymoe.policies import make_policy
 from vllm_dymoe.quantize.model_config import ModelConfig, read_config
 from vllm_dymoe.quantize.readers import make_reader
@@ -29,8 +29,9 @@ from vllm_dymoe.units import size
 REQUESTS = 1, 4, 16  # concurrent ones, of the table
 PROMPT = 512  # tokens of the prompt whose first token is planned
 _CACHED = 1024  # tokens of a request's KV cache that a decode step reads, on average
-_LENGTHS = tuple(4096 << power for power in range(6))
+_LENGTHS = 4096, 16384, 65536
 _SPEED_KEPT = 0.9  # of the shortest context's, by the context that is chosen
+_NEAR = 1.3  # times as long as the fastest is near enough for the rest to be tried
 _SAME = 1.05  # times as long is as fast
 _KV_SHARES = {"auto": 1.0, "fp8": 0.5}  # of 16 bits
 _CPU_KV_SHARE = 4  # a CPU's KV cache gets a quarter of the memory at most
@@ -109,6 +110,10 @@ class Planned:
     complete: bool  # all experts are in host memory, or on the GPU
 
 
+def _kind(setup: _Setup) -> str:
+    return f"{setup.options.policy} {setup.options.high} {setup.options.low}"
+
+
 class Planner:
     """One model on one machine, for what the user leaves open."""
 
@@ -121,13 +126,15 @@ class Planner:
         self.longest = min(asked.max_model_len or model.shape.longest, model.shape.longest)
         self.requests = min(asked.max_num_seqs or 1, max(REQUESTS))
         self._routings: dict[int, Routings] = {}
+        self._planned: dict[tuple[object, ...], Planned | None] = {}
+        self._setups = tuple(self._all_setups())
         self._serving = ServeSettings(
             max_num_seqs=asked.max_num_seqs or max(REQUESTS),
             max_num_batched_tokens=asked.max_num_batched_tokens or ServeSettings.max_num_batched_tokens,
             gpu_memory_utilization=asked.gpu_memory_utilization or ServeSettings.gpu_memory_utilization,
         )
 
-    def setups(self) -> Iterator[_Setup]:
+    def _all_setups(self) -> Iterator[_Setup]:
         """Every combination of what is open; those that cannot be served are left out."""
         asked, model, seen = self.asked.options, self.model, set[str]()
         dense = (16,) if model.quantized else (16, 8)
@@ -201,7 +208,8 @@ class Planner:
         device = replace(device, host_memory=None if complete else spare)
         tokens = serving.max_num_batched_tokens
         return Planned(
-            predict(setup.given, limit, 1.0, shape, device, self.routings(requests), PROMPT, tokens, reads),
+            predict(setup.given, limit, 1.0, shape, device, self.routings(requests), PROMPT, tokens,
+                    cached=reads, costs=self.machine.costs),
             setup.kv_cache_dtype, kv_cache, chunk, complete,
         )  # fmt: skip
 
@@ -222,10 +230,13 @@ class Planner:
 
     def tried(self, setup: _Setup, length: int, requests: int, cached: int = _CACHED) -> Planned | None:
         """As ``plan``; None if it does not fit."""
-        try:
-            return self.plan(setup, length, requests, cached)
-        except ConfigError:
-            return None
+        key = id(setup.options), setup.kv_cache_dtype, length, requests, cached
+        if key not in self._planned:
+            try:
+                self._planned[key] = self.plan(setup, length, requests, cached)
+            except ConfigError:
+                self._planned[key] = None
+        return self._planned[key]
 
     @property
     def lengths(self) -> list[int]:
@@ -242,17 +253,36 @@ class Planner:
         slowest = planned[0][1].choice.tpot / _SPEED_KEPT
         return max(length for length, found in planned if found.choice.tpot <= slowest)
 
-    def candidates(self) -> list[tuple[_Setup, int, Planned]]:
-        """Every candidate that fits, with the context that it was planned for; ConfigError if none does."""
-        setups = list(self.setups())
+    def candidates(self, *, all_of_them: bool = False) -> list[tuple[_Setup, int, Planned]]:
+        """Candidates that fit, with the context that each was planned for; ConfigError if none does.
+
+        Policies and precisions are planned as they are first. Only for those that are nearly as fast as the fastest
+        everything else is tried, unless ``all_of_them`` are asked for.
+        """
+        setups = self._setups
         if not setups:
             raise ConfigError(f"nothing can be served with {json.dumps(dict(self.asked.options))}; change the options.")
-        lengths = {setup.kv_cache_dtype: self.length(setup) for setup in reversed(setups) if setup.options.high == 4}
-        found = []
-        for setup in setups:
-            length = lengths.get(setup.kv_cache_dtype) or self.length(setup)
-            if (planned := self.tried(setup, length, self.requests)) is not None:
-                found.append((setup, length, planned))
+        first = list({_kind(setup): setup for setup in reversed(setups)}.values())
+        lengths: dict[str, int] = {}
+
+        def planned(some: Iterable[_Setup]) -> list[tuple[_Setup, int, Planned]]:
+            found = []
+            for setup in some:
+                if setup.kv_cache_dtype not in lengths:
+                    lengths[setup.kv_cache_dtype] = self.length(setup)
+                length = lengths[setup.kv_cache_dtype]
+                if (one := self.tried(setup, length, self.requests)) is not None:
+                    found.append((setup, length, one))
+            return found
+
+        found = planned(setups if all_of_them else first)
+        good = [one for one in found if self.good(one[0], one[2].choice)]
+        if good and not all_of_them:
+            near = _NEAR * min(one.choice.tpot for *_, one in good)
+            kinds = {_kind(setup) for setup, _, one in good if one.choice.tpot <= near}
+            found += planned(setup for setup in setups if _kind(setup) in kinds and setup not in first)
+        elif not found:
+            found = planned(setups)  # a smaller KV cache may fit
         if not found:
             self.plan(setups[0], self.lengths[0], 1)  # its sentence
             raise ConfigError(f"{self.requests} requests at once do not fit; lower --max-num-seqs.")

@@ -113,7 +113,7 @@ def _execute_model(original: Original, self: Any, scheduler_output: Any) -> Any:
     Only executors come this way: vLLM's warm-up calls Worker.execute_model itself.
     """
     rank = _rank(self.worker.vllm_config.quant_config)
-    if rank is None or not rank.begin_step(scheduler_output):
+    if rank is None or not rank.begin_step(scheduler_output, self.worker.model_runner):
         return original(self, scheduler_output)
     return rank.end_model(self.worker.model_runner, scheduler_output, original(self, scheduler_output))
 

@@ -279,6 +279,9 @@ def bench(
     nodes: Nodes = 1,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of rows; the same one to go on.")] = Path("bench"),
     figure: Figure = None,
+    prefixes: Annotated[
+        int, typer.Option(min=0, help="Measure first tokens of prompts of so many tokens instead: cold and cached.")
+    ] = 0,
 ) -> None:
     """Measure policies side by side: times, hits, bytes and memory, for each budget and batch size."""
     from vllm_dymoe.bench.cases import Workload
@@ -293,6 +296,9 @@ def bench(
     workload = Workload(asked.digest, asked.name, asked.is_random, requests, warm_up, max_tokens)
     ranks = Ranks(tp, dp, pp, ep, nodes).for_engines()
     run = Bench(model, asked, workload, common, ranks | json_object("--engine", engine), out, figure)
+    if prefixes:
+        run.prefixes(policy or ["exact"], budget or ["25%", "50%", "100%"], prefixes)
+        return
     policies = policy or ["on-demand", "exact"]
     run.compare(policies, peer or [], budget or ["25%", "50%"], batch or [1], link or [], misses or [])
 

@@ -17,9 +17,9 @@ class Preemptions:
     def see(self, scheduler_output: Any, runner: Any, server: ExpertServer) -> None:
         """Log a proposal if the scheduler has preempted requests for this step."""
         preempted = len(getattr(scheduler_output, "preempted_req_ids", None) or ())
-        plan = server.slot_plan
-        if not preempted or plan.limit in self._told:
+        if not preempted or server.slot_plan.limit in self._told:
             return
+        plan = server.slot_plan
         config = getattr(runner, "kv_cache_config", None)
         nbytes = sum(tensor.size for tensor in getattr(config, "kv_cache_tensors", ()))
         if not nbytes:

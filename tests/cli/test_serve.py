@@ -74,7 +74,8 @@ def test_options_of_the_environment_count_as_the_users(folder, machine, monkeypa
 
 @pytest.mark.parametrize(("text", "number"), [("8192", 8192), ("8k", 8000), ("8K", 8192), ("auto", None), ("-1", None)])
 def test_numbers_are_vllms(text, number):
-    assert Arguments.parse([f"--max_model_len={text}"]).number("max-model-len") == number
+    for words in ([f"--max_model_len={text}"], ["--max-model-len", text, "--enforce-eager"]):
+        assert Arguments.parse(words).number("max-model-len") == number
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -52,7 +53,7 @@ class Arguments:
                 passed.append(word)
                 continue
             written = [word]
-            if not equals and place < len(words) and not words[place].startswith("-"):
+            if not equals and place < len(words) and re.match(r"[^-]|-\d", words[place]):
                 value, place = words[place], place + 1
                 written.append(value)
             name = _SHORT.get(name, name.lstrip("-").replace("_", "-"))

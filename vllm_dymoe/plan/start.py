@@ -145,8 +145,10 @@ class Planner:
         bases = [*CANDIDATES] if asked.get("policy", "exact") in known else [{"policy": asked["policy"]}]
         for base, bits, kind, way in itertools.product(bases, dense, kinds, misses):
             given = {**base, "dense": bits, "misses": way, **model.fixed, **asked}
-            fits = all(given.get(key) == value for key, value in base.items() if key in ("policy", "low"))
-            if not fits or (not self.on_gpu and "policy" not in asked and given["policy"] != "exact"):
+            one_version = model.fixed.get("low") == 0 and "low" in base
+            if given["policy"] != base["policy"] or one_version:
+                continue
+            if not self.on_gpu and "policy" not in asked and given["policy"] != "exact":
                 continue  # what hides a link is of no use to a CPU
             if (text := json.dumps([given, kind], sort_keys=True, default=str)) in seen:
                 continue
@@ -363,8 +365,9 @@ def _reasons(
     of_checkpoint = "the checkpoint's" if "high" in model.fixed else f"{agreement}the fastest that is good enough"
     bits = f"{settled.high}/{settled.low} bits" if settled.low else f"{settled.high} bits"
     yield "precision", bits, why("high", of_checkpoint)
-    dense = "another tool's" if model.quantized else f"{size(planner.shape.read_of_dense(settled.dense))} for each step"
-    yield "dense layers", f"{settled.dense} bits", why("dense", dense)
+    dense = f"{size(planner.shape.read_of_dense(settled.dense))} for each step"
+    kept = "as they are", "the checkpoint's, which has them quantized or means them to stay"
+    yield "dense layers", *(kept if model.quantized else (f"{settled.dense} bits", why("dense", dense)))
     if planner.on_gpu:
         share = min(1.0, choice.limit / everything)
         room = f"{size(choice.limit)} of {size(everything)} on the GPU, {choice.hit_rate:.0%} hits"

@@ -71,7 +71,7 @@ class Arguments:
     def number(self, name: str) -> int | None:
         """An integer as vLLM reads it: 8192, 8k or 8K; None if it was not given, or is automatic."""
         text = self.values.get(name)
-        if text in (None, "auto", "-1"):
+        if text is None or text in ("auto", "-1"):
             return None
         try:
             return int(float(text[:-1]) * _UNITS[text[-1]]) if text[-1] in _UNITS else int(text)
@@ -82,7 +82,7 @@ class Arguments:
         """What they decide."""
         utilization, space = self.values.get("gpu-memory-utilization"), environment.get("VLLM_CPU_KVCACHE_SPACE")
         bytes_ = self.number("kv-cache-memory-bytes")
-        sizes = (self.number(f"{kind}-parallel-size") or 1 for kind in ("tensor", "data", "pipeline"))
+        tp, dp, pp = (self.number(f"{kind}-parallel-size") or 1 for kind in ("tensor", "data", "pipeline"))
         return Asked(
             options=options_of_environment(environment) | dict(self.additional.get("dymoe") or {}),
             max_model_len=self.number("max-model-len"),
@@ -91,7 +91,7 @@ class Arguments:
             kv_cache_dtype=self.values.get("kv-cache-dtype"),
             gpu_memory_utilization=None if utilization is None else float(utilization),
             kv_cache_space=bytes_ / 2**30 if bytes_ else float(space) if space else None,
-            ranks=Ranks(*sizes, ep=self.values.get("enable-expert-parallel", "false") != "false"),
+            ranks=Ranks(tp, dp, pp, self.values.get("enable-expert-parallel", "false") != "false"),
         )
 
 

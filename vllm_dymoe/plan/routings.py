@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +26,11 @@ class Routings:
         self.header, self.batch, self.ranks = trace.header, batch, ranks
         layers = np.unique(np.linspace(0, trace.header.num_layers - 1, _LAYERS).round().astype(int))
         header = replace(trace.header, num_layers=len(layers))
-        own = {"header": header, "experts": trace.experts[:, layers], "weights": trace.weights[:, layers]}
+        own: dict[str, Any] = {
+            "header": header,
+            "experts": trace.experts[:, layers],
+            "weights": trace.weights[:, layers],
+        }
         self.trace = replace(trace, **own, router_inputs=None, next_gate=None, gates=None, fates=None)
 
     def spread(self, ranks: int) -> "Routings":

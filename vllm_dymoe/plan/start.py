@@ -216,8 +216,9 @@ class Planner:
         )  # fmt: skip
 
     def _room(self, serving: ServeSettings, least: int, options: Options, kv_share: float, requests: int) -> int:
-        how = {"dense": options.dense, "kv_share": kv_share, "requests": requests}
-        return room_for_experts(self.shape, self.device, serving, least, **how)
+        return room_for_experts(
+            self.shape, self.device, serving, least, dense=options.dense, kv_share=kv_share, requests=requests
+        )
 
     def kv_space(self, kv_cache: int) -> int:
         """Bytes of a CPU's KV cache: as many as it is told, in whole GiB. ConfigError if experts would lack them."""

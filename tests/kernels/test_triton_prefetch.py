@@ -32,7 +32,7 @@ def list_both(twins, layer, real, projections):
     plain = PrefetchList.allocate(twins.plain.experts, "cpu")
     found = moved(plain, lambda values: twins.place(values.clone()).fill_(77))
     list_predicted(twins.plain, layer, rows(real), projections, plain)
-    list_predicted_on_gpu(vars(twins.table), layer, twins.place(rows(real)), projections, vars(found))
+    list_predicted_on_gpu(twins.table.at(layer), layer, twins.place(rows(real)), projections, vars(found))
     count = int(plain.count)
     assert int(found.count) == count
     assert torch.equal(plain.copies[:count], found.copies[:count].cpu())
@@ -92,7 +92,7 @@ def test_copies_are_complete_and_published_or_stop(planned):
     table = Table.allocate(LAYERS, EXPERTS, device=DEVICE)
     assert (table.precision == ABSENT).all()
     table.planned.fill_(planned)
-    copy_predicted_on_gpu(vars(table), 1, 2, vars(listed))
+    copy_predicted_on_gpu(table.at(1), 1, 2, vars(listed))
     made = planned != 1
     for source, slot, count in zip(sources, slots, lengths, strict=True):
         assert torch.equal(slot[:count], source[:count]) == (made or not count)

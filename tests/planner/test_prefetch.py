@@ -46,8 +46,8 @@ def test_copies_are_of_experts_that_the_layer_lacks_into_slots_that_no_layer_kee
     lacking = [expert for expert in order[:named] if table.precision[1, expert] == ABSENT]
     assert copies[:, 3].tolist() == lacking[: prefetch_slots(staging)]
     first, nbytes = (
-        int(table.staging[HIGH, 0]),
-        1 << 12 if projections == PROJECTIONS else int(table.offsets[HIGH, projections]),
+        int(table.staging[0, HIGH, 0]),
+        1 << 12 if projections == PROJECTIONS else int(table.offsets[0, HIGH, projections]),
     )
     for number, (source, destination, size, expert) in enumerate(copies.tolist()):
         assert source == SOURCE[HIGH] + (table.experts + expert << 12)
@@ -64,7 +64,7 @@ def test_what_has_arrived_is_read_from_its_slot_and_what_has_not_from_the_store(
     publish(table, 1, 3, PROJECTIONS)
     publish(table, 1, 9, PROJECTIONS)
     plan = decide(table, 1, ids, weights)
-    offsets = table.offsets[HIGH]
+    offsets = table.offsets[1, HIGH]
     assert (plan.addresses[0, 0] - offsets).tolist() == [POOL[HIGH] + (1 << 12)] * 3
     for item, expert in ((1, 5), (2, 7)):
         assert (plan.addresses[0, item] - offsets).tolist() == [SOURCE[HIGH] + (table.experts + expert << 12)] * 3
@@ -84,7 +84,7 @@ def test_what_has_arrived_counts_for_one_plan(real):
     ids, weights = torch.tensor([[3, 5, 7]]), torch.ones(1, 3)
     decide(table, 1, ids, weights, real=real)
     plan = decide(table, 1, ids, weights)
-    assert int(plan.addresses[0, 0, 0] - table.offsets[HIGH, 0]) == SOURCE[HIGH] + (table.experts + 3 << 12)
+    assert int(plan.addresses[0, 0, 0] - table.offsets[0, HIGH, 0]) == SOURCE[HIGH] + (table.experts + 3 << 12)
 
 
 def test_nothing_is_listed_without_tokens_or_without_slots():

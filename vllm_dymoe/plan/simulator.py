@@ -200,7 +200,7 @@ class Simulator:
         quotas = {CODES[precision]: plan.quotas.get(precision, [0] * layers) for precision in plan.slots}
         if not policy.residency.keeps:
             quotas = {code: [0] * layers for code in quotas}
-        set_pools(self.table, {code: (0, 0, plan.slots[p]) for p in plan.slots for code in [CODES[p]]}, quotas)
+        set_pools(self.table, {code: [(0, 0, plan.slots[p])] for p in plan.slots for code in [CODES[p]]}, quotas)
         if all(list(of) == [self._each] * layers for of in quotas.values()):  # filled at start
             self.table.precision[:] = HIGH if HIGH in quotas else LOW
         self.table.reuse_high[:] = policy.precision.reuses_high
@@ -366,7 +366,8 @@ class Simulator:
             return None
         table = Table.allocate(len(experts.layers), self._each, nested=self._nested)
         quotas = [int(self._each * held / experts.stored_nbytes)] * len(experts.layers)
-        set_pools(table, {code: (0, 0, sum(quotas)) for code in self._nbytes}, dict.fromkeys(self._nbytes, quotas))
+        pools = {code: [(0, 0, sum(quotas))] for code in self._nbytes}
+        set_pools(table, pools, dict.fromkeys(self._nbytes, quotas))
         return table
 
     def _read(self, layer: int, copies: Sequence[_Copy]) -> None:

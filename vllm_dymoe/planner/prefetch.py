@@ -61,13 +61,13 @@ def list_predicted(table: Table, layer: int, rows: Tensor, projections: int, out
             continue
         if taken[code] >= host.prefetch_slots[code]:
             continue
-        slot = int(host.staging[code, 0]) + taken[code]
+        slot = int(host.staging[layer, code, 0]) + taken[code]
         taken[code] += 1
         host.staged[half, :2, expert] = slot, code
         copy = (
             int(host.source[layer, expert, code]),
-            slot_address(host, code, slot),
-            bytes_ahead(host, code, projections),
+            slot_address(host, layer, code, slot),
+            bytes_ahead(host, layer, code, projections),
         )
         out.copies[listed] = torch.tensor((*copy, expert))
         listed += 1

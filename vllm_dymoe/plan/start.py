@@ -85,8 +85,8 @@ def read_model(name: str) -> Model:
         return Model(name, shape, fixed, quantized=said.get("dense") is not None)
     if (quantization := ModelConfig(folder).quantization) is None:
         return Model(name, shape)
-    reader = make_reader(quantization, None)
-    return Model(name, shape, {"high": 16 if reader.mixed else reader.bits, "low": 0}, quantized=True)
+    usual, _ = make_reader(quantization, None).usual
+    return Model(name, shape, {"high": usual.bits, "low": 0}, quantized=True)
 
 
 @dataclass(frozen=True)

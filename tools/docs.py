@@ -32,6 +32,7 @@ FORMATS = {
 }  # fmt: skip
 """By the first word of a kind."""
 PREDICTORS = ROOT / "benchmarks" / "predictors" / "results.json"
+STARTS = ROOT / "tests" / "plan" / "starts" / "chosen.json"
 _KINDS = {int: "a number", float: "a number", bool: "`true`, `false`", Path: "a path", str: "a name", dict: "an object"}
 _LIMITS = {"ge": "from {}", "gt": "above {}", "le": "up to {}"}
 _BUDGETS = ("auto", "top-k", "layer")
@@ -166,6 +167,20 @@ def versions() -> str:
     return f"vLLM {OLDEST_VLLM} to {last}, its CPU build from {OLDEST_CPU_BUILD}; Python {python} or newer; Linux.\n"
 
 
+def starts() -> str:
+    """What `vllm-dymoe serve` chooses for eight models on eight machines."""
+    rows = []
+    for machine, found in json.loads(STARTS.read_text()).items():
+        chosen = {subject: what for subject, (what, _) in found["why"].items()}
+        settings = {f"--{name}": value for name, value in found["arguments"].items()}
+        options = {name: value for name, value in found["options"].items() if name not in ("policy", "high", "low")}
+        said = [*(f"`{name} {value}`" for name, value in settings.items()), *(f"`{name}` {code(value)}" for name, value
+                in options.items())]  # fmt: skip
+        speed = f"{found['tokens_per_second']:.3g}"
+        rows.append([machine, found["model"], f"`{chosen['policy']}`, {chosen['precision']}", ", ".join(said), speed])
+    return table(["machine", "model", "policy", "the rest", "tokens/s"], rows)
+
+
 GENERATED: dict[str, Callable[[], str]] = {
     "architectures": architectures,
     "methods": methods,
@@ -176,6 +191,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "parameters": parameters,
     "policies": policies,
     "predictors": predictors,
+    "starts": starts,
     "versions": versions,
 }
 """By marker."""

@@ -11,7 +11,7 @@ from vllm_dymoe.kernels import Activation, ExpertKernel
 from vllm_dymoe.kernels.triton import TritonKernel
 from vllm_dymoe.kernels.triton.cpu_queue import DeviceQueue
 from vllm_dymoe.kernels.triton.large_batch_step import TritonLargeBatch
-from vllm_dymoe.kernels.triton.prefetch import copy_predicted_on_gpu, list_predicted_on_gpu
+from vllm_dymoe.kernels.triton.prefetch import copy_predicted_on_gpu, judge_predicted_on_gpu, list_predicted_on_gpu
 from vllm_dymoe.kernels.triton.small_batch_step import SmallBatchStep
 from vllm_dymoe.planner.constants import check_experts
 from vllm_dymoe.planner.large_batch import LargeBatchShape
@@ -63,6 +63,9 @@ class TritonKernels:
             device_queue = DeviceQueue(cpu_queue.queue.shape, cpu_queue.turn, cpu_queue.present)
         step.run(vars(table), layer, x, ids, weights, rows, plan.tensors, out, device_queue)
         return out
+
+    def judge_predicted(self, table: Table, layer: int, ids: Tensor, rows: Tensor, listed: PrefetchList) -> None:
+        judge_predicted_on_gpu(vars(table), layer, ids, rows, vars(listed))
 
     def list_predicted(self, table: Table, layer: int, rows: Tensor, projections: int, out: PrefetchList) -> None:
         list_predicted_on_gpu(vars(table), layer, rows, projections, vars(out))

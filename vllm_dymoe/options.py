@@ -188,7 +188,8 @@ class Options(BaseModel):
     """When an expert's bytes are checked: whenever they come from the disk, or from the page cache, too."""
     misses: Literal["auto", "fetch", "compute", "share"] = "auto"
     """Experts without a slot are fetched, or, free slots filled, computed by the host where they lie in its memory, or
-    shared between both as their measured rates say; "auto" computes on a CPU what memory or the page cache has."""
+    shared between both as their measured rates say; "auto" computes on a CPU what memory or the page cache has, and on
+    a GPU measures steps of both at the first start and takes the faster one."""
     misses_rows: int = Field(default=16, ge=1, le=_MOST_ROWS)
     """Rows of an expert that the host computes beside a device at most; with more it is fetched."""
     planning: Literal["auto", "host", "device"] = "auto"
@@ -200,7 +201,8 @@ class Options(BaseModel):
     policy_options: dict[str, Any] = {}
     """Parameters of the policy, by name."""
     predictor: Place | None = None
-    """File of a predictor that `vllm-dymoe train` has trained, in place of the policy's own."""
+    """File of a predictor that `vllm-dymoe train` has trained, in place of the policy's own ([where it is
+    used](predictors.md#where-it-is-used))."""
     train_predictor: TrainPredictorOptions | None = None
     """[Trains](predictors.md) a predictor while serving, and uses it: its file, or an object of `file` and `memory`."""
     transfer_timeout_s: float = Field(default=60, ge=0, le=_LONGEST_S)

@@ -138,8 +138,7 @@ class SmallBatches:
         weights, ids = (
             torch.zeros(len(x), experts.top_k, dtype=dtype, device=device) for dtype in (torch.float32, torch.int32)
         )
-        given = x[:1], weights[:1], ids[:1], activation, self.cpu_queue
-        self.kernel.forward(self.table, 0, self.memory.rows, self._plans[0][1], *given)
+        self.run(0, x[:1], weights[:1], ids[:1], activation)
         if self.prefetch is not None:
             self.prefetch.warm_up(x[:1], ids[:1])
         self.large.warm_up(x, weights, ids, activation)
@@ -162,14 +161,18 @@ class SmallBatches:
 
     def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> Tensor:
         self.large.settle()
-        plan, prefetch = self._plans[layer % len(self._plans)][len(x)], self.prefetch
+        prefetch = self.prefetch
         if prefetch is not None:
             prefetch.begin_layer(layer, x, ids)
-        given = x, weights, ids, activation, self.cpu_queue
-        out = self.kernel.forward(self.table, layer, self.memory.rows, plan, *given)
+        out = self.run(layer, x, weights, ids, activation)
         if prefetch is not None:
             prefetch.end_layer(layer)
         return out
+
+    def run(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> Tensor:
+        """Run a layer of a small batch without predictions: gates may not be there to be asked while a model loads."""
+        plan, given = self._plans[layer % len(self._plans)][len(x)], (x, weights, ids, activation, self.cpu_queue)
+        return self.kernel.forward(self.table, layer, self.memory.rows, plan, *given)
 
     def forward_large(
         self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation, marks: Tensor | None = None,

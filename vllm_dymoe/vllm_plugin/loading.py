@@ -26,6 +26,7 @@ from vllm_dymoe.prefetch.trained import network_dtype
 from vllm_dymoe.quantize.readers import PLAIN_READER, Reader
 from vllm_dymoe.quantize.readers.base import describe
 from vllm_dymoe.server import ExpertServer, minimum_budget
+from vllm_dymoe.server.misses import CHOICES, choose_misses
 from vllm_dymoe.server.self_test import RESULTS, tested
 from vllm_dymoe.vllm_plugin.announcements import describe_server, logger, warnings
 from vllm_dymoe.vllm_plugin.automatic_budget import automatic_budget, budget_in_host_memory
@@ -251,6 +252,13 @@ class Loading:
             given["predictor_room"] = network_bytes(sizes, ahead, item)
         if device.type == "cuda":
             given["obstacle"] = self._tested(store, options, device, policy, obstacle)
+        if options.misses == "auto" and device.type == "cuda":
+            rates, activation = self._model.rates, self._model.layers[0].activation
+            return choose_misses(
+                lambda chosen: ExpertServer(store, chosen, device, budget, **given), options, activation,
+                None if rates is None else rates.with_name(CHOICES),
+                lambda sentence: logger.info("vllm-dymoe: %s", sentence),
+            )  # fmt: skip
         return ExpertServer(store, options, device, budget, **given)
 
     def _tested(self, store: HostStore, options: Options, device: torch.device, policy: Policy, obstacle: str) -> str:

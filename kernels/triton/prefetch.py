@@ -60,7 +60,7 @@ def judge_predicted_on_gpu(
 
 def list_predicted_on_gpu(
     table: Mapping[str, Tensor], layer: int, rows: Tensor, projections: int, out: Mapping[str, Tensor],
-    *, start: Start = run_kernel,
+    look_ahead: int = 1, *, start: Start = run_kernel,
 ) -> None:  # fmt: skip
     """Do what ``list_predicted`` does, in one launch.
 
@@ -70,10 +70,13 @@ def list_predicted_on_gpu(
         rows: int32 [1], number of real tokens.
         projections: how many of an expert are copied.
         out: the tensors of a PrefetchList, by name; rows of copies after the last one keep their values.
+        look_ahead: layers that copies are listed for.
     """
     layers, experts = table["precision"].shape
-    columns = *(table[name] for name in _LISTED_BY), out["copies"], out["count"], out["arrivals"], out["held"]
+    columns = *(table[name] for name in _LISTED_BY), *(out[name] for name in ("copies", "count", "arrivals", "held"))
+    columns += (out["scratch"],)
     sizes = {"EXPERTS": experts, "WIDTH": experts_width(experts), "SLICES": table["staged"].shape[1]}
+    sizes |= {"AHEAD": look_ahead, "ARRIVALS": len(out["arrivals"])}
     start(list_predicted_kernel, (1,), (rows, *columns, layer, layers, projections), sizes, {"num_warps": WARPS})
 
 
@@ -86,8 +89,7 @@ def copy_predicted_on_gpu(
     A program is one warp, so that all of its lanes see the same value where it asks whether to go on.
     """
     columns = listed["copies"], listed["count"], listed["arrivals"], table["planned"], table["staged"]
-    half = table["staged"].shape[1] * 3 * table["precision"].shape[1]
-    sizes = {"HALF": half, "PROGRAMS": _PROGRAMS}
+    sizes = {"PROGRAMS": _PROGRAMS}
     start(copy_predicted_kernel, (_PROGRAMS,), (*columns, layer, projections), sizes, {"num_warps": 1})
 
 
@@ -184,72 +186,130 @@ def judge_predicted_kernel(
 
 
 @triton.jit(
-    do_not_specialize_on_alignment=["rows", *_LISTED_BY, "copies", "count", "arrivals", "held"],
+    do_not_specialize_on_alignment=["rows", *_LISTED_BY, "copies", "count", "arrivals", "held", "scratch"],
     do_not_specialize=["layer", "layers", "projections"],
 )
 def list_predicted_kernel(
     rows, predicted, precision, staging, prefetch_slots, staged, staged_for, offsets, pool, slot_bytes, source,
-    copies, count, arrivals, held, layer: tl.int32, layers: tl.int32, projections: tl.int32,
-    EXPERTS: tl.constexpr, WIDTH: tl.constexpr, SLICES: tl.constexpr,
+    copies, count, arrivals, held, scratch, layer: tl.int32, layers: tl.int32, projections: tl.int32,
+    EXPERTS: tl.constexpr, WIDTH: tl.constexpr, SLICES: tl.constexpr, AHEAD: tl.constexpr, ARRIVALS: tl.constexpr,
 ):  # fmt: skip
-    """Grid [1]; WIDTH is a power of two, at least EXPERTS."""
+    """Grid [1]; WIDTH is a power of two, at least EXPERTS. Of scratch four numbers for each expert are used."""
     number = tl.arange(0, WIDTH)
     known = number < EXPERTS
-    of_layer = layer * EXPERTS + number
-    expert = tl.load(predicted + of_layer, mask=known, other=-1)
-    code = tl.load(predicted + layers * EXPERTS + of_layer, mask=known, other=0)
-    ended = tl.cumsum((expert < 0).to(tl.int32), 0)
-    named = (known & (ended == 0)) & (expert < tl.where(tl.load(rows) > 0, EXPERTS, 0))
-    version = tl.load(precision + layer * EXPERTS + expert, mask=named, other=2).to(tl.int32)
-    if SLICES > 1:
-        low = named & ((code == 1) | (code == 2)) & (version < 1)
-        high = named & (code == 2) & (version < 2)
-    else:
-        low = named & (code == 1) & (version == 0)
-        high = named & (code == 2) & (version == 0)
-    low_place = tl.cumsum(low.to(tl.int32), 0) - 1
-    high_place = tl.cumsum(high.to(tl.int32), 0) - 1
-    low = low & (low_place < tl.load(prefetch_slots + 1))
-    high = high & (high_place < tl.load(prefetch_slots + 2))
-
-    half = staged + layer % 2 * (SLICES * 3 * EXPERTS)
-    for column in tl.static_range(3 * SLICES):
-        tl.store(half + column * EXPERTS + number, 0, mask=known)
-    for slice_number in tl.static_range(SLICES):
-        tl.store(arrivals + slice_number * EXPERTS + number, 0, mask=known)
+    real = tl.load(rows)
     here = tl.load(precision + layer * EXPERTS + number, mask=known, other=0).to(tl.int32)
+    for first in tl.static_range(0, ARRIVALS, WIDTH):
+        tl.store(arrivals + first + number, 0, mask=first + number < ARRIVALS)
     tl.store(held + layer % 2 * EXPERTS + number, (here > 0).to(tl.int32), mask=known)
+    stays = tl.load(staged_for + layer % 2) == layer
+    low_free, high_free = tl.load(prefetch_slots + 1), tl.load(prefetch_slots + 2)
+    order = scratch.to(tl.pointer_type(tl.int32))
+    if AHEAD > 1:
+        low_free = _list_free(
+            order, staged, layer, 0, 1, stays, low_free, staging, number, known, EXPERTS, WIDTH, SLICES
+        )
+        high_free = _list_free(
+            order + 2 * WIDTH, staged, layer, SLICES - 1, 2, stays, high_free, staging, number, known, EXPERTS, WIDTH,
+            SLICES,
+        )  # fmt: skip
+    listed = real * 0
+    low_taken = listed
+    high_taken = listed
+    for ahead in tl.static_range(AHEAD):
+        later = layer + ahead
+        if later < layers:
+            half = staged + later % 2 * (SLICES * 3 * EXPERTS)
+            for slice_number in tl.static_range(SLICES):
+                at = half + slice_number * 3 * EXPERTS + number
+                arrived = known & (number < 0)
+                if AHEAD > 1:
+                    if ahead == 0:
+                        arrived = known & (stays & (tl.load(at + 2 * EXPERTS, mask=known, other=0) > 0))
+                for column in tl.static_range(3):
+                    tl.store(at + column * EXPERTS, 0, mask=known & (arrived == 0))
+            tl.debug_barrier()
+            tl.store(staged_for + later % 2, later)
+            of_layer = later * EXPERTS + number
+            expert = tl.load(predicted + of_layer, mask=known, other=-1)
+            code = tl.load(predicted + layers * EXPERTS + of_layer, mask=known, other=0)
+            ended = tl.cumsum((expert < 0).to(tl.int32), 0)
+            named = (known & (ended == 0)) & (expert < tl.where(real > 0, EXPERTS, 0))
+            version = tl.load(precision + later * EXPERTS + expert, mask=named, other=2).to(tl.int32)
+            if SLICES > 1:
+                low = named & (((code == 1) | (code == 2)) & (version < 1))
+                high = named & ((code == 2) & (version < 2))
+            else:
+                low = named & ((code == 1) & (version == 0))
+                high = named & ((code == 2) & (version == 0))
+            if AHEAD > 1:
+                if ahead == 0:
+                    low = low & (tl.load(half + 2 * EXPERTS + expert, mask=low, other=0) == 0)
+                    residual = half + (SLICES - 1) * 3 * EXPERTS
+                    high = high & (tl.load(residual + 2 * EXPERTS + expert, mask=high, other=0) == 0)
+            low_place = low_taken + tl.cumsum(low.to(tl.int32), 0) - 1
+            high_place = high_taken + tl.cumsum(high.to(tl.int32), 0) - 1
+            low = low & (low_place < low_free)
+            high = high & (high_place < high_free)
+            if AHEAD > 1:
+                low_place = tl.load(order + low_place, mask=low, other=0)
+                high_place = tl.load(order + 2 * WIDTH + high_place, mask=high, other=0)
+            each = low.to(tl.int32) + high.to(tl.int32)
+            place = listed + tl.cumsum(each, 0) - each
+            row = source + (later * EXPERTS + expert).to(tl.int64) * 3
+            at = later % 2 * SLICES
+            _list_copies(
+                copies, place, low, low_place, staged, at, row, 1, expert, staging, pool, slot_bytes, offsets,
+                projections, EXPERTS,
+            )  # fmt: skip
+            _list_copies(
+                copies, place + low.to(tl.int32), high, high_place, staged, at + SLICES - 1, row, 2, expert, staging,
+                pool, slot_bytes, offsets, projections, EXPERTS,
+            )  # fmt: skip
+            listed += tl.sum(each, 0)
+            low_taken += number_of(low)
+            high_taken += number_of(high)
+            tl.debug_barrier()
+    tl.store(count, listed)
+
+
+@triton.jit
+def _list_free(
+    order, staged, layer, slice_number, code, stays, slots, staging, number, known,
+    EXPERTS: tl.constexpr, WIDTH: tl.constexpr, SLICES: tl.constexpr,
+):  # fmt: skip
+    """List the slots of a version that no prediction for the layer has, ascending, in order [2 * WIDTH]; how many."""
+    at = staged + (layer % 2 * SLICES + slice_number) * 3 * EXPERTS + number
+    kept = known & (stays & (tl.load(at + 2 * EXPERTS, mask=known, other=0) > 0))
+    kept = kept & (tl.load(at + EXPERTS, mask=known, other=0) == code)
+    place = tl.load(at, mask=kept, other=0) - tl.load(staging + 2 * code)
+    tl.store(order + WIDTH + number, 0)
     tl.debug_barrier()
-    tl.store(staged_for + layer % 2, layer)
-    each = low.to(tl.int32) + high.to(tl.int32)
-    place = tl.cumsum(each, 0) - each
-    row = source + (layer * EXPERTS + expert).to(tl.int64) * 3
-    _list_copies(
-        copies, place, low, low_place, half, 0, row, 1, expert, staging, pool, slot_bytes, offsets, projections, EXPERTS
-    )
-    _list_copies(
-        copies, place + low.to(tl.int32), high, high_place, half, SLICES - 1, row, 2, expert, staging, pool, slot_bytes,
-        offsets, projections, EXPERTS,
-    )  # fmt: skip
-    tl.store(count, tl.sum(each, 0))
+    tl.store(order + WIDTH + place, 1, mask=kept & (place < WIDTH))
+    tl.debug_barrier()
+    free = (tl.load(order + WIDTH + number) == 0) & (number < slots)
+    rank = tl.cumsum(free.to(tl.int32), 0) - 1
+    tl.store(order + rank, number, mask=free)
+    tl.debug_barrier()
+    return number_of(free)
 
 
 @triton.jit
 def _list_copies(
-    copies, place, those, slot_place, half, slice_number, row, code, expert, staging, pool, slot_bytes, offsets,
+    copies, place, those, slot_place, staged, slice_number, row, code, expert, staging, pool, slot_bytes, offsets,
     projections, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """List the copies of one version or slice, at their places in the list and in staging slots."""
     slot = tl.load(staging + 2 * code) + slot_place
-    at = half + slice_number * 3 * EXPERTS + expert
-    tl.store(at, slot, mask=those)
-    tl.store(at + EXPERTS, code, mask=those)
+    at = slice_number * 3 * EXPERTS + expert
+    tl.store(staged + at, slot, mask=those)
+    tl.store(staged + at + EXPERTS, code, mask=those)
     nbytes = tl.load(slot_bytes + code)
     copy = copies + 4 * place
     tl.store(copy, tl.load(row + code, mask=those, other=0), mask=those)
     tl.store(copy + 1, tl.load(pool + code) + slot * nbytes, mask=those)
     tl.store(copy + 2, expert * 0 + bytes_ahead(offsets, slot_bytes, code, projections), mask=those)
-    tl.store(copy + 3, ((3 * slice_number + 2) * EXPERTS + expert).to(tl.int64), mask=those)
+    tl.store(copy + 3, (at + 2 * EXPERTS).to(tl.int64), mask=those)
 
 
 @triton.jit(
@@ -258,7 +318,7 @@ def _list_copies(
 )
 def copy_predicted_kernel(
     copies, count, arrivals, planned, staged, layer: tl.int32, projections: tl.int32,
-    HALF: tl.constexpr, PROGRAMS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Copy parts of 8 KiB, each program its own; the last program of a copy publishes it. Grid [PROGRAMS]."""
     listed = tl.load(count)
@@ -281,5 +341,5 @@ def copy_predicted_kernel(
             before = tl.atomic_add(arrivals + number, 1, sem="acq_rel", scope="gpu")
             if before == PROGRAMS - 1:
                 place = tl.load(copy + 3)
-                tl.atomic_xchg(staged + layer % 2 * HALF + place, projections, sem="release", scope="gpu")
+                tl.atomic_xchg(staged + place, projections, sem="release", scope="gpu")
         number += 1

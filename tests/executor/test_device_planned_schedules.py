@@ -104,7 +104,8 @@ class RecordedKernels(PlainKernels):
             for half, staged in enumerate(table.staged):
                 history.watch(staged, f"what half {half} of the layers finds", [slice(0, staged.nbytes)])
         history.follow("branch", history.now(threading.current_thread()))
-        history.write("branch", table.staged[layer % 2])
+        for later in range(layer, min(layer + arguments[-1], LAYERS)):
+            history.write("branch", table.staged[later % 2])
         PlainKernels.list_predicted(table, layer, *arguments)
 
     def copy_predicted(self, *arguments):
@@ -159,17 +160,17 @@ class NamesExperts(DevicePredictor):
     """Names what a program says for the layer after each step's."""
 
     answers = iter(())
-    history = History()
+    history, look_ahead = History(), 1
 
     def predict(self, layer, x, ids, rows):
         self.history.follow("branch", self.history.now(threading.current_thread()))
         self.history.read("branch", x)
-        if layer + 1 == LAYERS:
-            return
-        named = dict.fromkeys(expert for later, expert in next(self.answers, ()) if later == layer + 1)
-        self._table.predicted[:, layer + 1] = -1
-        self._table.predicted[0, layer + 1, : len(named)] = torch.tensor([*named], dtype=torch.int32)
-        self._table.predicted[1, layer + 1] = HIGH
+        answer = next(self.answers, ()) if layer + 1 < LAYERS else ()
+        for later in range(layer + 1, min(layer + 1 + self.look_ahead, LAYERS)):
+            named = dict.fromkeys(expert for of_layer, expert in answer if of_layer == later)
+            self._table.predicted[:, later] = -1
+            self._table.predicted[0, later, : len(named)] = torch.tensor([*named], dtype=torch.int32)
+            self._table.predicted[1, later] = HIGH
 
 
 class Roomy(Exact):

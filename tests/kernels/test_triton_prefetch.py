@@ -34,11 +34,11 @@ def predict(twins, layer, seed):
         table.predicted[:, layer] = torch.stack((experts, codes)).to(table.predicted.device)
 
 
-def list_both(twins, layer, real, projections):
+def list_both(twins, layer, real, projections, look_ahead=1):
     plain = PrefetchList.allocate(twins.plain.experts, "cpu", layers=LAYERS, slices=1 + twins.plain.nested)
     found = moved(plain, lambda values: twins.place(values.clone()).fill_(77))
-    list_predicted(twins.plain, layer, rows(real), projections, plain)
-    list_predicted_on_gpu(vars(twins.table), layer, twins.place(rows(real)), projections, vars(found))
+    list_predicted(twins.plain, layer, rows(real), projections, plain, look_ahead)
+    list_predicted_on_gpu(vars(twins.table), layer, twins.place(rows(real)), projections, vars(found), look_ahead)
     count = int(plain.count)
     assert int(found.count) == count
     assert torch.equal(plain.copies[:count], found.copies[:count].cpu())
@@ -54,7 +54,7 @@ def arrive(twins, layer, seed):
     """Some of the listed copies are complete."""
     some = torch.rand(twins.plain.experts, generator=torch.Generator().manual_seed(seed)) < 0.5
     for table in (twins.plain, twins.table):
-        for staged in table.staged[layer % 2]:
+        for staged in table.staged.flatten(0, 1):
             staged[2] = torch.where(some.to(staged.device) & (staged[1] > 0), PROJECTIONS, 0)
 
 
@@ -66,8 +66,9 @@ def arrive(twins, layer, seed):
     st.sampled_from([0.0, 0.5, 1.0]),
     st.integers(1, PROJECTIONS),
     st.booleans(),
+    st.integers(1, 2),
 )
-def test_any_predictions_and_steps(steps, share, staging, retention, projections, nested):
+def test_any_predictions_and_steps(steps, share, staging, retention, projections, nested, look_ahead):
     quotas = {LOW: [share] * LAYERS, HIGH: [share] * LAYERS}
     twins = Twins(quotas, policy=Dymoe(retention=retention), staging=staging, nested=nested)
     for table in (twins.plain, twins.table):
@@ -75,7 +76,7 @@ def test_any_predictions_and_steps(steps, share, staging, retention, projections
     for number, (tokens, seed) in enumerate(steps):
         layer = number % LAYERS
         predict(twins, layer, seed)
-        plain, found = list_both(twins, layer, seed % (tokens + 1), projections)
+        plain, found = list_both(twins, layer, seed % (tokens + 1), projections, look_ahead)
         arrive(twins, layer, seed)
         ids, weights = random_step(seed, tokens)
         real = rows(seed % (tokens + 1))
@@ -133,7 +134,7 @@ def test_copies_are_complete_and_published_or_stop(planned):
     slots = [torch.full((len(source) + 16,), 0xEE, dtype=torch.uint8, device=DEVICE) for source in sources]
     listed = PrefetchList.allocate(EXPERTS, DEVICE)
     for number, (source, slot, count) in enumerate(zip(sources, slots, lengths, strict=True)):
-        place = 2 * EXPERTS + 2 * number
+        place = 5 * EXPERTS + 2 * number
         listed.copies[number] = torch.tensor((source.data_ptr(), slot.data_ptr(), count, place))
     listed.count.fill_(len(lengths))
     table = Table.allocate(LAYERS, EXPERTS, device=DEVICE)

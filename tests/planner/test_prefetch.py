@@ -52,13 +52,13 @@ def test_copies_are_of_experts_that_the_layer_lacks_into_slots_that_no_layer_kee
     predict(table, 1, order[:named])
     _, copies = listed(table, 1, projections)
     lacking = [expert for expert in order[:named] if table.precision[1, expert] == ABSENT]
-    assert (copies[:, 3] - 2 * EXPERTS).tolist() == lacking[: prefetch_slots(staging)]
+    assert (copies[:, 3] - 5 * EXPERTS).tolist() == lacking[: prefetch_slots(staging)]
     first, nbytes = (
         int(table.staging[HIGH, 0]),
         1 << 12 if projections == PROJECTIONS else int(table.offsets[HIGH, projections]),
     )
     for number, (source, destination, size, place) in enumerate(copies.tolist()):
-        expert = place - 2 * EXPERTS
+        expert = place - 5 * EXPERTS
         assert source == SOURCE[HIGH] + (table.experts + expert << 12)
         assert destination == POOL[HIGH] + (first + number << 12)
         assert size == nbytes
@@ -70,8 +70,8 @@ def test_what_has_arrived_is_read_from_its_slot_and_what_has_not_from_the_store(
     ids, weights = torch.tensor([[3, 5, 7]]), torch.ones(1, 3)
     predict(table, 1, [7, 3, 9])
     listed(table, 1)
-    publish(table, 1, 2 * EXPERTS + 3, PROJECTIONS)
-    publish(table, 1, 2 * EXPERTS + 9, PROJECTIONS)
+    publish(table, 5 * EXPERTS + 3, PROJECTIONS)
+    publish(table, 5 * EXPERTS + 9, PROJECTIONS)
     plan = decide(table, 1, ids, weights)
     offsets = table.offsets[HIGH]
     assert (plan.addresses[0, 0] - offsets).tolist() == [POOL[HIGH] + (1 << 12)] * 3
@@ -89,7 +89,7 @@ def test_what_has_arrived_counts_for_one_plan(real):
     table = made()
     predict(table, 1, [3])
     listed(table, 1)
-    publish(table, 1, 2 * EXPERTS + 3, PROJECTIONS)
+    publish(table, 5 * EXPERTS + 3, PROJECTIONS)
     ids, weights = torch.tensor([[3, 5, 7]]), torch.ones(1, 3)
     decide(table, 1, ids, weights, real=real)
     plan = decide(table, 1, ids, weights)
@@ -120,10 +120,10 @@ def test_a_nested_version_is_fetched_as_the_slices_that_it_lacks():
     table.precision[1, 5], table.slot[0, 1, 5] = LOW, int(table.first_slot[1, LOW])
     predict(table, 1, [5, 7])
     _, copies = listed(table, 1)
-    base, residual = 2 * EXPERTS, 5 * EXPERTS
+    base, residual = 8 * EXPERTS, 11 * EXPERTS
     assert copies[:, 3].tolist() == [residual + 5, base + 7, residual + 7]
     for place in (residual + 5, base + 7):
-        publish(table, 1, place, PROJECTIONS)
+        publish(table, place, PROJECTIONS)
     plan = decide(table, 1, torch.tensor([[5, 7, 9]]), torch.ones(1, 3))
     first = {code: int(table.staging[code, 0]) for code in (LOW, HIGH)}
     found = plan.addresses[:, :2, 0] - table.offsets[1:, :1]
@@ -144,3 +144,22 @@ def test_predictions_are_judged_by_what_the_router_chose():
     named = {count.name: int(out.counts[1, count]) for count in PredictionCount}
     assert named == {"ASKED": 1, "PREDICTED": 3, "NEEDED": 4, "CORRECT": 2, "HELD": 1, "UNUSED": 1}
     assert not out.counts[0].any()
+
+
+def test_what_came_for_the_second_next_layer_stays_when_it_is_the_next():
+    table = made(staging=4)  # three slots are for predictions
+    first, out = int(table.staging[HIGH, 0]), PrefetchList.allocate(table.experts, "cpu", layers=LAYERS)
+    predict(table, 0, [1, 2])
+    predict(table, 1, [5, 6, 7])
+    list_predicted(table, 0, rows(1), PROJECTIONS, out, 2)
+    odd = 5 * EXPERTS
+    assert out.copies[: int(out.count), 3].tolist() == [2 * EXPERTS + 1, 2 * EXPERTS + 2, odd + 5], "the next one first"
+    assert table.staged_for.tolist() == [0, 1]
+    publish(table, odd + 5, PROJECTIONS)
+    predict(table, 1, [6, 5, 8])
+    list_predicted(table, 1, rows(1), PROJECTIONS, out, 2)
+    assert out.copies[: int(out.count), 3].tolist() == [odd + 6, odd + 8], "5 is there"
+    slots = [int(copy[1] - POOL[HIGH]) >> 12 for copy in out.copies[: int(out.count)]]
+    assert slots == [first, first + 1], "it keeps its slot, the third one"
+    plan = decide(table, 1, torch.tensor([[5, 6, 9]]), torch.ones(1, 3))
+    assert int(plan.addresses[0, 0, 0] - table.offsets[HIGH, 0]) == POOL[HIGH] + (first + 2 << 12)

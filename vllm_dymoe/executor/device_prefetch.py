@@ -30,7 +30,9 @@ class PrefetchKernel(Protocol):
         """Enqueue :func:`~vllm_dymoe.planner.prefetch.judge_predicted`."""
         ...
 
-    def list_predicted(self, table: Table, layer: int, rows: Tensor, projections: int, out: PrefetchList) -> None:
+    def list_predicted(
+        self, table: Table, layer: int, rows: Tensor, projections: int, out: PrefetchList, look_ahead: int
+    ) -> None:
         """Enqueue :func:`~vllm_dymoe.planner.prefetch.list_predicted`."""
         ...
 
@@ -93,10 +95,11 @@ class DevicePrefetch:
 
     def warm_up(self, x: Tensor, ids: Tensor) -> None:
         """Compile and load the kernels by running a layer without tokens; gates may not be there to be asked."""
+        listed = self._table, 0, self._rows, self._projections, self._listed, self._predictor.look_ahead
         with self._branch.fork():
             self._kernel.judge_predicted(self._table, 0, ids, self._rows, self._listed)
             self._predictor.warm_up(x, ids, self._rows)
-            self._kernel.list_predicted(self._table, 0, self._rows, self._projections, self._listed)
+            self._kernel.list_predicted(*listed)
             self._kernel.copy_predicted(self._table, 0, self._projections, self._listed)
             self._runs, self._all_made = True, self._branch.mark()
         self.settle()
@@ -143,8 +146,9 @@ class DevicePrefetch:
             self._join()
             return
         self._branch.join(self._predicted)  # x and ids may go, and other work may get their memory
+        listed = self._table, layer + 1, self._rows, self._projections, self._listed, self._predictor.look_ahead
         with self._branch.fork():
-            self._kernel.list_predicted(self._table, layer + 1, self._rows, self._projections, self._listed)
+            self._kernel.list_predicted(*listed)
             self._list_made, self._listed_for = self._branch.mark(), layer + 1
             self._kernel.copy_predicted(self._table, layer + 1, self._projections, self._listed)
             self._all_made = self._branch.mark()

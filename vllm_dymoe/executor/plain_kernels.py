@@ -95,7 +95,7 @@ class PlainKernels:
             if coming.layer == layer:
                 for place, due in coming.due.items():
                     if due <= now:
-                        publish(table, layer, place, coming.projections)
+                        publish(table, place, coming.projections)
             self._free = min(self._free, max(coming.begun, now))  # the others are not fetched
         plan_small_batch(table, layer, ids, weights, rows, plan, **how)
 

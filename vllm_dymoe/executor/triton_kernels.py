@@ -67,8 +67,10 @@ class TritonKernels:
     def judge_predicted(self, table: Table, layer: int, ids: Tensor, rows: Tensor, listed: PrefetchList) -> None:
         judge_predicted_on_gpu(vars(table), layer, ids, rows, vars(listed))
 
-    def list_predicted(self, table: Table, layer: int, rows: Tensor, projections: int, out: PrefetchList) -> None:
-        list_predicted_on_gpu(vars(table), layer, rows, projections, vars(out))
+    def list_predicted(
+        self, table: Table, layer: int, rows: Tensor, projections: int, out: PrefetchList, look_ahead: int
+    ) -> None:
+        list_predicted_on_gpu(vars(table), layer, rows, projections, vars(out), look_ahead)
 
     def copy_predicted(self, table: Table, layer: int, projections: int, listed: PrefetchList) -> None:
         copy_predicted_on_gpu(vars(table), layer, projections, vars(listed))

@@ -28,6 +28,8 @@ from vllm_dymoe.planner.table import Table
 NAMED, UNITS, MOST_SCORE = 1 << 40, 1 << 30, 4
 """Of a tally: what a token adds for an expert that it would choose, the units of its score, and the largest score."""
 
+MOST_AHEAD = 2  # layers that a device fetches for: an even and an odd one
+
 
 class PredictionCount(IntEnum):
     """Columns of :attr:`PrefetchList.counts`: they count experts of layers for which there were predictions."""
@@ -44,12 +46,12 @@ class PredictionCount(IntEnum):
 class PrefetchList:
     """The copies of one layer's predicted experts, in the order in which they are made; what predictions were worth."""
 
-    copies: Tensor  # int64 [slices * experts, 4]: source address, destination address, bytes, place in ``Table.staged``
+    copies: Tensor  # int64 [any, 4]: source address, destination address, bytes, place in ``Table.staged``
     count: Tensor  # int32 [1], how many there are
-    arrivals: Tensor  # int32 [slices * experts], scratch: programs that have made their part of a copy
+    arrivals: Tensor  # int32 [any], scratch: programs that have made their part of a copy
     held: Tensor  # int32 [2, experts], 1 for experts of an even and an odd layer that it held when its list was made
     counts: Tensor  # int64 [layers, PredictionCount], since the start
-    scratch: Tensor  # int64 [width], contents do not matter
+    scratch: Tensor  # int64 [2 * width], contents do not matter
 
     @classmethod
     def allocate(cls, experts: int, device: torch.device | str, *, layers: int = 1, slices: int = 1) -> Self:
@@ -57,12 +59,12 @@ class PrefetchList:
         ints: Any = {"dtype": torch.int32, "device": device}
         longs: Any = {"dtype": torch.int64, "device": device}
         return cls(
-            torch.zeros(slices * experts, 4, **longs),
+            torch.zeros(MOST_AHEAD * slices * experts, 4, **longs),
             torch.zeros(1, **ints),
-            torch.zeros(slices * experts, **ints),
+            torch.zeros(MOST_AHEAD * slices * experts, **ints),
             torch.zeros(2, experts, **ints),
             torch.zeros(layers if experts else 0, len(PredictionCount), **longs),
-            torch.zeros(experts_width(experts) if experts else 0, **longs),
+            torch.zeros(2 * experts_width(experts) if experts else 0, **longs),
         )
 
 
@@ -136,41 +138,58 @@ def judge_predicted(table: Table, layer: int, ids: Tensor, rows: Tensor, listed:
         listed.counts[layer, count] += np.count_nonzero(those)
 
 
-def list_predicted(table: Table, layer: int, rows: Tensor, projections: int, out: PrefetchList) -> None:
-    """List the copies of a layer's predicted experts that it does not hold, as many as there are slots for.
+def list_predicted(
+    table: Table, layer: int, rows: Tensor, projections: int, out: PrefetchList, look_ahead: int = 1
+) -> None:
+    """List the copies of predicted experts that their layers do not hold, as many as there are slots for.
 
-    The layer's half of ``Table.staged`` is rewritten: slot and version of each, and no projection until it has arrived.
+    A coming layer's half of ``Table.staged`` is rewritten: slot and version of each, and no projection until it has
+    arrived. What has arrived for the next layer since it was the second next one stays.
 
     Args:
         table: on a CPU, like all other arguments.
+        layer: the next one to be planned.
         rows: int32 [1], number of real tokens; without any nothing is listed.
         projections: how many of an expert are copied, gate first.
         out: overwritten.
+        look_ahead: 1, or 2 to list copies for the layer after the next one behind those for the next.
     """
-    host, half, listed = table.on_host(), layer % 2, 0
-    host.staged[half] = 0
-    host.staged_for[half] = layer
+    host, listed, width = table.on_host(), 0, experts_width(table.experts)
+    arrived = (host.staged[layer % 2, :, 2] > 0) & bool(look_ahead > 1 and host.staged_for[layer % 2] == layer)
+    host.staged[layer % 2] *= arrived[:, None]
+    slots = {part: int(host.prefetch_slots[part]) for part in (LOW, HIGH)}
+    free: dict[int, list[int]] = {}
+    for part, most in slots.items():
+        first, number = int(host.staging[part, 0]), part - 1 if host.nested else 0
+        taken = arrived[number] & (host.staged[layer % 2, number, 1] == part)
+        kept = set((host.staged[layer % 2, number, 0][taken] - first).tolist())
+        free[part] = [slot for slot in range(most if look_ahead == 1 else min(most, width)) if slot not in kept]
     out.arrivals.zero_()
-    out.held[half] = torch.from_numpy((host.precision[layer] != ABSENT).astype(np.int32))
-    taken = dict.fromkeys((LOW, HIGH), 0)
-    experts, codes = host.predicted[:, layer].tolist()
-    ends = next((number for number, expert in enumerate(experts) if expert < 0), len(experts))
-    for expert, code in zip(experts[:ends], codes, strict=False):
-        if not int(rows) or code not in taken:
-            continue
-        for part in _lacking(host, int(host.precision[layer, expert]), code):
-            if taken[part] >= host.prefetch_slots[part]:
+    out.held[layer % 2] = torch.from_numpy((host.precision[layer] != ABSENT).astype(np.int32))
+    for later in range(layer, min(layer + look_ahead, host.layers)):
+        half = later % 2
+        if later > layer:
+            host.staged[half] = 0
+        host.staged_for[half] = later
+        experts, codes = host.predicted[:, later].tolist()
+        ends = next((number for number, expert in enumerate(experts) if expert < 0), len(experts))
+        for expert, code in zip(experts[:ends], codes, strict=False):
+            if not int(rows) or code not in slots:
                 continue
-            slot, number = int(host.staging[part, 0]) + taken[part], part - 1 if host.nested else 0
-            taken[part] += 1
-            host.staged[half, number, :2, expert] = slot, part
-            copy = (
-                int(host.source[layer, expert, part]),
-                slot_address(host, part, slot),
-                bytes_ahead(host, part, projections),
-            )
-            out.copies[listed] = torch.tensor((*copy, (3 * number + 2) * host.experts + expert))
-            listed += 1
+            for part in _lacking(host, int(host.precision[later, expert]), code):
+                number = part - 1 if host.nested else 0
+                if not free[part] or host.staged[half, number, 2, expert]:
+                    continue
+                slot = int(host.staging[part, 0]) + free[part].pop(0)
+                host.staged[half, number, :2, expert] = slot, part
+                copy = (
+                    int(host.source[later, expert, part]),
+                    slot_address(host, part, slot),
+                    bytes_ahead(host, part, projections),
+                )
+                place = ((half * len(host.slot) + number) * 3 + 2) * host.experts + expert
+                out.copies[listed] = torch.tensor((*copy, place))
+                listed += 1
     out.count.fill_(listed)
 
 
@@ -181,9 +200,9 @@ def _lacking(table: Table, held: int, code: int) -> tuple[int, ...]:
     return tuple(part for part in (LOW, HIGH) if held < part <= code)
 
 
-def publish(table: Table, layer: int, place: int, projections: int) -> None:
-    """Say that so many projections of a listed copy have arrived, unless its layer was planned in the meantime."""
-    table.staged[layer % 2].view(-1)[place] = projections
+def publish(table: Table, place: int, projections: int) -> None:
+    """Say that so many projections of a listed copy have arrived."""
+    table.staged.view(-1)[place] = projections
 
 
 def prefetch_slots(staging: int) -> int:

@@ -69,7 +69,7 @@ class NextGate(Predictor):
         return [one for later, experts, scores in found for one in self._gates[later].named(later, experts, scores)]
 
     def on_device(self, table: Table, experts: ModelExperts) -> DevicePredictor:
-        return GatesOnDevice(table, self._top_k, self._gates)
+        return GatesOnDevice(table, self._top_k, self._gates, self._layers)
 
     def _coming(self, layer: int) -> range:
         depth = self._layers if self._phase is Phase.DECODE else 1

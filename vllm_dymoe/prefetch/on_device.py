@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm_dymoe.planner.constants import experts_width
-from vllm_dymoe.planner.prefetch import PredictionCount, name_experts
+from vllm_dymoe.planner.prefetch import MOST_AHEAD, PredictionCount, name_experts
 from vllm_dymoe.planner.rule import HIGH, Ints
 from vllm_dymoe.planner.table import Table
 from vllm_dymoe.prefetch.folded import FoldedMLP
@@ -34,6 +34,11 @@ class DevicePredictor:
         """Bytes of device memory, without the table's."""
         return 0
 
+    @property
+    def look_ahead(self) -> int:
+        """For how many coming layers it names experts: 1 or 2."""
+        return 1
+
     def observe(self, layer: int, x: Tensor, ids: Tensor, rows: Tensor) -> None:
         """Enqueue what learns from a layer of a large batch; no host may be needed.
 
@@ -46,7 +51,7 @@ class DevicePredictor:
     def predict(self, layer: int, x: Tensor, ids: Tensor, rows: Tensor) -> None:
         """Enqueue what learns from a layer of a small batch and, unless it is the last, names experts of the next one.
 
-        ``Table.predicted[:, layer + 1]`` is written; arguments as for :meth:`observe`.
+        ``Table.predicted`` is written of the coming layers; arguments as for :meth:`observe`.
         """
 
     def warm_up(self, x: Tensor, ids: Tensor, rows: Tensor) -> None:
@@ -71,10 +76,12 @@ class NamesByScores(DevicePredictor):
     Args:
         numbers: int32 [layers, experts of all ranks], this rank's number of each, negative for another rank's.
         voters: how many layers' scores there are for each.
+        look_ahead: for how many coming layers experts are named, of which a device fetches for two.
     """
 
-    def __init__(self, table: Table, top_k: int, numbers: Tensor, voters: int = 1) -> None:
+    def __init__(self, table: Table, top_k: int, numbers: Tensor, voters: int = 1, look_ahead: int = 1) -> None:
         super().__init__(table, top_k)
+        self._look_ahead = min(look_ahead, MOST_AHEAD)
         self._numbers, self._voters, device = numbers, voters, table.predicted.device
         self._asked = torch.tensor([[top_k, 1]], dtype=torch.int32, device=device).repeat(table.layers, 1)
         self._scratch = torch.zeros(experts_width(numbers.shape[1]), dtype=torch.int64, device=device)
@@ -85,12 +92,19 @@ class NamesByScores(DevicePredictor):
 
     def warm_up(self, x: Tensor, ids: Tensor, rows: Tensor) -> None:
         if self._table.layers > 1:
-            self._name(0, torch.zeros(self._voters, len(x), self._numbers.shape[1], device=x.device), rows)
+            self._name(1, 0, torch.zeros(self._voters, len(x), self._numbers.shape[1], device=x.device), rows)
 
-    def _name(self, layer: int, scores: Tensor, rows: Tensor) -> None:
-        """Name experts of the layer after ``layer`` by scores, float32 [voters, tokens, experts of all ranks]."""
+    @property
+    def look_ahead(self) -> int:
+        return self._look_ahead
+
+    def _coming(self, layer: int) -> range:
+        return range(layer + 1, min(layer + 1 + self._look_ahead, self._table.layers))
+
+    def _name(self, target: int, layer: int, scores: Tensor, rows: Tensor) -> None:
+        """Name experts of a coming layer by scores, float32 [voters, tokens, experts of all ranks]."""
         name = _name_experts_on(self._table.predicted.device)
-        name(self._table, layer + 1, layer, scores.contiguous(), rows, self._asked, self._numbers, self._scratch)
+        name(self._table, target, layer, scores.contiguous(), rows, self._asked, self._numbers, self._scratch)
 
 
 class GatesOnDevice(NamesByScores):
@@ -100,13 +114,13 @@ class GatesOnDevice(NamesByScores):
         gates: of every layer, in order.
     """
 
-    def __init__(self, table: Table, top_k: int, gates: Sequence[Gate]) -> None:
-        super().__init__(table, top_k, numbers_of(gates, table))
+    def __init__(self, table: Table, top_k: int, gates: Sequence[Gate], look_ahead: int = 1) -> None:
+        super().__init__(table, top_k, numbers_of(gates, table), look_ahead=look_ahead)
         self._gates = gates
 
     def predict(self, layer: int, x: Tensor, ids: Tensor, rows: Tensor) -> None:
-        if layer + 1 < self._table.layers:
-            self._name(layer, self._gates[layer + 1].scores(x)[None], rows)
+        for later in self._coming(layer):
+            self._name(later, layer, self._gates[later].scores(x)[None], rows)
 
 
 class VotingOnDevice(NamesByScores):
@@ -138,7 +152,7 @@ class VotingOnDevice(NamesByScores):
         inputs[layer % self._voters].copy_(x)
         if layer + 1 < self._table.layers:
             scores = self._gates[layer + 1].scores(inputs.flatten(0, 1))
-            self._name(layer, scores.view(self._voters, len(x), -1), rows)
+            self._name(layer + 1, layer, scores.view(self._voters, len(x), -1), rows)
 
     @property
     def learns(self) -> int:
@@ -167,7 +181,7 @@ class NetworkOnDevice(NamesByScores):
     def __init__(self, table: Table, top_k: int, network: FoldedMLP) -> None:
         device = table.predicted.device
         numbers = torch.arange(table.experts, dtype=torch.int32, device=device).repeat(table.layers, 1)
-        super().__init__(table, top_k, numbers)
+        super().__init__(table, top_k, numbers, look_ahead=network.look_ahead)
         self._network, self._past = network, torch.empty(0)
 
     @property
@@ -175,13 +189,16 @@ class NetworkOnDevice(NamesByScores):
         return super().nbytes + self._network.nbytes
 
     def predict(self, layer: int, x: Tensor, ids: Tensor, rows: Tensor) -> None:
-        network = self._network
-        if layer + 1 == self._table.layers:
+        network, coming = self._network, self._coming(layer)
+        if not coming:
             return
         chosen = ids.clamp(0, network.num_experts - 1)  # rows that are no tokens have other numbers, or none
         self._past = network.remember(chosen, self._past if layer else None)
-        scores = network.logits(layer + 1, self._past, x).float()
-        self._name(layer, (scores if network.correction is not None else scores.softmax(-1))[None], rows)
+        for later in coming:
+            scores = network.logits(later, self._past, x, ahead=later - layer).float()
+            if network.correction is None:
+                scores = scores.softmax(-1)
+            self._name(later, layer, scores[None], rows)
 
 
 def numbers_of(gates: Sequence[Gate], table: Table) -> Tensor:

@@ -12,6 +12,7 @@ from vllm_dymoe.cache.budget import precision_bits
 from vllm_dymoe.options import ConfigError
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.planner.precision import Precision
+from vllm_dymoe.planner.prefetch import MOST_AHEAD
 from vllm_dymoe.prefetch import TrainedPredictor
 from vllm_dymoe.server import ExpertServer
 from vllm_dymoe.server.stats import ServerStats
@@ -103,7 +104,9 @@ def _by_name(server: ExpertServer) -> str:
     options, predictor, prefetch = server.options, server.predictor, server.policy.prefetch
     trains = ", until one is trained" if options.train_predictor is not None else ""
     if predictor is not None and isinstance(predictor.predictor, TrainedPredictor):
-        layers = 1 if server.small_batches is not None else predictor.predictor.network.look_ahead
+        layers = predictor.predictor.network.look_ahead
+        if server.small_batches is not None:
+            layers = min(layers, MOST_AHEAD)
         source = options.predictor_file or "the steps of this server"
         return (
             f"trained, by {source} ({size(server.predictor_bytes)} of the budget), for "

@@ -55,7 +55,7 @@ def judge_predicted_on_gpu(
     columns = ids, rows, table["predicted"], listed["held"], listed["counts"], listed["scratch"]
     sizes = {"EXPERTS": experts, "WIDTH": experts_width(experts), "TOP_K": ids.shape[1]}
     sizes["COUNTS"] = listed["counts"].shape[1]
-    start(judge_predicted_kernel, (1,), (*columns, layer), sizes, {"num_warps": WARPS})
+    start(judge_predicted_kernel, (1,), (*columns, layer, len(ids)), sizes, {"num_warps": WARPS})
 
 
 def list_predicted_on_gpu(
@@ -108,7 +108,7 @@ def name_experts_kernel(
     most = tl.load(asked + 2 * target)
     voting = tl.minimum(tl.minimum(tl.load(asked + 2 * target + 1), layer + 1), VOTERS)
     tally = tl.zeros([WIDTH], tl.int64)
-    for token in range(tl.load(rows)):
+    for token in range(tl.minimum(tl.load(rows), tokens)):
         chosen = known
         for voter in range(voting):
             of = scores + ((layer - voter + VOTERS) % VOTERS * tokens + token) * EVERYONE
@@ -150,16 +150,16 @@ def _no_nan(score):
 
 @triton.jit(
     do_not_specialize_on_alignment=["ids", "rows", "predicted", "held", "counts", "scratch"],
-    do_not_specialize=["layer"],
+    do_not_specialize=["layer", "tokens"],
 )
 def judge_predicted_kernel(
-    ids, rows, predicted, held, counts, scratch, layer: tl.int32,
+    ids, rows, predicted, held, counts, scratch, layer: tl.int32, tokens: tl.int32,
     EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
     """Grid [1]; of scratch two numbers for each expert are used."""
     expert = tl.arange(0, WIDTH)
     known = expert < EXPERTS
-    pairs = tl.load(rows) * TOP_K
+    pairs = tl.minimum(tl.load(rows), tokens) * TOP_K
     if pairs > 0:
         marks = scratch.to(tl.pointer_type(tl.int32))
         tl.store(marks + expert, 0)

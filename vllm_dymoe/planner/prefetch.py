@@ -82,11 +82,11 @@ def name_experts(
         target: the coming layer, which is named for.
         layer: the running one. The scores of the voter ``n`` layers before it are at ``(layer - n) % voters``.
         scores: float32 [voters, tokens, experts of all ranks]; NaN and -inf are chosen by nobody.
-        rows: int32 [1], number of real tokens.
+        rows: int32 [1], number of real tokens; at most all of the rows are.
         asked: int32 [layers, 2], K and P of each coming layer.
         numbers: int32 [layers, experts of all ranks], this rank's number of each, negative for another rank's.
     """
-    host, real = table.on_host(), int(rows)
+    host, real = table.on_host(), min(int(rows), scores.shape[1])
     most, voting = asked[target].tolist()
     found = np.where(np.isnan(scores.numpy()), -np.inf, scores.numpy())
     tally = np.zeros(found.shape[2], np.int64)
@@ -117,7 +117,7 @@ def judge_predicted(table: Table, layer: int, ids: Tensor, rows: Tensor, listed:
         rows: int32 [1], number of real tokens; without any nothing is counted.
         listed: of the layer; ``counts`` are added to.
     """
-    host, real = table.on_host(), int(rows)
+    host, real = table.on_host(), min(int(rows), len(ids))
     if not real:
         return
     chosen, predicted = np.zeros((2, host.experts), bool)

@@ -74,7 +74,8 @@ class NamesByScores(DevicePredictor):
     """Names the experts of the largest scores; the base of predictors that compute scores.
 
     Args:
-        numbers: int32 [layers, experts of all ranks], this rank's number of each, negative for another rank's.
+        numbers: int32 [layers of the model, experts of all ranks], this rank's number of each, negative for another
+            rank's.
         voters: how many layers' scores there are for each.
         look_ahead: for how many coming layers experts are named, of which a device fetches for two.
     """
@@ -83,7 +84,8 @@ class NamesByScores(DevicePredictor):
         super().__init__(table, top_k)
         self._look_ahead = min(look_ahead, MOST_AHEAD)
         self._numbers, self._voters, device = numbers, voters, table.predicted.device
-        self._asked = torch.tensor([[top_k, 1]], dtype=torch.int32, device=device).repeat(table.layers, 1)
+        self._layers = len(numbers)  # without a draft's
+        self._asked = torch.tensor([[top_k, 1]], dtype=torch.int32, device=device).repeat(self._layers, 1)
         self._scratch = torch.zeros(experts_width(numbers.shape[1]), dtype=torch.int64, device=device)
 
     @property
@@ -91,15 +93,16 @@ class NamesByScores(DevicePredictor):
         return self._numbers.nbytes + self._asked.nbytes + self._scratch.nbytes
 
     def warm_up(self, x: Tensor, ids: Tensor, rows: Tensor) -> None:
-        if self._table.layers > 1:
-            self._name(1, 0, torch.zeros(self._voters, len(x), self._numbers.shape[1], device=x.device), rows)
+        if self._layers > 1:
+            sizes = self._voters, len(x), self._numbers.shape[1]
+            self._name(1, 0, torch.zeros(sizes, dtype=torch.float32, device=x.device), rows)
 
     @property
     def look_ahead(self) -> int:
         return self._look_ahead
 
     def _coming(self, layer: int) -> range:
-        return range(layer + 1, min(layer + 1 + self._look_ahead, self._table.layers))
+        return range(layer + 1, min(layer + 1 + self._look_ahead, self._layers))
 
     def _name(self, target: int, layer: int, scores: Tensor, rows: Tensor) -> None:
         """Name experts of a coming layer by scores, float32 [voters, tokens, experts of all ranks]."""
@@ -150,7 +153,7 @@ class VotingOnDevice(NamesByScores):
     def predict(self, layer: int, x: Tensor, ids: Tensor, rows: Tensor) -> None:
         inputs = self._inputs[:, : len(x)]
         inputs[layer % self._voters].copy_(x)
-        if layer + 1 < self._table.layers:
+        if layer + 1 < self._layers:
             scores = self._gates[layer + 1].scores(inputs.flatten(0, 1))
             self._name(layer + 1, layer, scores.view(self._voters, len(x), -1), rows)
 
@@ -162,12 +165,12 @@ class VotingOnDevice(NamesByScores):
         assert self._tuner is not None
         unused, held = counts[:, PredictionCount.UNUSED], counts[:, PredictionCount.HELD]
         missed = counts[:, PredictionCount.NEEDED] - counts[:, PredictionCount.CORRECT]
-        for layer, asked in enumerate(counts[:, PredictionCount.ASKED].tolist()):
+        for layer, asked in enumerate(counts[: self._layers, PredictionCount.ASKED].tolist()):
             found = {"unused": int(unused[layer]), "missed": int(missed[layer]), "hits": int(held[layer])}
             if asked:
                 self._tuner.record(layer, **found, steps=asked)
         self._tuner.end_step(steps)
-        settings = [self._tuner.setting(layer) for layer in range(self._table.layers)]
+        settings = [self._tuner.setting(layer) for layer in range(self._layers)]
         self._asked.copy_(torch.tensor(settings, dtype=torch.int32))
 
 
@@ -180,7 +183,7 @@ class NetworkOnDevice(NamesByScores):
 
     def __init__(self, table: Table, top_k: int, network: FoldedMLP) -> None:
         device = table.predicted.device
-        numbers = torch.arange(table.experts, dtype=torch.int32, device=device).repeat(table.layers, 1)
+        numbers = torch.arange(table.experts, dtype=torch.int32, device=device).repeat(network.num_layers, 1)
         super().__init__(table, top_k, numbers, look_ahead=network.look_ahead)
         self._network, self._past = network, torch.empty(0)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -85,15 +85,16 @@ def step_seconds(server: ExpertServer, activation: Activation, clock: Callable[[
     """Return the median seconds of the MoE layers of a step of one token; the server forgets the steps afterwards."""
     path, experts = server.small_batches, server.experts
     assert path is not None
-    fmt, generator = next(iter(experts.formats.values())), torch.Generator().manual_seed(0)
-    x = torch.randn(1, fmt.hidden, generator=generator).to(server.device, fmt.dtype)
-    weights = torch.full((1, experts.top_k), 1 / experts.top_k, device=server.device)
-    chosen = [torch.randperm(experts.num_experts, generator=generator) for _ in experts.layers]
+    fmt, generator = next(iter(experts.formats.values())), torch.Generator("cpu").manual_seed(0)
+    on_cpu: dict[str, Any] = {"generator": generator, "device": "cpu"}  # while vLLM loads, defaults are the model's
+    x = torch.randn(1, fmt.hidden, dtype=torch.float32, **on_cpu).to(server.device, fmt.dtype)
+    weights = torch.full((1, experts.top_k), 1 / experts.top_k, dtype=torch.float32, device=server.device)
+    chosen = [torch.randperm(experts.num_experts, **on_cpu) for _ in experts.layers]
     times, fresh = list[float](), max(1, round((1 - _REUSED) * experts.top_k))
     path.tell(1)
     for _ in range(_WARM_UP + _STEPS):
         for layer, order in enumerate(chosen):  # some of the experts of the step before, and others
-            rest = order[experts.top_k :][torch.randperm(experts.num_experts - experts.top_k, generator=generator)]
+            rest = order[experts.top_k :][torch.randperm(experts.num_experts - experts.top_k, **on_cpu)]
             kept, left = order[fresh : experts.top_k], order[:fresh]
             chosen[layer] = torch.cat((kept, rest, left))
         ids = torch.stack([order[: experts.top_k] for order in chosen]).int().to(server.device)

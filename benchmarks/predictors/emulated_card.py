@@ -1,102 +1,146 @@
 """How much of the link's time do policies and predictors hide? Time per token on an emulated card.
 
-    python benchmarks/predictors/emulated_card.py [--work FOLDER] [--requests 4]
+    python benchmarks/predictors/emulated_card.py [--work FOLDER] [--tokens 96]
 
-The shipped model decodes behind an emulated link (``link_gbps``) with a quarter of its experts' bytes, planned as on a
-GPU. The link's rate follows from the sizes of Qwen3-30B-A3B on PCIe 4: an expert of 4 bits (2.7 MB at 25 GB/s, 106 us)
-takes about as long as a layer of an RTX 4090 with every expert resident. Here an expert takes as long as a layer of
-this machine's emulated card with every expert resident, which is measured first.
+Routing and router inputs are the shipped model's, from the trace of ``predictors.py``; experts have its sizes at 4 bits
+and random values. The device plans every layer, behind an emulated link, with slots for a quarter of the experts.
+Attention is a pause. The link's rate follows from the sizes of Qwen3-30B-A3B on PCIe 4: an expert of 4 bits (2.7 MB at
+25 GB/s, 106 us) takes about as long as a layer of an RTX 4090 with every expert resident. Here an expert takes as long
+as a layer of this emulated card with every expert resident, which is measured first.
 
 Beside each time stands its bound: the link's time for what has to cross it, or the time with every expert resident if
 that is longer. Where all misses are fetched that is their bytes, which prefetch does not change; where the CPU computes
-some it is what has crossed the link. ``vllm-dymoe bench`` refuses to report if answers are not the same.
+some it is what has crossed the link. Outputs have to be bit for bit those with every expert resident.
 """
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parent))
+sys.path += [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2])]
 
-from predictors import MODEL, recorded
+import torch
+from predictors import answers_of, recorded
+
+from tests.small_model import make_experts, make_store
+from vllm_dymoe.kernels import Activation
+from vllm_dymoe.options import Options
+from vllm_dymoe.policies import make_policy
+from vllm_dymoe.prefetch import Gate, Predictor, RoutedModel, TrainedPredictor
+from vllm_dymoe.prefetch.linear import train_on
+from vllm_dymoe.prefetch.training import split_by_request
+from vllm_dymoe.server import ExpertServer
+from vllm_dymoe.trace.trace import Trace
 
 RESULTS = Path(__file__).with_name("emulated_card.json")
-LAYERS, TOP_K = 8, 4
-_COMMAND = Path(sys.executable).with_name("vllm-dymoe")
+POLICIES = {
+    "on-demand": {"policy": "on-demand"},
+    "duoserve, popularity": {"policy": "duoserve"},
+    "duoserve, linear+input": {"policy": "duoserve"},
+    "firm": {"policy": "firm"},
+    "exact, nothing ahead": {"policy": "exact", "policy_options": {"look_ahead": 0}},
+    "exact, next gate": {"policy": "exact"},
+    "exact, linear+input": {"policy": "exact"},
+}
+PAUSE = 1.5e-3  # seconds of attention and router before a layer
+WARM_UP = 24  # tokens before those that are measured
 
 
-def policies(predictor: Path) -> list[dict[str, Any]]:
-    """The rows of the table, as ``vllm-dymoe bench`` takes them."""
-    trained = {"predictor": str(predictor)}
-    ways: list[tuple[str, dict[str, Any]]] = [
-        ("on-demand", {"policy": "on-demand"}),
-        ("duoserve, popularity", {"policy": "duoserve", "expert_budget": "25%"}),
-        ("duoserve, linear+input", {"policy": "duoserve", "expert_budget": "25%", **trained}),
-        ("firm", {"policy": "firm"}),
-        ("exact, nothing ahead", {"policy": "exact", "policy_options": {"look_ahead": 0}}),
-        ("exact, next gate", {"policy": "exact"}),
-        ("exact, linear+input", {"policy": "exact", **trained}),
-    ]
-    return [
-        {"label": f"{label}; {misses}", "misses": misses, **options}
-        for misses in ("fetch", "share")
-        for label, options in ways
-    ]
+class Model:
+    """The shipped model's routing: tokens to serve, gates, and a network that has learnt from the others."""
+
+    def __init__(self, trace: Trace, tokens: int) -> None:
+        decoded, header = answers_of(trace), trace.header
+        learnt, held_out = split_by_request(decoded, 0.1, 0)
+        assert trace.gates is not None
+        assert decoded.router_inputs is not None
+        gates, some = trace.gates, decoded.select(learnt)
+        assert some.router_inputs is not None
+        popularity = torch.ones(header.num_layers, header.num_experts)
+        self.network = train_on(gates, header, some.experts.long(), some.router_inputs, popularity, 1)
+        weights = zip(gates.weights.float(), gates.biases, strict=True)
+        self.gates = [Gate(lambda x, w=w, b=b: torch.nn.functional.linear(x.float(), w, b)) for w, b in weights]
+        self.header, served = header, decoded.select(held_out)
+        assert served.router_inputs is not None
+        self.x = served.router_inputs[: tokens + WARM_UP].bfloat16()
+        self.ids = served.experts[: tokens + WARM_UP].int()
+        self.weights = served.weights[: tokens + WARM_UP].float()
+        sizes = {"layers": header.num_layers, "num_experts": header.num_experts, "top_k": header.top_k}
+        self.experts = make_experts(hidden=header.hidden, intermediate=64, bits=(4,), group_size=64, **sizes)
+        self.store = make_store(self.experts)
+
+    def server(self, label: str, misses: str, budget: str, link_gbps: float) -> ExpertServer:
+        """Return a server of the emulated card."""
+        given: dict[str, Any] = {"high": 4, "group_size": 64, "planning": "device", "misses": misses}
+        options = Options(**given, **POLICIES[label], expert_budget=budget, link_gbps=link_gbps)
+        header, prefetch = self.header, make_policy(options).prefetch
+        sizes = header.num_layers, header.num_experts, header.top_k
+
+        def make(on_device: bool) -> Predictor | None:
+            if label.endswith("linear+input"):
+                return TrainedPredictor(self.network, header.top_k)
+            return (
+                None if prefetch is None else prefetch.make(RoutedModel(*sizes, gates=self.gates, hidden=header.hidden))
+            )
+
+        return ExpertServer(self.store, options, torch.device("cpu"), predictor=make)
+
+    def serve(self, server: ExpertServer) -> tuple[float, list[torch.Tensor]]:
+        """Return the median seconds of a token, and all outputs."""
+        path, times, outputs = server.small_batches, list[float](), []
+        assert path is not None
+        for token in range(len(self.x)):
+            if token == WARM_UP:
+                server.reset_stats()
+            path.begin_step(1, large=False)
+            begun = time.perf_counter()
+            for layer in range(self.header.num_layers):
+                time.sleep(PAUSE)
+                one = slice(token, token + 1)
+                given = self.x[one, layer], self.weights[one, layer].contiguous(), self.ids[one, layer].contiguous()
+                outputs.append(path.forward(layer, *given, Activation.SILU))
+            times.append(time.perf_counter() - begun)
+        return median(times[WARM_UP:]), outputs
 
 
-def bench(rows: list[dict[str, Any]], budget: str, link: float, out: Path, requests: int) -> list[dict[str, Any]]:
-    """Rows of ``vllm-dymoe bench`` behind a link of so many bytes per second."""
-    command = [str(_COMMAND), "bench", str(MODEL), "--budget", budget, "--link", f"{link / 1e6:.4g}MB/s"]
-    for row in rows:
-        command += ["--policy", json.dumps(row)]
-    command += ["--requests", str(requests), "--warm-up", "2", "--max-tokens", "48", "--out", str(out)]
-    command += ["--options", json.dumps({"high": 4, "host_store": "pinned", "planning": "device"})]
-    subprocess.run([*command, "--engine", json.dumps({"enforce_eager": True, "max_model_len": 512})], check=True)
-    found: list[dict[str, Any]] = json.loads((out / "table.json").read_text())
-    return found
-
-
-def expert_bytes() -> int:
-    """Bytes of an expert of the shipped model at 4 bits."""
-    from vllm_dymoe.plan.model import read_shape
-
-    return read_shape(str(MODEL)).packed((4,)).formats[4].whole_nbytes
+def measure(model: Model, misses: Sequence[str]) -> dict[str, Any]:
+    """Measure every row; AssertionError if outputs are not those with every expert resident."""
+    layers, nbytes = model.header.num_layers, model.experts.formats[4].whole_nbytes
+    full, expected = model.serve(model.server("exact, nothing ahead", "fetch", "100%", 1e3))
+    link, rows = nbytes * layers / full, []
+    for way in misses:
+        for label in POLICIES:
+            server = model.server(label, way, "25%", link / 1e9)
+            seconds, outputs = model.serve(server)
+            assert all(map(torch.equal, outputs, expected)), f"{label}, {way}: outputs differ"
+            stats, tokens = server.stats(), len(model.x) - WARM_UP
+            crossed = sum(stats.bytes_moved.values()) / tokens
+            has_to = stats.misses * nbytes / tokens if way == "fetch" else crossed
+            row = {"policy": label, "misses": way, "ms": 1e3 * seconds, "bound_ms": 1e3 * max(full, has_to / link)}
+            row |= {"hits": stats.hit_rate, "useful": stats.prefetches["useful"] / tokens}
+            row |= {"demand_mb": stats.bytes_moved["demand"] / tokens / 1e6}
+            rows.append(row | {"ahead_mb": stats.bytes_moved["prefetch"] / tokens / 1e6})
+            print(f"{label}, {way}: {row['ms']:.1f} ms a token, bound {row['bound_ms']:.1f}", flush=True)
+            server.close(keep_store=True)
+    return {"full_ms": 1e3 * full, "link_mb_s": link / 1e6, "pause_ms": 1e3 * PAUSE, "rows": rows}
 
 
 def main() -> int:
-    """Print the table, and write it to emulated_card.json, which the README quotes."""
+    """Write emulated_card.json, which docs/predictors.md quotes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "dymoe-predictors", help="a trace")
-    parser.add_argument("--requests", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=96)
     plan = parser.parse_args()
-    work = plan.work.resolve()
-    recorded(work)
-    predictor = work / "linear.safetensors"
-    if not predictor.is_file():
-        subprocess.run([str(_COMMAND), "train", str(work / "trace"), "--out", str(predictor)], check=True)
-    everything = {"label": "everything resident", "policy": "exact", "policy_options": {"look_ahead": 0}}
-    (full,) = bench([everything], "100%", 1e9, work / "full", plan.requests)
-    link = expert_bytes() * LAYERS / (full["TPOT ms"] / 1e3)
-    rows = []
-    print("| policy | misses | ms a token | bound | ratio | hits | MB a token on demand, ahead |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    for row in bench(policies(predictor), "25%", link, work / "quarter", plan.requests):
-        label, misses = row["policy"].split(", behind")[0].rsplit("; ", 1)
-        misses = misses.split(",")[0]
-        moved = 1e6 * (row["demand MB/token"] + row["ahead"])
-        if misses == "fetch":  # what is fetched ahead for nothing is not in the bound
-            moved = (1 - row["hits"]) * TOP_K * LAYERS * expert_bytes()
-        bound = max(full["TPOT ms"], 1e3 * moved / link)
-        found = {"policy": label, "misses": misses, "ms": row["TPOT ms"], "bound_ms": bound, "hits": row["hits"]}
-        rows.append(found | {"demand_mb": row["demand MB/token"], "ahead_mb": row["ahead"]})
-        print(f"| {label} | {misses} | {row['TPOT ms']:.1f} | {bound:.1f} | {row['TPOT ms'] / bound:.2f} | "
-              f"{row['hits']:.0%} | {row['demand MB/token']:.2f}, {row['ahead']:.2f} |")  # fmt: skip
-    results = {"full_ms": full["TPOT ms"], "link_mb_s": link / 1e6, "rows": rows}
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    torch.set_num_threads(1)
+    found = measure(Model(recorded(plan.work.resolve()), plan.tokens), ("fetch", "share"))
+    rounded = [{name: round(v, 4) if isinstance(v, float) else v for name, v in row.items()} for row in found["rows"]]
+    RESULTS.write_text(json.dumps(found | {"rows": rounded}, indent=1) + "\n")
     return 0
 
 

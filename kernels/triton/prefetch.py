@@ -225,7 +225,7 @@ def list_predicted_kernel(
                 arrived = known & (number < 0)
                 if AHEAD > 1:
                     if ahead == 0:
-                        arrived = known & (stays & (tl.load(at + 2 * EXPERTS, mask=known, other=0) > 0))
+                        arrived = known & (tl.where(stays, tl.load(at + 2 * EXPERTS, mask=known, other=0), 0) > 0)
                 for column in tl.static_range(3):
                     tl.store(at + column * EXPERTS, 0, mask=known & (arrived == 0))
             tl.debug_barrier()
@@ -280,7 +280,7 @@ def _list_free(
 ):  # fmt: skip
     """List the slots of a version that no prediction for the layer has, ascending, in order [2 * WIDTH]; how many."""
     at = staged + (layer % 2 * SLICES + slice_number) * 3 * EXPERTS + number
-    kept = known & (stays & (tl.load(at + 2 * EXPERTS, mask=known, other=0) > 0))
+    kept = known & (tl.where(stays, tl.load(at + 2 * EXPERTS, mask=known, other=0), 0) > 0)
     kept = kept & (tl.load(at + EXPERTS, mask=known, other=0) == code)
     place = tl.load(at, mask=kept, other=0) - tl.load(staging + 2 * code)
     tl.store(order + WIDTH + number, 0)

@@ -224,6 +224,7 @@ def execute(program, turns, history):
     if not program.budget:
         server.resize(server.minimum_budget)
     NamesExperts.answers, NamesExperts.history = iter(program.predictions), history
+    NamesExperts.look_ahead = 1 + len(program.predictions) % 2
     inputs = torch.zeros(PROMPT, STORES[program.nested].experts.formats[4].hidden, dtype=torch.bfloat16)
     history.watch(inputs, "a layer's input", [slice(0, inputs.nbytes)])
     server.kernel.asynchronous = True

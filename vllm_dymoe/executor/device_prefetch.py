@@ -11,7 +11,6 @@ experts are copied: none where every expert is resident, and none while predicti
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -88,7 +87,7 @@ class DevicePrefetch:
         self._list_made: Any = None  # mark after that list
         self._predicted: Any = None  # mark after the predictions of the running layer
         self._all_made: Any = None  # mark after everything so far
-        self._counts, self._known = Reading(listed.counts), np.zeros(tuple(listed.counts.shape), np.int64)
+        self._counts, self._known = Reading(listed.counts), listed.counts.cpu().numpy().copy()
         self._steps = self._asked_after = 0  # decode steps since the last reading; those that a reading is about
         self.has_slots, self._acts = any(map(prefetch_slots, staging.values())), False
         self._act(acts=True)

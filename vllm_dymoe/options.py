@@ -201,8 +201,7 @@ class Options(BaseModel):
     policy_options: dict[str, Any] = {}
     """Parameters of the policy, by name."""
     predictor: Place | None = None
-    """File of a predictor that `vllm-dymoe train` has trained, in place of the policy's own ([where it is
-    used](predictors.md#where-it-is-used))."""
+    """File of a predictor that `vllm-dymoe train` has trained, in place of the policy's own."""
     train_predictor: TrainPredictorOptions | None = None
     """[Trains](predictors.md) a predictor while serving, and uses it: its file, or an object of `file` and `memory`."""
     transfer_timeout_s: float = Field(default=60, ge=0, le=_LONGEST_S)

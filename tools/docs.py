@@ -25,6 +25,12 @@ from vllm_dymoe.vllm_plugin.metrics import METRICS
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 RECORD = ROOT / "tests" / "e2e" / "models.json"
+FAMILIES = ROOT / "tests" / "e2e" / "families.json"
+FORMATS = {
+    "fp8": "FP8", "nvfp4": "NVFP4", "mxfp4": "MXFP4", "mxfp8": "MXFP8", "awq": "AWQ", "gptq": "GPTQ", "int8": "INT8",
+    "compressed": "compressed-tensors", "auto": "AutoRound",
+}  # fmt: skip
+"""By the first word of a kind."""
 PREDICTORS = ROOT / "benchmarks" / "predictors" / "results.json"
 EMULATED_CARD = PREDICTORS.with_name("emulated_card.json")
 _KINDS = {int: "a number", float: "a number", bool: "`true`, `false`", Path: "a path", str: "a name", dict: "an object"}
@@ -116,6 +122,24 @@ def models() -> str:
     return table(["format", "answers equal, of 3"], ([kind, ", ".join(said)] for kind, said in by_format.items()))
 
 
+def families() -> str:
+    """Every family of models: what its status is, why, and in which formats, with drafts and pictures it was run."""
+    record, rows = json.loads(RECORD.read_text()), []
+    for family in json.loads(FAMILIES.read_text()):
+        names = family["tried"]
+        found = {name: said for name, said in record.items() if name.partition(":")[0] in names}
+        worked = [name for name, said in found.items() if not said.get("answers", "OTHERS").startswith("OTHERS")]
+        status = family.get("status") or ("by hand" if worked else "expected")
+        why = [family["note"]] if "note" in family else []
+        if status == "expected":
+            why += list(dict.fromkeys(said["failed"] for said in found.values() if "failed" in said))[:1]
+        formats = [FORMATS[name.partition(":")[2].split("-")[0]] for name in worked if ":" in name]
+        formats = sorted({*formats, *family.get("formats", ())})
+        rest = ", ".join(formats), family.get("drafts", ""), family.get("pictures", "")
+        rows.append([family["model"], status, "; ".join(why).replace("|", "/"), *rest])
+    return table(["model", "status", "remark", "formats", "drafts", "pictures"], rows)
+
+
 def architectures() -> str:
     """Networks that ``vllm-dymoe train`` knows."""
     return ", ".join(f"`{name}`" for name in ARCHITECTURES) + "\n"
@@ -159,6 +183,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "emulated-card": emulated_card,
     "methods": methods,
     "models": models,
+    "families": families,
     "metrics": metrics,
     "options": options,
     "parameters": parameters,

@@ -229,7 +229,7 @@ def _prefetch(architecture: int, experts: int, top_k: int) -> Iterator[Variant]:
     key = f"{experts} experts", "", ""
     for look_ahead, nested in ((1, False), (2, False), (1, True), (2, True)):
         sizes: dict[str, Any] = {"rows": 1, "top_k": top_k, "depth": 1, "device": "cpu", "nested": nested}
-        own, lists = vars(Table.allocate(2, experts, **sizes)), PrefetchList.allocate(experts, "cpu", slices=1 + nested)
+        own, lists = Table.allocate(2, experts, **sizes).at(1), PrefetchList.allocate(experts, "cpu", slices=1 + nested)
         note = key[0], "", f"{look_ahead} ahead" + ", nested" * nested
         given = own, 1, rows, 3, vars(lists), look_ahead
         yield _noted((architecture, "list_predicted", *note), prefetch.list_predicted_on_gpu, *given)

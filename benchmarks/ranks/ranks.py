@@ -66,7 +66,7 @@ def simulate(model, card, ranks, requests, part):
     tables = [Table.allocate(layers, own) for _ in range(ranks.experts_over)]
     for rank in tables:
         kept = {HIGH: [int(part * own)] * layers}
-        set_pools(rank, {HIGH: (0, 0, sum(kept[HIGH]))}, kept)
+        set_pools(rank, {HIGH: [(0, 0, sum(kept[HIGH]))]}, kept)
     packed = shape.packed((4,)).nbytes(4) / (layers * own)
     computing, coming = packed / device.bandwidth, packed / device.link
     between = shape.token_weights * ITEM / device.bandwidth + ranks.seconds(model, card, -(-requests // ranks.dp))

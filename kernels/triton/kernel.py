@@ -1,6 +1,6 @@
 """The kernel for experts in a GPU's memory, for steps that the host plans."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -152,9 +152,13 @@ class TritonKernel:
         return SmallBatchStep(shape, precisions, self._tiles_of(shape), activation, self._memory, self._semaphores)
 
     def large_batch_step(
-        self, table: Mapping[str, Tensor], shape: LargeBatchShape, formats: Sequence[Formats], activation: Activation
-    ) -> TritonLargeBatch:
-        """Return a large-batch step for experts of some formats; errors as :meth:`shape_of`."""
+        self, table: Callable[[int], Mapping[str, Tensor]], shape: LargeBatchShape, formats: Sequence[Formats],
+        activation: Activation,
+    ) -> TritonLargeBatch:  # fmt: skip
+        """Return a large-batch step for experts of some formats; errors as :meth:`shape_of`.
+
+        ``table`` returns the columns of a Table for a layer.
+        """
         experts, precisions = self.shape_of(formats)
         return TritonLargeBatch(
             table, shape, experts, precisions, self._tiles_of(experts), activation, self._scratch_of

@@ -35,7 +35,7 @@ class TritonLargeBatch:
     """See :class:`vllm_dymoe.executor.large_batch.LargeBatchStep`.
 
     Args:
-        table: the tensors of a Table, by name.
+        table: returns the tensors of a Table by name, as a layer's kernels take them.
         shape: of the step.
         experts: what all experts have in common.
         precisions: bit-widths, or codebooks' tags, that may occur.
@@ -46,7 +46,7 @@ class TritonLargeBatch:
 
     def __init__(
         self,
-        table: Mapping[str, Tensor],
+        table: Callable[[int], Mapping[str, Tensor]],
         shape: LargeBatchShape,
         experts: ExpertShape,
         precisions: frozenset[int],
@@ -55,7 +55,7 @@ class TritonLargeBatch:
         scratch: Callable[[int, int], Scratch],
     ) -> None:
         self.shape, self._table, self._tiles, self._activation = shape, table, tiles, activation
-        device, self._inner = table["precision"].device, experts.intermediate
+        device, self._inner = table(0)["precision"].device, experts.intermediate
         self._steps = tiles.decode_tokens, *(tile.block_m for tile in tiles.grouped_down)
         self.layer_plan = plan = LayerPlan.allocate(
             shape.tokens, shape.top_k, shape.experts, device, slices=shape.slices, scratch=shape.scratch
@@ -84,7 +84,7 @@ class TritonLargeBatch:
         """Plan the step in four launches, and allocate hidden states and unweighted outputs."""
         self._parity = layer % 2
         plan_large_batch_on_gpu(
-            self._table, layer, ids, weights, rows, self._plan, self.shape, half, ahead, self._steps,
+            self._table(layer), layer, ids, weights, rows, self._plan, self.shape, half, ahead, self._steps,
             vars(self._lists[self._parity]), marks,
         )  # fmt: skip
         self._x, self._weights = rotated_inputs(x, self._rotation), weights

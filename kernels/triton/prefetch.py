@@ -65,7 +65,7 @@ def list_predicted_on_gpu(
     """Do what ``list_predicted`` does, in one launch.
 
     Args:
-        table: the tensors of a Table, by name.
+        table: the tensors of a Table, by name, as ``Table.at`` gives them for the layer.
         layer: index of the layer in the table.
         rows: int32 [1], number of real tokens.
         projections: how many of an expert are copied.
@@ -218,7 +218,12 @@ def list_predicted_kernel(
     high_taken = listed
     for ahead in tl.static_range(AHEAD):
         later = layer + ahead
-        if later < layers:
+        within = later < layers
+        if ahead > 0:  # a slot of another size is another place
+            after = slot_bytes + 3 * (tl.minimum(later, layers - 1) - layer)
+            for code_number in tl.static_range(1, 3):
+                within = within & (tl.load(after + code_number) == tl.load(slot_bytes + code_number))
+        if within:
             half = staged + later % 2 * (SLICES * 3 * EXPERTS)
             for slice_number in tl.static_range(SLICES):
                 at = half + slice_number * 3 * EXPERTS + number
@@ -259,12 +264,13 @@ def list_predicted_kernel(
             row = source + (later * EXPERTS + expert).to(tl.int64) * 3
             at = later % 2 * SLICES
             _list_copies(
-                copies, place, low, low_place, staged, at, row, 1, expert, staging, pool, slot_bytes, offsets,
-                projections, EXPERTS,
+                copies, place, low, low_place, staged, at, row, 1, expert, staging + 6 * ahead, pool + 3 * ahead,
+                slot_bytes + 3 * ahead, offsets + 9 * ahead, projections, EXPERTS,
             )  # fmt: skip
             _list_copies(
-                copies, place + low.to(tl.int32), high, high_place, staged, at + SLICES - 1, row, 2, expert, staging,
-                pool, slot_bytes, offsets, projections, EXPERTS,
+                copies, place + low.to(tl.int32), high, high_place, staged, at + SLICES - 1, row, 2, expert,
+                staging + 6 * ahead, pool + 3 * ahead, slot_bytes + 3 * ahead, offsets + 9 * ahead, projections,
+                EXPERTS,
             )  # fmt: skip
             listed += tl.sum(each, 0)
             low_taken += number_of(low)

@@ -163,7 +163,7 @@ def answers_at_budgets(llm: Any, budgets: Iterable[str], ask: Callable[[], Any])
         with recorded_layers(server) as layers:
             got = ask()
         server.check_integrity()
-        slots = sum(pool.count * pool.format.nbytes for pool in server.cache.pools.values())
+        slots = sum(pool.nbytes for pool in server.cache.pools.values())
         assert slots + server.kernel.workspace_bytes <= server.budget.limit
         assert server.budget.reserved <= server.budget.limit
         if want is None:

@@ -127,8 +127,8 @@ class RecordedKernels(PlainKernels):
         self._history.read(COMPUTATION, table.staged[layer % 2])
         super().decide(table, layer, *arguments, **how)
 
-    def large_batch_step(self, *arguments):
-        return RecordedLargeBatch(self, *arguments)
+    def large_batch_step(self, table, shape, activation, kind):
+        return RecordedLargeBatch(self, table, shape, activation)
 
 
 class RecordedLargeBatch(PlainLargeBatch):
@@ -200,7 +200,7 @@ class DevicePlannedParts(RecordedParts):
         self._branch = RecordedBranch(history)
 
     def decode_kernel(self, kernel, experts, link_gbps=None):
-        return RecordedKernels(self._history, self._branch, kernel, experts.formats)
+        return RecordedKernels(self._history, self._branch, kernel, experts.of_layers)
 
     def branch(self):
         return self._branch

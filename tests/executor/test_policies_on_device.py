@@ -75,7 +75,7 @@ def test_predictions_evict_nothing_and_leave_slots_for_experts_of_several_tokens
                 slots, _, projections = table.staged[(layer + 1) % 2, 0]
                 staged += slots[projections > 0].tolist()
         check_device_planned(server)
-    first, count = table.staging[2].tolist()
+    first, count = table.staging[0, 2].tolist()
     assert all(first <= slot < first + count - count // 4 for slot in staged)
 
 

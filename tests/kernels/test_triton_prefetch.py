@@ -38,7 +38,8 @@ def list_both(twins, layer, real, projections, look_ahead=1):
     plain = PrefetchList.allocate(twins.plain.experts, "cpu", layers=LAYERS, slices=1 + twins.plain.nested)
     found = moved(plain, lambda values: twins.place(values.clone()).fill_(77))
     list_predicted(twins.plain, layer, rows(real), projections, plain, look_ahead)
-    list_predicted_on_gpu(vars(twins.table), layer, twins.place(rows(real)), projections, vars(found), look_ahead)
+    given = layer, twins.place(rows(real)), projections, vars(found), look_ahead
+    list_predicted_on_gpu(twins.table.at(layer), *given)
     count = int(plain.count)
     assert int(found.count) == count
     assert torch.equal(plain.copies[:count], found.copies[:count].cpu())
@@ -140,7 +141,7 @@ def test_copies_are_complete_and_published_or_stop(planned):
     table = Table.allocate(LAYERS, EXPERTS, device=DEVICE)
     assert (table.precision == ABSENT).all()
     table.planned.fill_(planned)
-    copy_predicted_on_gpu(vars(table), 1, 2, vars(listed))
+    copy_predicted_on_gpu(table.at(1), 1, 2, vars(listed))
     made = planned != 1
     for source, slot, count in zip(sources, slots, lengths, strict=True):
         assert torch.equal(slot[:count], source[:count]) == (made or not count)

@@ -12,6 +12,7 @@ from tests.prefetch.gates import random_gates
 from tests.small_model import make_experts, make_store
 from tests.support.memory_writer import MemoryWriter
 from vllm_dymoe.executor.triton_kernels import TritonKernels
+from vllm_dymoe.experts.encoding import PLAIN
 from vllm_dymoe.experts.format import ModelExperts
 from vllm_dymoe.kernels.triton import TritonKernel
 from vllm_dymoe.kernels.triton.prefetch import name_experts_on_gpu
@@ -136,3 +137,23 @@ def test_a_step_that_the_scratch_has_no_room_for_is_refused(memory_store):
         TritonKernels(TritonKernel("cpu"), memory_store.experts, 9000)
     with pytest.raises(ValueError, match="a layer has 600 experts, but a device decides for at most 512"):
         TritonKernels(TritonKernel("cpu"), replace(memory_store.experts, num_experts=600), 1)
+
+
+def test_layers_of_other_formats_have_launches_of_their_own(monkeypatch):
+    """With groups and integers that one launch could not compute beside each other."""
+    plain = make_experts(layers=3, bits=(4,), dtype=torch.float16, intermediate=64)
+    usual = plain.formats[4]
+    own = {2: replace(usual, encoding=PLAIN), 3: replace(usual, group_size=64, integer_zeros=True)}
+    experts = replace(plain, own=own)
+    store = random_store(experts, MemoryWriter(experts), seed=3)
+    steps = [(seed, layer, tokens) for seed, tokens in enumerate((1, 3)) for layer in range(3)] + [(4, 1, 40)]
+    of_cpu = run(make_server(store, "100%", low=0), steps)
+    monkeypatch.setattr(expert_server, "make_kernel", triton_kernel)
+    want = run(make_server(store, "100%", low=0), steps)
+    for got, one in zip(want, of_cpu, strict=True):
+        assert relative_error(got, one.double()) < TOLERANCE[torch.float16]
+    server = device_planned_server(store, "50%", low=0)
+    assert isinstance(server.small_batches.kernel, TritonKernels)
+    assert all(torch.equal(a, b) for a, b in zip(run_device_planned(server, steps), want, strict=True))
+    by_host = run(with_budget(store, "minimum", low=0), steps)
+    assert all(torch.equal(a, b) for a, b in zip(by_host, want, strict=True))

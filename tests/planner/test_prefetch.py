@@ -54,8 +54,8 @@ def test_copies_are_of_experts_that_the_layer_lacks_into_slots_that_no_layer_kee
     lacking = [expert for expert in order[:named] if table.precision[1, expert] == ABSENT]
     assert (copies[:, 3] - 5 * EXPERTS).tolist() == lacking[: prefetch_slots(staging)]
     first, nbytes = (
-        int(table.staging[HIGH, 0]),
-        1 << 12 if projections == PROJECTIONS else int(table.offsets[HIGH, projections]),
+        int(table.staging[0, HIGH, 0]),
+        1 << 12 if projections == PROJECTIONS else int(table.offsets[0, HIGH, projections]),
     )
     for number, (source, destination, size, place) in enumerate(copies.tolist()):
         expert = place - 5 * EXPERTS
@@ -73,7 +73,7 @@ def test_what_has_arrived_is_read_from_its_slot_and_what_has_not_from_the_store(
     publish(table, 5 * EXPERTS + 3, PROJECTIONS)
     publish(table, 5 * EXPERTS + 9, PROJECTIONS)
     plan = decide(table, 1, ids, weights)
-    offsets = table.offsets[HIGH]
+    offsets = table.offsets[1, HIGH]
     assert (plan.addresses[0, 0] - offsets).tolist() == [POOL[HIGH] + (1 << 12)] * 3
     for item, expert in ((1, 5), (2, 7)):
         assert (plan.addresses[0, item] - offsets).tolist() == [SOURCE[HIGH] + (table.experts + expert << 12)] * 3
@@ -93,7 +93,7 @@ def test_what_has_arrived_counts_for_one_plan(real):
     ids, weights = torch.tensor([[3, 5, 7]]), torch.ones(1, 3)
     decide(table, 1, ids, weights, real=real)
     plan = decide(table, 1, ids, weights)
-    assert int(plan.addresses[0, 0, 0] - table.offsets[HIGH, 0]) == SOURCE[HIGH] + (table.experts + 3 << 12)
+    assert int(plan.addresses[0, 0, 0] - table.offsets[0, HIGH, 0]) == SOURCE[HIGH] + (table.experts + 3 << 12)
 
 
 def test_nothing_is_listed_without_tokens_or_without_slots():
@@ -125,8 +125,8 @@ def test_a_nested_version_is_fetched_as_the_slices_that_it_lacks():
     for place in (residual + 5, base + 7):
         publish(table, place, PROJECTIONS)
     plan = decide(table, 1, torch.tensor([[5, 7, 9]]), torch.ones(1, 3))
-    first = {code: int(table.staging[code, 0]) for code in (LOW, HIGH)}
-    found = plan.addresses[:, :2, 0] - table.offsets[1:, :1]
+    first = {code: int(table.staging[1, code, 0]) for code in (LOW, HIGH)}
+    found = plan.addresses[:, :2, 0] - table.offsets[1, 1:, :1]
     assert found[0, 1] == POOL[LOW] + (first[LOW] << 12), "the base of 7"
     assert found[1, 0] == POOL[HIGH] + (first[HIGH] << 12), "the residual slice of 5"
     assert found[1, 1] == SOURCE[HIGH] + (table.experts + 7 << 12), "that of 7 has not arrived"
@@ -148,7 +148,7 @@ def test_predictions_are_judged_by_what_the_router_chose():
 
 def test_what_came_for_the_second_next_layer_stays_when_it_is_the_next():
     table = made(staging=4)  # three slots are for predictions
-    first, out = int(table.staging[HIGH, 0]), PrefetchList.allocate(table.experts, "cpu", layers=LAYERS)
+    first, out = int(table.staging[0, HIGH, 0]), PrefetchList.allocate(table.experts, "cpu", layers=LAYERS)
     predict(table, 0, [1, 2])
     predict(table, 1, [5, 6, 7])
     list_predicted(table, 0, rows(1), PROJECTIONS, out, 2)
@@ -162,4 +162,4 @@ def test_what_came_for_the_second_next_layer_stays_when_it_is_the_next():
     slots = [int(copy[1] - POOL[HIGH]) >> 12 for copy in out.copies[: int(out.count)]]
     assert slots == [first, first + 1], "it keeps its slot, the third one"
     plan = decide(table, 1, torch.tensor([[5, 6, 9]]), torch.ones(1, 3))
-    assert int(plan.addresses[0, 0, 0] - table.offsets[HIGH, 0]) == POOL[HIGH] + (first + 2 << 12)
+    assert int(plan.addresses[0, 0, 0] - table.offsets[1, HIGH, 0]) == POOL[HIGH] + (first + 2 << 12)

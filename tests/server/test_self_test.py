@@ -76,7 +76,7 @@ def test_a_broken_kernel_of_the_device_is_found(spoil, rows):
 
     class BrokenParts(Parts):
         def decode_kernel(self, kernel, experts, link_gbps=None):
-            return Broken(kernel, experts.formats, link_gbps)
+            return Broken(kernel, experts.of_layers, link_gbps)
 
     found = run(parts=BrokenParts(CPU))
     assert f"a step of {rows} tokens" in found.failure
@@ -111,7 +111,7 @@ def test_a_kernel_that_cannot_be_compiled_is_a_failure():
 
 def test_a_lack_of_memory_is_no_failure():
     class NoMemory(Parts):
-        def pools(self, plan, formats):
+        def pools(self, plan, experts, bits):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     found = run(parts=NoMemory(CPU))

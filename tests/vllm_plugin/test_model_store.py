@@ -335,3 +335,15 @@ def test_without_a_home_the_folder_has_to_be_named(monkeypatch, home):
     with pytest.raises(ConfigError, match="store_dir"):
         store_root(Path("~nosuch/x"))
     assert store_root(Path("/there")) == Path("/there")
+
+
+@pytest.mark.parametrize(("keeps", "bits"), [(True, 16), (False, 4)])
+def test_a_drafts_experts_have_their_own_format_or_the_models(tmp_path, keeps, bits):
+    """At 16 bits beside experts that another tool has quantized, or that we quantize, whose bits they get, too."""
+    options = Options(high=4, low=0, group_size=32, store_dir=tmp_path)
+    model = make_experts(bits=(4,), hidden=HIDDEN, intermediate=INTERMEDIATE).formats
+    draft = ModelStore(vllm_config(tmp_path), options, None, PLAIN_READER, 1 << 30, 0, model, keeps=keeps)
+    spec = LayerSpec("model.layers.9.mlp.experts", 6, 2, HIDDEN, INTERMEDIATE, torch.bfloat16, False, 0, 1, 0, 1)
+    draft.add(spec)
+    assert draft.experts.formats == model
+    assert draft.experts.of_layers[0][4].bits == bits

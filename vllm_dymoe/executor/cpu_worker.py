@@ -101,6 +101,9 @@ class CpuQueue:
         lock: Callable[[Tensor], str | None] = lambda memory: None,
         on_failure: Callable[[str], None] = lambda sentence: None,
     ) -> None:  # fmt: skip
+        tags = [fmt.encoding.tag for fmt in experts.all_formats]
+        if len(set(tags)) < len(tags):
+            raise ValueError("layers have the same bits in different formats, which the CPU worker cannot tell apart")
         fmt = next(iter(experts.formats.values()))
         sizes = (tokens, experts.top_k, experts.num_experts, fmt.hidden, fmt.dtype)
         shape = QueueShape(2 * MOST_PARTS * len(experts.layers) + 2, *sizes)
@@ -169,7 +172,7 @@ class CpuQueue:
         assert self._activation is not None
         queue, shape, forms, layer = self.queue, self.queue.shape, Forms(), Layer()
         x, known = torch.empty(0, shape.hidden, dtype=shape.dtype), list[tuple[int, int]]()
-        for fmt in self._experts.formats.values():
+        for fmt in self._experts.all_formats:
             known.append((fmt.encoding.tag, forms.learn(*fmt.matrices, x, self._activation)[0]))
         set_activation(layer, self._activation)
         floats = self._library.row_floats(forms.width)

@@ -100,7 +100,7 @@ class SmallBatches:
     Args:
         memory: outlives this object.
         quotas: slots of each layer, by LOW and HIGH of the precisions in use.
-        staging: number of staging slots of each precision in use.
+        staging: number of staging slots of each precision in use, for each kind of layers.
         cpu_queue: the CPU worker of misses; None if all are fetched.
         costs: ``Table.cpu_costs`` if large-batch steps may run as small ones (all experts in one precision), else None.
         count: see :class:`LargeBatches`.
@@ -119,7 +119,7 @@ class SmallBatches:
     ) -> None:  # fmt: skip
         self.memory, self.table, self.kernel = memory, memory.table, kernel
         self.cpu_queue, self.costs = cpu_queue, costs
-        self._plans, slots = memory.plans, (quotas, staging, memory.captured)
+        self._plans, slots = memory.plans, (quotas, staging, memory.experts.kinds, memory.captured)
         self.large = LargeBatches(memory.experts.top_k, memory.table, kernel, branch, memory.rows, *slots, count)
         self.prefetch: DevicePrefetch | None = None
         set_prefetch(memory.table, {})
@@ -131,17 +131,19 @@ class SmallBatches:
     def warm_up(self, activation: Activation) -> None:
         """Compile and load all kernels by running steps without tokens, so that no request or capture waits."""
         experts, device = self.memory.experts, self.memory.device
-        fmt = next(iter(experts.formats.values()))
+        fmt = next(iter(experts.formats.values()))  # all layers have its width and dtype
         if self.cpu_queue is not None:
             self.cpu_queue.serve(activation)
         x = torch.zeros(SMALL_BATCH_ROWS + 1, fmt.hidden, dtype=fmt.dtype, device=device)
         weights, ids = (
             torch.zeros(len(x), experts.top_k, dtype=dtype, device=device) for dtype in (torch.float32, torch.int32)
         )
-        self.run(0, x[:1], weights[:1], ids[:1], activation)
+        for kind in range(len(experts.of_kinds)):
+            layer = experts.kinds.index(kind)
+            self.run(layer, x[:1], weights[:1], ids[:1], activation)
+            self.large.warm_up(layer, x, weights, ids, activation)
         if self.prefetch is not None:
             self.prefetch.warm_up(x[:1], ids[:1])
-        self.large.warm_up(x, weights, ids, activation)
         self.settle()
 
     def begin_step(self, tokens: int, *, large: bool) -> None:

@@ -1,5 +1,6 @@
 """A model's sizes, from config.json alone."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,14 +60,12 @@ class ModelShape:
 
 
 def read_shape(model: str) -> ModelShape:
-    """From a folder, or from the Hugging Face hub, of which config.json alone is fetched; ConfigError if there is none
-    to be had, or it is not one of a Mixture-of-Experts model."""
+    """Read config.json of a folder, or fetch it alone from the hub that vLLM would ask; ConfigError if there is none to
+    be had, or it is not one of a Mixture-of-Experts model."""
     folder = Path(model)
     if not folder.is_dir() and may_be_of_hub(model):
         try:
-            from huggingface_hub import hf_hub_download
-
-            folder = Path(hf_hub_download(model, "config.json")).parent
+            folder = _fetch_config(model)
         except Exception as error:
             raise ConfigError(
                 f"{model} is not a folder, and its config.json cannot be fetched ({str(error).splitlines()[0]}); name "
@@ -74,6 +73,17 @@ def read_shape(model: str) -> ModelShape:
             ) from error
     config = read_config(folder)
     return shape_of(dict(nested_configs(config)[-1]), str(folder / "config.json"))
+
+
+def _fetch_config(model: str) -> Path:
+    """Return the folder of a model's config.json, from ModelScope where vLLM would take the model from there."""
+    if os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in ("1", "true"):
+        from modelscope.hub.snapshot_download import snapshot_download
+
+        return Path(snapshot_download(model_id=model, allow_patterns=["config.json"]))
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(model, "config.json")).parent
 
 
 def shape_of(config: dict[str, Any], where: str) -> ModelShape:

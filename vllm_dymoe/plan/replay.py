@@ -104,7 +104,7 @@ def replay(
         }
         tables = [Table.allocate(1, own, nested=nested) for _ in range(routings.ranks)]
         for table in tables:
-            set_pools(table, {code: (0, 0, quota[0]) for code, quota in own_quotas.items()}, own_quotas)
+            set_pools(table, {code: [(0, 0, quota[0])] for code, quota in own_quotas.items()}, own_quotas)
             if costs is not None:
                 table.cpu_costs[:] = costs
         for step, (uses, sums, rows) in enumerate(steps, start=1):

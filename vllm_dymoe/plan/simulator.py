@@ -157,7 +157,7 @@ class Simulator:
         quotas = {CODES[precision]: plan.quotas.get(precision, [0] * layers) for precision in plan.slots}
         if not policy.residency.keeps:
             quotas = {code: [0] * layers for code in quotas}
-        set_pools(self.table, {code: (0, 0, plan.slots[p]) for p in plan.slots for code in [CODES[p]]}, quotas)
+        set_pools(self.table, {code: [(0, 0, plan.slots[p])] for p in plan.slots for code in [CODES[p]]}, quotas)
         if all(list(of) == [self._each] * layers for of in quotas.values()):  # filled at start
             self.table.precision[:] = HIGH if HIGH in quotas else LOW
         self.table.reuse_high[:] = policy.precision.reuses_high

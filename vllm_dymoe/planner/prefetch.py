@@ -160,7 +160,7 @@ def list_predicted(
     slots = {part: int(host.prefetch_slots[part]) for part in (LOW, HIGH)}
     free: dict[int, list[int]] = {}
     for part, most in slots.items():
-        first, number = int(host.staging[part, 0]), part - 1 if host.nested else 0
+        first, number = int(host.staging[layer, part, 0]), part - 1 if host.nested else 0
         taken = arrived[number] & (host.staged[layer % 2, number, 1] == part)
         kept = set((host.staged[layer % 2, number, 0][taken] - first).tolist())
         free[part] = [slot for slot in range(most if look_ahead == 1 else min(most, width)) if slot not in kept]
@@ -168,6 +168,8 @@ def list_predicted(
     out.held[layer % 2] = torch.from_numpy((host.precision[layer] != ABSENT).astype(np.int32))
     for later in range(layer, min(layer + look_ahead, host.layers)):
         half = later % 2
+        if (host.slot_bytes[later] != host.slot_bytes[layer]).any():
+            break  # a slot of another size is another place
         if later > layer:
             host.staged[half] = 0
         host.staged_for[half] = later
@@ -180,12 +182,12 @@ def list_predicted(
                 number = part - 1 if host.nested else 0
                 if not free[part] or host.staged[half, number, 2, expert]:
                     continue
-                slot = int(host.staging[part, 0]) + free[part].pop(0)
+                slot = int(host.staging[later, part, 0]) + free[part].pop(0)
                 host.staged[half, number, :2, expert] = slot, part
                 copy = (
                     int(host.source[later, expert, part]),
-                    slot_address(host, part, slot),
-                    bytes_ahead(host, part, projections),
+                    slot_address(host, later, part, slot),
+                    bytes_ahead(host, later, part, projections),
                 )
                 place = ((half * len(host.slot) + number) * 3 + 2) * host.experts + expert
                 out.copies[listed] = torch.tensor((*copy, place))

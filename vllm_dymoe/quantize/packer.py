@@ -156,7 +156,7 @@ def pack_projection(
     """
     weight, bias = matrix
     quantizer = quantizer if curvature is None else partial(quantize_gptq, curvature=curvature)
-    for bits, fmt in experts.formats.items():
+    for bits, fmt in experts.of_layers[place[0]].items():
         form = fmt.matrices[place[2]]
         if form.encoding.upper_of:  # written with the whole codes
             continue
@@ -167,7 +167,7 @@ def pack_projection(
             )
         section = torch.empty(form.nbytes, dtype=torch.uint8)
         base = torch.empty(form.base.nbytes, dtype=torch.uint8) if form.nested else None
-        taken = isinstance(weight, Held) and bits == weight.bits
+        taken = isinstance(weight, Held) and form.bits == weight.bits
         try:
             if isinstance(weight, Held) and taken:
                 weight.pack(form, section, base)
@@ -180,7 +180,7 @@ def pack_projection(
                 else:
                     quantize_matrix(plain, form, quantizer, section, base)
         except ValueError as error:
-            what = f"{'taken as it is at' if taken else 'quantized to'} {bits} bits"
+            what = f"{'taken as it is at' if taken else 'quantized to'} {form.bits} bits"
             raise StoreError(f"the {_name(experts, place)} cannot be {what}: {error}") from error
         low = None if base is None else form.base.view(base)
         packed = form.view(section, low)

@@ -56,8 +56,8 @@ class Parts:
     def __init__(self, device: torch.device) -> None:
         self.device, self.device_memory = device, make_device_memory(device)
 
-    def pools(self, plan: SlotPlan, formats: Mapping[Precision, ExpertFormat]) -> SlotPools:
-        return SlotPools(plan, formats, self.device, self.device_memory)
+    def pools(self, plan: SlotPlan, experts: ModelExperts, bits: Mapping[Precision, int]) -> SlotPools:
+        return SlotPools(plan, experts, bits, self.device, self.device_memory)
 
     def decode_kernel(
         self, kernel: ExpertKernel, experts: ModelExperts, link_gbps: float | None = None
@@ -65,7 +65,7 @@ class Parts:
         """What decides and computes a decode step without the host, behind an emulated link if there is one; ValueError
         if the kernel cannot."""
         if isinstance(kernel, CpuKernel):
-            return PlainKernels(kernel, experts.formats, link_gbps)
+            return PlainKernels(kernel, experts.of_layers, link_gbps)
         # Importing triton takes a second, which only a GPU needs.
         from vllm_dymoe.executor.triton_kernels import TritonKernels
 
@@ -157,16 +157,21 @@ class ExpertServer:
         on_cpu = device.type == "cpu" and options.link_gbps is None
         self._plain_cpu = on_cpu and engine is None and parts is None  # nothing stands in for another device
         self._parts = parts = parts or Parts(device)
-        formats, policy = self.experts.formats.values(), policy or make_policy(options).of_stage(*around)
-        matrices = [matrix for fmt in formats for matrix in fmt.matrices]
+        formats, policy = self.experts.all_formats, policy or make_policy(options).of_stage(*around)
+        # Kinds of layers have launches of their own.
+        matrices = [matrix for fmt in formats for matrix in fmt.matrices] if len(self.experts.of_kinds) == 1 else []
         try:
             workspace = workspace_bytes(self.experts, device.type)
             self.kernel: ExpertKernel = make_kernel(device, workspace, matrices, options.activations)
+            for fmt in formats if not isinstance(self.kernel, CpuKernel) else ():
+                check_together(fmt)
         except ValueError as error:
             raise ConfigError(f"vllm-dymoe: {error}") from error
         largest, timeout = max(fmt.nbytes for fmt in formats), options.transfer_timeout_s or None
         self.engine = engine or make_engine(store, device, largest, timeout, options.link_gbps)
         obstacle = DRAFTED if self.experts.draft_layers else obstacle
+        if not obstacle and any(fmt.down is not None for fmt in formats):
+            obstacle = "down projections have another format than gate and up"
         if store.readable and not obstacle and not parts.device_memory.shares_addresses():
             obstacle = "this device has other addresses for pinned host memory than the host"
         _check_misses(options, store, on_cpu=on_cpu)
@@ -316,8 +321,12 @@ class ExpertServer:
         """
         self._check_awake(f"a change of {what}")
         bits = slot_bits(self.experts, options, policy.precision.precisions)
-        formats = {precision: self.experts.formats[width] for precision, width in bits.items()}
-        self.cache.pools.check_growth(plan, self.slot_plan, formats)
+        nbytes = sum(
+            count * formats[bits[precision]].nbytes
+            for precision in plan.slots
+            for count, formats in zip(plan.slots_of_kinds(precision), self.experts.of_kinds, strict=True)
+        )
+        self.cache.pools.check_growth(plan, self.slot_plan, nbytes)
         self._take_decode_counts()  # from the table that goes, at the bits that it had
         before = self._serving
         before.cache.pools.free()
@@ -330,7 +339,7 @@ class ExpertServer:
     def _allocate(self, options: Options, policy: Policy, plan: SlotPlan, before: _Serving | None = None) -> _Serving:
         """Return what serves a plan after ``before``, whose slots are free; ConfigError if memory is short."""
         bits, migrating = slot_bits(self.experts, options, policy.precision.precisions), policy.residency.migrating
-        pools = self._parts.pools(plan, {precision: self.experts.formats[bits[precision]] for precision in plan.slots})
+        pools = self._parts.pools(plan, self.experts, bits)
         try:
             writer, device_table = Writer.HOST, None
             if self._on_device is not None:
@@ -421,12 +430,11 @@ class ExpertServer:
         kernel = self.kernel
         if not (self._plain_cpu and isinstance(kernel, CpuKernel) and kernel.library and cache.writer is Writer.HOST):
             return None
-        formats = {CODES[precision]: self.experts.formats.get(bits[precision]) for precision in Precision}
+        served = {CODES[precision]: bits[precision] for precision in (Precision.LOW, Precision.HIGH)}
         if Precision.HIGH not in cache.bits:
-            formats[CODES[Precision.HIGH]] = None
-        del formats[CODES[Precision.SKIPPED]]
+            served[CODES[Precision.HIGH]] = 0
         uses = None if migration is None else migration.uses
-        return CpuExecutor(cache, kernel, policy, formats, executes=executes, uses=uses, records=records)
+        return CpuExecutor(cache, kernel, policy, served, executes=executes, uses=uses, records=records)
 
     # -- seeing inside ----------------------------------------------------------------------------
 
@@ -560,6 +568,21 @@ def _check_misses(options: Options, store: HostStore, *, on_cpu: bool) -> None:
             f'vllm-dymoe: misses = "{options.misses}" is impossible, because the experts are not in memory; use '
             'host_store "pinned", or leave the option out.',
             option="misses",
+        )
+
+
+def check_together(fmt: ExpertFormat) -> None:
+    """ValueError for an expert whose projections a GPU's kernels cannot compute together."""
+    if fmt.down is None:
+        return
+    up, down = fmt.matrices[1:]
+    grids = [matrix for matrix in (up, down) if matrix.quantized and not matrix.encoding.group_size]
+    same = up.encoding == down.encoding and (up.integer_zeros, up.act_order) != (down.integer_zeros, down.act_order)
+    if len({matrix.group_size for matrix in grids}) > 1 or same:
+        raise ValueError(
+            "down projections have other groups than gate and up, or the same bits with other zero points or another "
+            "order of columns, which the kernels of a GPU do not compute together; set high to 16 and low to 0, which "
+            "hold the dequantized weights."
         )
 
 

@@ -141,6 +141,7 @@ def _describe(experts: ModelExperts, activations: Sequence[Activation], *, devic
     formats = ", ".join(
         f"{fmt.encoding.name}{', integer zeros' * fmt.integer_zeros}{', act-order' * fmt.act_order}"
         f"{', bias' * fmt.bias}{'' if fmt.encoding.group_size else f' in groups of {fmt.group_size}'}"
+        f"{'' if fmt.down is None else f', down {fmt.down}'}"
         for fmt in experts.formats.values()
     )
     fmt = next(iter(experts.formats.values()))
@@ -275,8 +276,9 @@ class _RandomStore(HostStore):
     def view(self, number: int, fmt: ExpertFormat) -> PackedExpert:
         """Return a random expert."""
         expert: PackedExpert | None = None
+        named = {part: bits for bits, part in self.experts.formats.items()}
         for part in fmt.slices:
-            expert = part.view(self._slices[number, part.bits], expert)
+            expert = part.view(self._slices[number, named[part]], expert)
         assert expert is not None
         return expert
 

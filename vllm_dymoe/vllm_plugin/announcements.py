@@ -75,10 +75,11 @@ def _planning(server: ExpertServer) -> str:
     # Experts that layers do not keep, each once: at the high version where there are two.
     plan, memory, experts = server.slot_plan, server.cache, server.experts
     precisions = list(plan.slots) if memory.nested else list(plan.slots)[:1]
-    missing = {
-        precision: sum(experts.num_experts - kept for kept in plan.quotas[precision]) for precision in precisions
-    }
-    moved = sum(count * experts.formats[memory.bits[precision]].nbytes for precision, count in missing.items())
+    moved = sum(
+        (experts.num_experts - kept) * formats[memory.bits[precision]].nbytes
+        for precision in precisions
+        for kept, formats in zip(plan.quotas[precision], experts.of_layers, strict=True)
+    )
     if server.policy.residency.migrating is not None or not moved:
         return said
     return f"{said}; each chunk of a prompt moves up to {size(moved)} over the link"

@@ -78,11 +78,12 @@ class Loading:
         if self._draft is None:
             self._begin = time.perf_counter()
             taken = held_bytes(self._model.store)
-            reader, formats = self._draft_reader(), self._model.experts.formats
+            reader, formats, bits = self._draft_reader(), self._model.experts.formats, self.options.stored_bits
+            # Where the model's numbers are kept as they are, and each expert has one version, so are the draft's.
+            kept = len(bits) == 1 and self.reader.keeps(bits) and (not reader.mixed or reader.keeps(bits))
             other = reader.format != self.reader.format
-            self._draft = ModelStore(
-                self.config, self.options, None, reader, self._host_memory, taken, formats, requantize=other
-            )
+            how = {"requantize": other and not kept, "keeps": kept}
+            self._draft = ModelStore(self.config, self.options, None, reader, self._host_memory, taken, formats, **how)
         if self._draft.place is not None:
             raise ConfigError(f"vllm-dymoe: {spec.name} belongs to a third model with MoE layers; two are supported.")
         self._draft.add(spec)
@@ -207,7 +208,8 @@ class Loading:
         """Say in one line what is active, where numbers come from and why the host store is where it is; and warn."""
         source, place = "", store.place.reason if store.place is not None else ""
         if (self.reader.held or self.reader.mixed) and not store.dummy:
-            source = f" Experts: {describe(self.reader, self.options.stored_bits, self.options.quantizer)}."
+            bits, kept = self.options.stored_bits, self.reader.keeps(self.options.stored_bits)
+            source = f" Experts: {describe(self.reader, bits, self.options.quantizer, kept=kept)}."
         parallel = self.config.parallel_config
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         rank = f"rank {parallel.rank} of {ranks}" if ranks > 1 else ""
@@ -264,16 +266,19 @@ class Loading:
     def _tested(self, store: HostStore, options: Options, device: torch.device, policy: Policy, obstacle: str) -> str:
         """Return the obstacle to device-side planning, which the self-test on this card may have found."""
         rates = self._model.rates
-        found = tested(
-            store.experts,
-            options,
-            device,
-            list(dict.fromkeys(layer.activation for layer in self._model.layers)),
-            device_plans=plans_on_device(options, policy, device.type, readable=store.readable, obstacle=obstacle)[0],
-            kept=None if rates is None else rates.with_name(RESULTS),
-            say=lambda sentence: logger.warning("vllm-dymoe: %s", sentence),
-        )
-        return obstacle or found
+        for kind in range(len(store.experts.of_kinds)):
+            decides, _ = plans_on_device(options, policy, device.type, readable=store.readable, obstacle=obstacle)
+            found = tested(
+                store.experts.of_kind(kind),
+                options,
+                device,
+                list(dict.fromkeys(layer.activation for layer in self._model.layers)),
+                device_plans=decides,
+                kept=None if rates is None else rates.with_name(RESULTS),
+                say=lambda sentence: logger.warning("vllm-dymoe: %s", sentence),
+            )
+            obstacle = obstacle or found
+        return obstacle
 
     @property
     def _look_ahead(self) -> int:

@@ -46,8 +46,8 @@ from vllm_dymoe.quantize.checkpoint import content_fingerprint
 from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.quantize.held import Held
 from vllm_dymoe.quantize.packer import FALLBACK, ExpertPacker, Given
-from vllm_dymoe.quantize.readers import Reader
-from vllm_dymoe.quantize.readers.base import format_fields, quantizer_name
+from vllm_dymoe.quantize.readers import PLAIN_READER, Reader
+from vllm_dymoe.quantize.readers.base import format_fields, kept_format, own_formats, quantizer_name
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.vllm_plugin.announcements import logger
 from vllm_dymoe.vllm_plugin.model_files import local_folder, ranks_of_machine, replicas_of_machine, replicated
@@ -100,14 +100,16 @@ class ModelStore:
         host_memory: int,  # bytes that all ranks of this machine can get
         taken: int = 0,  # of them by another model's experts on this rank
         formats: Mapping[int, ExpertFormat] | None = None,  # of that model, whose slots a draft's experts share
-        requantize: bool = False,  # the experts are quantized otherwise than these formats
+        requantize: bool = False,  # the experts are quantized otherwise than these formats, and rounded to them
+        keeps: bool = False,  # or they have formats of their own
     ) -> None:
         self.layers: list[LayerSpec] = []
         self.place: HostPlace | None = None  # before the first weight came
         self.rates: Path | None = None  # where they are kept, likewise
         self.store: HostStore | None = None  # before the last layer is loaded
         self._vllm_config, self._options, self.reader, self._formats = vllm_config, options, reader, formats
-        self._requantize = requantize or reader.mixed
+        self._keeps = keeps or (formats is None and reader.mixed and reader.keeps(options.stored_bits))
+        self._requantize = requantize or (reader.mixed and not self._keeps)
         self._checkpoint = checkpoint
         self._host_memory, self._taken = host_memory, taken
         self._packed_for = ""  # fingerprint of the model that the checkpoint's own store was made from
@@ -132,7 +134,7 @@ class ModelStore:
                 "(hidden size, dtype, biases or gates differ), which is not supported yet; serve this model without "
                 "--quantization dymoe."
             )
-        if self.reader.held and spec.intermediate != first.intermediate:
+        if (self.reader.held or (self.reader.mixed and self._keeps)) and spec.intermediate != first.intermediate:
             raise ConfigError(
                 f"vllm-dymoe: the quantized experts of {spec.name} are {spec.intermediate} wide and those of "
                 f"{first.name} {first.intermediate}, which is supported for 16-bit checkpoints only; "
@@ -181,8 +183,8 @@ class ModelStore:
 
     @property
     def experts(self) -> ModelExperts:
-        spec, reader, ours = self.layers[0], self.reader, self._checkpoint or {}
-        width = self._width
+        spec, ours, width = self.layers[0], self._checkpoint or {}, self._width
+        reader = PLAIN_READER if self.reader.mixed else self.reader
         formats = self._formats or stored_formats(
             self._options.stored_bits,
             lambda bits: ExpertFormat(
@@ -192,7 +194,15 @@ class ModelStore:
         )  # fmt: skip
         numbers = layer_numbers([layer.name for layer in self.layers])
         count, top_k = (max(sizes) for sizes in zip(*((s.num_experts, s.top_k) for s in self.layers), strict=True))
-        return ModelExperts(numbers, count, top_k, formats)
+        own = {}
+        if self._keeps and len(formats) == 1:
+            ((bits, usual),) = formats.items()
+            if self._formats is None:
+                usual = kept_format(self.reader.usual, usual, spec.intermediate, spec.ranks)
+                formats = {bits: usual}
+            named = {number: extract_layer_index(s.name) for number, s in zip(numbers, self.layers, strict=True)}
+            own = own_formats(self.reader, named, usual, spec.intermediate, spec.ranks)
+        return ModelExperts(numbers, count, top_k, formats, own=own)
 
     def layer_loaded(self, layer: int) -> bool:
         self._loaded += 1
@@ -271,7 +281,7 @@ class ModelStore:
     @cached_property
     def _manifest(self) -> Manifest:
         options, spec, experts = self._options, self.layers[0], self.experts
-        quantizer = quantizer_name(self.reader, options.stored_bits, options.quantizer)
+        quantizer = quantizer_name(self.reader, options.stored_bits, options.quantizer, kept=self._keeps)
         ranks = spec.rank, spec.ranks, spec.expert_rank, spec.expert_ranks
         described = json.dumps([Manifest(experts, quantizer, "").to_json(), ranks])
         config = self._vllm_config.model_config

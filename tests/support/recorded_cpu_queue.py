@@ -33,7 +33,7 @@ class RecordedCpuQueue(CpuQueue):
         given_up: an answer that the device has waited for; its rows count for nothing, and their step fails.
     """
 
-    def __init__(self, history, turns, late, *arguments):
+    def __init__(self, history, turns, late, *arguments, spins=False):
         super().__init__(*arguments)
         self._history, self._turns, self._late, self._chance = history, turns, late, random.Random(1)
         self._service, self.given_up = CpuQueue(*arguments), False

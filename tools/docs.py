@@ -189,8 +189,9 @@ def starts() -> str:
         said = [*(f"`{name} {value}`" for name, value in settings.items()), *(f"`{name}` {code(value)}" for name, value
                 in options.items())]  # fmt: skip
         speed = f"{found['tokens_per_second']:.3g}"
-        rows.append([machine, found["model"], f"`{chosen['policy']}`, {chosen['precision']}", ", ".join(said), speed])
-    return table(["machine", "model", "policy", "the rest", "tokens/s"], rows)
+        policy, best = f"`{chosen['policy']}`, {chosen['precision']}", f"{found['times_best']:.2f}"
+        rows.append([machine, found["model"], policy, ", ".join(said), speed, best])
+    return table(["machine", "model", "policy", "the rest", "tokens/s", "x best"], rows)
 
 
 GENERATED: dict[str, Callable[[], str]] = {

@@ -279,6 +279,23 @@ def _ask_for_every_weight(config: VllmConfig) -> None:
         load.model_loader_extra_config = asked.model_loader_extra_config
 
 
+def name_every_place(model: Any) -> None:
+    """Have a model report each loaded weight by all names that it goes by. vLLM's models of transformers have a layer's
+    gate and shared experts in two places, and the check of what was loaded asks for one of them."""
+    load = model.load_weights
+
+    def load_weights(*args: Any, **kwargs: Any) -> Any:
+        loaded = load(*args, **kwargs)
+        if loaded is None:
+            return None
+        places: dict[int, set[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            places.setdefault(id(parameter), set()).add(name)
+        return set(loaded).union(*(names for names in places.values() if not names.isdisjoint(loaded)))
+
+    model.load_weights = load_weights
+
+
 def refuse_unsupported_features(config: VllmConfig) -> None:
     model, parallel, drafts = config.model_config, config.parallel_config, config.speculative_config
     unsupported = {

@@ -113,7 +113,9 @@ MORE = {
     "qwen3.5-moe": Architecture("Qwen3_5MoeTextConfig", QWEN3_NEXT.sizes),
     "dots1": Architecture("Dots1Config", _MOE | _ATTENTION | {"first_k_dense_replace": 1, "max_window_layers": 2}),
     "glm-4-moe-lite": Architecture(
-        "Glm4MoeLiteConfig", _MOE | _MLA | {"q_lora_rank": 64, "mlp_layer_types": ["dense", "sparse"]}
+        "Glm4MoeLiteConfig",
+        _MOE | _MLA | {"q_lora_rank": 64, "mlp_layer_types": ["dense", "sparse"]},
+        written={"first_k_dense_replace": 1},
     ),
     "hy-v3": Architecture(
         "HYV3Config",
@@ -123,6 +125,7 @@ MORE = {
             "expert_hidden_dim": 96,
             "route_norm": True,
             "moe_router_use_sigmoid": True,
+            "qk_norm": True,
         },
     ),
     "laguna": Architecture("LagunaConfig", _MOE | _DENSE_FIRST | _ATTENTION),
@@ -132,6 +135,7 @@ MORE = {
         written={
             "moe_layer_freq": [0, 1],
             "hybrid_layer_pattern": [0, 0],
+            "layernorm_epsilon": 1e-5,
             "scoring_func": "sigmoid",
             "topk_method": "noaux_tc",
             "swa_num_attention_heads": 4,

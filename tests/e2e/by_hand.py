@@ -61,6 +61,7 @@ _MLA = {
     "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 64,
     "v_head_dim": 64,
+    "head_dim": 64,
     "num_key_value_heads": 4,
 }
 MORE = {

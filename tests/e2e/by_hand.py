@@ -205,7 +205,7 @@ def check(name: str, kind: str, folder: Path) -> dict[str, str]:
     experts = None
     try:
         if kind:
-            experts = write(architecture, kind, folder, dense=kind in INTEGERS and kind != "gptq-ordered")
+            experts = write(architecture, kind, folder, dense=kind in INTEGERS and kind not in ("gptq-ordered", "int8"))
         else:
             architecture.save(folder / "plain")
     except Exception as error:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vllm_dymoe.cache.store import HostStore
 from vllm_dymoe.cache.transfer import TransferEngine
-from vllm_dymoe.executor.cpu_worker import CpuQueue, CpuWorker, cpu_worker_threads, longest_wait
+from vllm_dymoe.executor.cpu_worker import CpuQueue, CpuWorker, cpu_worker_threads, longest_wait, spins
 from vllm_dymoe.executor.rates import Rates, costs, measure, measure_or_load
 from vllm_dymoe.experts.format import ExpertFormat
 from vllm_dymoe.options import ConfigError, Options
@@ -53,7 +53,7 @@ class CpuExecution:
         how = cpu_worker_threads(device.type), timeout, options.activations
         if on_device:
             try:
-                self.worker = CpuQueue(experts, SMALL_BATCH_ROWS, *how, device, lock, on_late)
+                self.worker = CpuQueue(experts, SMALL_BATCH_ROWS, *how, device, lock, on_late, spins=spins(device.type))
             except (OSError, ValueError) as error:
                 raise ConfigError(
                     f'vllm-dymoe: misses = "{options.misses}" is impossible, because {error}; leave the option out.',

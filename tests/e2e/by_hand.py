@@ -61,13 +61,14 @@ _MLA = {
     "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 64,
     "v_head_dim": 64,
+    "head_dim": 64,
     "num_key_value_heads": 4,
 }
 MORE = {
     "exaone-moe": Architecture(
         "ExaoneMoeConfig",
+        # Without swiglu_limits: vLLM's experts on a CPU (0.32) do not clamp.
         _MOE | _DENSE_FIRST | _ATTENTION | {"first_k_dense_replace": 1},
-        written={"swiglu_limits": [0.0, 0.5]},
     ),
     "lfm2-moe": Architecture(
         "Lfm2MoeConfig", _MOE | {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"]}
@@ -113,7 +114,9 @@ MORE = {
     "qwen3.5-moe": Architecture("Qwen3_5MoeTextConfig", QWEN3_NEXT.sizes),
     "dots1": Architecture("Dots1Config", _MOE | _ATTENTION | {"first_k_dense_replace": 1, "max_window_layers": 2}),
     "glm-4-moe-lite": Architecture(
-        "Glm4MoeLiteConfig", _MOE | _MLA | {"q_lora_rank": 64, "mlp_layer_types": ["dense", "sparse"]}
+        "Glm4MoeLiteConfig",
+        _MOE | _MLA | {"q_lora_rank": 64, "mlp_layer_types": ["dense", "sparse"]},
+        written={"first_k_dense_replace": 1},
     ),
     "hy-v3": Architecture(
         "HYV3Config",
@@ -123,6 +126,7 @@ MORE = {
             "expert_hidden_dim": 96,
             "route_norm": True,
             "moe_router_use_sigmoid": True,
+            "qk_norm": True,
         },
     ),
     "laguna": Architecture("LagunaConfig", _MOE | _DENSE_FIRST | _ATTENTION),
@@ -132,6 +136,7 @@ MORE = {
         written={
             "moe_layer_freq": [0, 1],
             "hybrid_layer_pattern": [0, 0],
+            "layernorm_epsilon": 1e-5,
             "scoring_func": "sigmoid",
             "topk_method": "noaux_tc",
             "swa_num_attention_heads": 4,
@@ -200,7 +205,7 @@ def check(name: str, kind: str, folder: Path) -> dict[str, str]:
     experts = None
     try:
         if kind:
-            experts = write(architecture, kind, folder, dense=kind in INTEGERS and kind != "gptq-ordered")
+            experts = write(architecture, kind, folder, dense=kind in INTEGERS and kind not in ("gptq-ordered", "int8"))
         else:
             architecture.save(folder / "plain")
     except Exception as error:

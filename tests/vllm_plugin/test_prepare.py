@@ -7,7 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_dymoe.experts.encoding import MXFP4, NESTED, STEPS
@@ -200,3 +202,25 @@ def test_vllm_is_to_refuse_a_checkpoint_that_lacks_a_weight():
     assert found == more | {"enable_weights_track": True}
     assert configure(load_format="dummy").load_config.model_loader_extra_config == {}
     assert configure(quantization=None).load_config.model_loader_extra_config == {}
+
+
+def test_a_weight_in_two_places_counts_as_loaded_in_both():
+    """And one that is in none of the loaded places still counts as missing."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.norm = torch.nn.Linear(2, 2, bias=False), torch.nn.LayerNorm(2, bias=False)
+            self.experts = torch.nn.Module()
+            self.experts.gate = self.gate
+            self.routed = RoutedExperts.__new__(RoutedExperts)
+            torch.nn.Module.__init__(self.routed)
+            self.routed.bias = torch.nn.Parameter(torch.zeros(2))
+
+        def load_weights(self, weights):
+            return {name for name, _ in weights}
+
+    model = Model()
+    prepare.name_every_place(model)
+    assert model.load_weights([("gate.weight", None)]) == {"gate.weight", "experts.gate.weight", "routed.bias"}
+    assert model.load_weights([]) == {"routed.bias"}

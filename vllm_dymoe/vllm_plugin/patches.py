@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch.nn import Module
 from vllm.config import get_current_vllm_config_or_none
 
 from vllm_dymoe.vllm_plugin import data_parallel, failures, prepare
@@ -96,14 +97,16 @@ def _create_engine_config(original: Original, self: Any, *args: Any, **kwargs: A
     "a hook of QuantizationConfig that sees the model before its weights",
 )  # fmt: skip
 def _initialize_model(original: Original, vllm_config: Any, **kwargs: Any) -> Any:
-    """A model that computes experts with code of its own would be served as if we were not there; and gates lie beside
-    a model's experts.
+    """A model that computes experts with code of its own would be served as if we were not there; gates lie beside a
+    model's experts; and weights that lie in two places count as loaded in both.
     """
     from vllm_dymoe.vllm_plugin.moe_method import model_made  # not before vLLM has decided about graphs
 
     model = original(vllm_config=vllm_config, **kwargs)
     made = kwargs.get("model_config") or vllm_config.model_config
     model_made(vllm_config, model, draft=getattr(made, "runner_type", "") == "draft")
+    if vllm_config.model_config.quantization == "dymoe" and isinstance(model, Module):
+        prepare.name_every_place(model)
     return model
 
 

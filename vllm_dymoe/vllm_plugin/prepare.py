@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from vllm import envs
 from vllm.config import LoRAConfig, VllmConfig
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.platforms import current_platform
 
@@ -277,6 +278,29 @@ def _ask_for_every_weight(config: VllmConfig) -> None:
         return
     if knows:
         load.model_loader_extra_config = asked.model_loader_extra_config
+
+
+def name_every_place(model: Any) -> None:
+    """Have a model report each loaded weight by all names that it goes by, for the check of what was loaded.
+
+    vLLM's models of transformers have a layer's gate and shared experts in two places, and the check asks for one of
+    them. What lies in RoutedExperts is not asked for, as where nothing is quantized: experts are counted while they are
+    packed, and vLLM 0.32 leaves Laguna's bias of the router as it is.
+    """
+    load = model.load_weights
+
+    def load_weights(*args: Any, **kwargs: Any) -> Any:
+        loaded = load(*args, **kwargs)
+        if loaded is None:
+            return None
+        places: dict[int, set[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            places.setdefault(id(parameter), set()).add(name)
+        routed = [(name, part) for name, part in model.named_modules() if isinstance(part, RoutedExperts)]
+        asked = {f"{name}.{own}" for name, part in routed for own, _ in part.named_parameters(recurse=False)}
+        return asked.union(loaded, *(names for names in places.values() if not names.isdisjoint(loaded)))
+
+    model.load_weights = load_weights
 
 
 def refuse_unsupported_features(config: VllmConfig) -> None:

@@ -32,6 +32,8 @@ FORMATS = {
 }  # fmt: skip
 """By the first word of a kind."""
 PREDICTORS = ROOT / "benchmarks" / "predictors" / "results.json"
+STARTS = ROOT / "tests" / "plan" / "starts" / "chosen.json"
+EMULATED_CARD = PREDICTORS.with_name("emulated_card.json")
 _KINDS = {int: "a number", float: "a number", bool: "`true`, `false`", Path: "a path", str: "a name", dict: "an object"}
 _LIMITS = {"ge": "from {}", "gt": "above {}", "le": "up to {}"}
 _BUDGETS = ("auto", "top-k", "layer")
@@ -158,6 +160,17 @@ def predictors() -> str:
     return table(["tokens", *(titles.get(name, f"`{name}`") for name in names)], rows)
 
 
+def emulated_card() -> str:
+    """What `benchmarks/predictors/emulated_card.py` has measured: milliseconds a token beside their bound."""
+    rows = json.loads(EMULATED_CARD.read_text())["rows"]
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        ratio, moved = row["ms"] / row["bound_ms"], f"{row['demand_mb']:.2f} + {row['ahead_mb']:.2f}"
+        return [row["policy"], row["misses"], f"{row['ms']:.1f}", f"{row['bound_ms']:.1f}", f"{ratio:.2f}", moved]
+
+    return table(["policy", "`misses`", "ms a token", "bound", "ratio", "MB a token: demand + ahead"], map(cells, rows))
+
+
 def versions() -> str:
     """What the package runs with."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -166,8 +179,23 @@ def versions() -> str:
     return f"vLLM {OLDEST_VLLM} to {last}, its CPU build from {OLDEST_CPU_BUILD}; Python {python} or newer; Linux.\n"
 
 
+def starts() -> str:
+    """What `vllm-dymoe serve` chooses for eight models on eight machines."""
+    rows = []
+    for machine, found in json.loads(STARTS.read_text()).items():
+        chosen = {subject: what for subject, (what, _) in found["why"].items()}
+        settings = {f"--{name}": value for name, value in found["arguments"].items()}
+        options = {name: value for name, value in found["options"].items() if name not in ("policy", "high", "low")}
+        said = [*(f"`{name} {value}`" for name, value in settings.items()), *(f"`{name}` {code(value)}" for name, value
+                in options.items())]  # fmt: skip
+        speed = f"{found['tokens_per_second']:.3g}"
+        rows.append([machine, found["model"], f"`{chosen['policy']}`, {chosen['precision']}", ", ".join(said), speed])
+    return table(["machine", "model", "policy", "the rest", "tokens/s"], rows)
+
+
 GENERATED: dict[str, Callable[[], str]] = {
     "architectures": architectures,
+    "emulated-card": emulated_card,
     "methods": methods,
     "models": models,
     "families": families,
@@ -176,6 +204,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "parameters": parameters,
     "policies": policies,
     "predictors": predictors,
+    "starts": starts,
     "versions": versions,
 }
 """By marker."""

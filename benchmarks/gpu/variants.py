@@ -84,7 +84,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     **{name: (name,) for name in ("rotate", "combine", "place")},
     "decide": ("planner",),
     "copy_spans": ("spans",),
-    **dict.fromkeys(("list_predicted", "copy_predicted"), ("planner", "prefetch")),
+    **dict.fromkeys(("name_experts", "judge_predicted", "list_predicted", "copy_predicted"), ("planner", "prefetch")),
     "popularity": ("popularity",),
     **dict.fromkeys(_WIDE, ("planner", "large_batch")),
     **dict.fromkeys(("post", "wait", "collect"), ("cpu_queue",)),
@@ -246,13 +246,24 @@ def _others(architecture: int) -> Iterator[Variant]:
 
 
 def _prefetch(architecture: int, experts: int, top_k: int) -> Iterator[Variant]:
-    """What lists and copies predicted experts."""
+    """What names, judges, lists and copies predicted experts: of one gate or six, for one coming layer or two."""
     table = vars(Table.allocate(2, experts, rows=1, top_k=top_k, depth=1, device="cpu"))
     listed, rows = vars(PrefetchList.allocate(experts, "cpu")), torch.zeros(1).int()
     key = f"{experts} experts", "", ""
-    yield _noted((architecture, "list_predicted", *key), prefetch.list_predicted_on_gpu, table, 1, rows, 3, listed)
+    for look_ahead, nested in ((1, False), (2, False), (1, True), (2, True)):
+        sizes: dict[str, Any] = {"rows": 1, "top_k": top_k, "depth": 1, "device": "cpu", "nested": nested}
+        own, lists = Table.allocate(2, experts, **sizes).at(1), PrefetchList.allocate(experts, "cpu", slices=1 + nested)
+        note = key[0], "", f"{look_ahead} ahead" + ", nested" * nested
+        given = own, 1, rows, 3, vars(lists), look_ahead
+        yield _noted((architecture, "list_predicted", *note), prefetch.list_predicted_on_gpu, *given)
+    ids, numbers = torch.zeros(1, top_k).int(), torch.zeros(2, experts).int()
+    yield _noted((architecture, "judge_predicted", *key), prefetch.judge_predicted_on_gpu, table, 1, ids, rows, listed)
+    for voters in (1, 6):
+        given = table, 1, 0, torch.zeros(voters, 1, experts), rows, numbers, numbers, listed["scratch"]
+        note = key[0], "", f"{voters} voters"
+        yield _noted((architecture, "name_experts", *note), prefetch.name_experts_on_gpu, *given)
     yield _noted((architecture, "copy_predicted", *key), prefetch.copy_predicted_on_gpu, table, 1, 3, listed)
-    counts, ids = torch.zeros(2, experts).long(), torch.zeros(1, top_k).int()
+    counts = torch.zeros(2, experts).long()
     named = counts, table["predicted"][0], 0, ids, rows, 10, 1 << 20, top_k
     yield _noted((architecture, "popularity", *key), popularity.count_and_name_on_gpu, *named)
 

@@ -25,13 +25,10 @@ from vllm_dymoe.kernels.triton.launch import (
 )
 from vllm_dymoe.kernels.triton.rotate import rotated_inputs
 from vllm_dymoe.kernels.triton.spans import copy_spans
-from vllm_dymoe.kernels.triton.start import prepared
+from vllm_dymoe.kernels.triton.start import PreparedLaunch
 from vllm_dymoe.kernels.triton.tiles import Tiles
 from vllm_dymoe.planner.large_batch import ADMITTED, STREAMED, LargeBatchShape, LargeBatchWork
 from vllm_dymoe.planner.plan import LayerPlan
-
-_Launch = tuple[Callable[..., None], tuple[Tensor | int, ...]]
-"""And its tensors, but for the first two."""
 
 
 class TritonLargeBatch:
@@ -68,7 +65,9 @@ class TritonLargeBatch:
         self._lists = self._large, self._large.with_own_spans()  # for even and odd layers
         self.ids, self._parity = self._large.ids, 0
         groups = range(ADMITTED, STREAMED + shape.streamed_groups + (shape.streamed_groups > 0))
-        self._spans = [{group: lists.spans[shape.spans(group)] for group in groups} for lists in self._lists]
+        self._copies = [
+            {group: _prepared_copies(lists.spans[shape.spans(group)]) for group in groups} for lists in self._lists
+        ]
         residual = plan.addresses[-1] if experts.nested else None
         self._rotation = experts.rotation(precisions)
         self._experts = ExpertTable(experts, precisions, plan.addresses[0], plan.bits, residual=residual)
@@ -76,7 +75,7 @@ class TritonLargeBatch:
         # Experts that are decoded come first, and share scratch by their positions.
         self._decoded = min(shape.positions, shape.items * tiles.decode_tokens)
         self._scratch = scratch(*(self._decoded * each for each in tiles.shared(experts.hidden, experts.intermediate)))
-        self._launches: list[list[tuple[_Launch, _Launch]]] = []  # of each group and class
+        self._launches: list[list[tuple[PreparedLaunch, PreparedLaunch]]] = []  # of each group and class
 
     def plan(
         self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, rows: Tensor, half: int, ahead: int,
@@ -96,21 +95,21 @@ class TritonLargeBatch:
 
     def copy(self, group: int) -> None:
         """Copy a group's experts in one launch."""
-        copy_spans(self._spans[self._parity][group])
+        self._copies[self._parity][group]()
 
     def compute(self, group: int) -> None:
         """Compute a group in two launches per class."""
         x, hidden, out = self._x, self._hidden, self._out
-        for (up, of_up), (down, of_down) in self._launches[group]:
-            up(x, hidden, *of_up)
-            down(hidden, out, *of_down)
+        for up, down in self._launches[group]:
+            up(x, hidden)
+            down(hidden, out)
 
-    def _products(self, group: int) -> list[tuple[_Launch, _Launch]]:
+    def _products(self, group: int) -> list[tuple[PreparedLaunch, PreparedLaunch]]:
         """Prepare the launches of a group. They are checked once: between layers only the first two tensors differ."""
-        found: list[_Launch] = []
+        found: list[PreparedLaunch] = []
 
         def start(kernel: Any, grid: tuple[int, ...], tensors: Sequence[Tensor | int], *rest: Any) -> None:
-            found.append((prepared(kernel, grid, *rest), tuple(tensors[2:])))
+            found.append(PreparedLaunch(kernel, grid, tensors[2:], *rest))
 
         tiles, table, lists = self._tiles, self._experts, self._large.work[group]
         rooms = self.shape.work_items(group, self._steps[: len(lists)])
@@ -129,3 +128,9 @@ class TritonLargeBatch:
     def finish(self) -> Tensor:
         """Sum each token's experts in one launch."""
         return combine(self._out, self._weights, self.ids)
+
+
+def _prepared_copies(spans: Tensor) -> PreparedLaunch:
+    found: list[PreparedLaunch] = []
+    copy_spans(spans, start=lambda *launch: found.append(PreparedLaunch(*launch)))
+    return found[0]

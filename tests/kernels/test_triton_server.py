@@ -8,13 +8,17 @@ import torch
 from tests.executor.device_planned import KINDS, decode, device_planned_server, run_device_planned, store_of
 from tests.executor.steps import ByNumber, make_server, random_step, run, with_budget
 from tests.kernels.sections import DEVICE, TOLERANCE, relative_error
+from tests.prefetch.gates import random_gates
 from tests.small_model import make_experts, make_store
 from tests.support.memory_writer import MemoryWriter
 from vllm_dymoe.executor.triton_kernels import TritonKernels
 from vllm_dymoe.experts.encoding import PLAIN
 from vllm_dymoe.experts.format import ModelExperts
 from vllm_dymoe.kernels.triton import TritonKernel
+from vllm_dymoe.kernels.triton.prefetch import name_experts_on_gpu
 from vllm_dymoe.policies.dymoe import Dymoe
+from vllm_dymoe.prefetch import Gate, on_device
+from vllm_dymoe.prefetch.next_gate import NextGate
 from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.server import expert_server
 
@@ -84,6 +88,24 @@ def test_steps_without_the_host_have_the_bits_of_steps_with_it(on_triton, nested
         server = device_planned_server(store, budget, policy())
         assert isinstance(server.small_batches.kernel, TritonKernels)
         assert all(torch.equal(a, b) for a, b in zip(run_device_planned(server, steps), want, strict=True)), budget
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_steps_with_predictions_have_the_bits_of_steps_without(on_triton, nested, monkeypatch):
+    """Named, judged, listed and copied by the kernels of a GPU, for two layers ahead."""
+    name = lambda table, *given: name_experts_on_gpu(vars(table), *given)  # noqa: E731
+    monkeypatch.setattr(on_device, "_name_experts_on", lambda device: name)
+    store = make_store(make_experts(dtype=torch.float16, layers=3, nested=nested))
+    gates, _ = random_gates(3, 6, store.experts.formats[4].hidden)
+    floats = [Gate(lambda x, gate=gate: gate.logits(x.float())) for gate in gates]
+    steps = [(seed, layer, 1 + seed % 2) for seed in range(3) for layer in range(3)]
+    policy = Dymoe(retention=0.5, high_by="depth", reuse_high=False)
+    want = run(with_budget(store, "100%", policy), steps)
+    server = device_planned_server(store, "50%", policy, predictor=NextGate(floats, 2, 2))
+    assert all(map(torch.equal, run_device_planned(server, steps), want))
+    stats = server.stats()
+    assert stats.predictions["correct"] > 0
+    assert stats.prefetches["useful"] > 0
 
 
 def test_rows_without_an_expert_are_zero(memory_store, on_triton):

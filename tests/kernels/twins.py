@@ -32,11 +32,13 @@ class Twins:
     def stage(self, layer, seed):
         """Some experts of a layer lie in staging slots, whole or in part, as if they had been fetched ahead."""
         rng, half = np.random.default_rng(seed), layer % 2
-        order, staged = iter(rng.permutation(self.plain.experts)), torch.zeros_like(self.plain.staged[half])
+        staged = torch.zeros_like(self.plain.staged[half])
+        order = iter(rng.permutation(self.plain.experts))
         for code in (LOW, HIGH):
             first, count = self.plain.staging[layer, code].tolist()
             for slot, expert in zip(range(first, first + count), order, strict=False):
-                staged[:, expert] = torch.tensor((slot, code, rng.integers(1, PROJECTIONS + 1)))
+                number = code - 1 if self.plain.nested else 0
+                staged[number, :, expert] = torch.tensor((slot, code, rng.integers(1, PROJECTIONS + 1)))
         for table in (self.plain, self.table):
             table.staged[half].copy_(staged)
             table.staged_for[half] = layer

@@ -80,6 +80,7 @@ class DeviceTable:
         critical = policy.precision.critical_counts(table.layers, table.experts)
         set_precision(table, formats, critical, policy.precision.thresholds)
         table.reuse_high.fill_(policy.precision.reuses_high)
+        table.fetched_ahead.copy_(torch.from_numpy(policy.precision.counts_ahead(table.layers, table.experts)))
         sources = tuple((CODES[precision], bits[precision]) for precision in served if bits[precision])
         if table.nested:
             sources = tuple((CODES[precision], width) for precision, width in of_slices.items())

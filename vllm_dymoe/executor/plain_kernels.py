@@ -20,7 +20,7 @@ from vllm_dymoe.kernels.cpu_queue import collect_plain, post_plain
 from vllm_dymoe.planner.constants import Action
 from vllm_dymoe.planner.large_batch import RESIDENT, LargeBatchShape, LargeBatchWork, plan_large_batch
 from vllm_dymoe.planner.plan import Grouped, LayerPlan
-from vllm_dymoe.planner.prefetch import PrefetchList, list_predicted, publish
+from vllm_dymoe.planner.prefetch import PrefetchList, judge_predicted, list_predicted, publish
 from vllm_dymoe.planner.small_batch import plan_small_batch
 from vllm_dymoe.planner.table import Table
 
@@ -31,7 +31,7 @@ class _Coming(NamedTuple):
     layer: int
     projections: int
     begun: float  # when the link was free for them
-    due: dict[int, float]  # when each has crossed the link
+    due: dict[int, float]  # when each has crossed the link, by its place in ``Table.staged``
 
 
 class PlainKernels:
@@ -95,20 +95,21 @@ class PlainKernels:
         if (coming := self._coming) is not None:
             self._coming, now = None, time.perf_counter()
             if coming.layer == layer:
-                for expert, due in coming.due.items():
+                for place, due in coming.due.items():
                     if due <= now:
-                        publish(table, layer, expert, coming.projections)
+                        publish(table, place, coming.projections)
             self._free = min(self._free, max(coming.begun, now))  # the others are not fetched
         self._formats = self._of_layers[layer]
         plan_small_batch(table, layer, ids, weights, rows, plan, **how)
 
     list_predicted = staticmethod(list_predicted)
+    judge_predicted = staticmethod(judge_predicted)
 
     def copy_predicted(self, table: Table, layer: int, projections: int, listed: PrefetchList) -> None:
         begun, due = self._free, {}
-        for source, destination, nbytes, expert in listed.copies[: int(listed.count)].tolist():
+        for source, destination, nbytes, place in listed.copies[: int(listed.count)].tolist():
             self.fetch(memory_at(source, nbytes), memory_at(destination, nbytes))
-            due[expert] = self.arrival(nbytes, time.perf_counter())
+            due[place] = self.arrival(nbytes, time.perf_counter())
         self._coming = _Coming(layer, projections, begun, due)
 
     def large_batch_step(

@@ -11,7 +11,7 @@ from vllm_dymoe.kernels import Activation, ExpertKernel
 from vllm_dymoe.kernels.triton import TritonKernel
 from vllm_dymoe.kernels.triton.cpu_queue import DeviceQueue
 from vllm_dymoe.kernels.triton.large_batch_step import TritonLargeBatch
-from vllm_dymoe.kernels.triton.prefetch import copy_predicted_on_gpu, list_predicted_on_gpu
+from vllm_dymoe.kernels.triton.prefetch import copy_predicted_on_gpu, judge_predicted_on_gpu, list_predicted_on_gpu
 from vllm_dymoe.kernels.triton.small_batch_step import SmallBatchStep
 from vllm_dymoe.planner.constants import check_experts
 from vllm_dymoe.planner.large_batch import LargeBatchShape
@@ -66,8 +66,13 @@ class TritonKernels:
         step.run(table.at(layer), layer, x, ids, weights, rows, plan.tensors, out, device_queue)
         return out
 
-    def list_predicted(self, table: Table, layer: int, rows: Tensor, projections: int, out: PrefetchList) -> None:
-        list_predicted_on_gpu(table.at(layer), layer, rows, projections, vars(out))
+    def judge_predicted(self, table: Table, layer: int, ids: Tensor, rows: Tensor, listed: PrefetchList) -> None:
+        judge_predicted_on_gpu(vars(table), layer, ids, rows, vars(listed))
+
+    def list_predicted(
+        self, table: Table, layer: int, rows: Tensor, projections: int, out: PrefetchList, look_ahead: int
+    ) -> None:
+        list_predicted_on_gpu(table.at(layer), layer, rows, projections, vars(out), look_ahead)
 
     def copy_predicted(self, table: Table, layer: int, projections: int, listed: PrefetchList) -> None:
         copy_predicted_on_gpu(table.at(layer), layer, projections, vars(listed))

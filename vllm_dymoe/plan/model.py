@@ -45,7 +45,20 @@ class ModelShape:
 
     @property
     def dense_bytes(self) -> int:
-        return self.dense_weights * ITEM
+        return self.memory_of_dense(16)
+
+    def memory_of_dense(self, bits: int) -> int:
+        """Bytes of everything but experts, with the option ``dense``."""
+        return self.dense_weights * ITEM - self._saved(bits)
+
+    def read_of_dense(self, bits: int) -> int:
+        """Bytes of it that a step reads."""
+        return self.token_weights * ITEM - self._saved(bits)
+
+    def _saved(self, bits: int) -> int:
+        """Bytes that ``dense`` saves; an output head that is the embedding, too, keeps its 16 bits."""
+        tied = self.dense_weights == self.token_weights
+        return (self.token_weights - tied * self.vocabulary * self.hidden) * (16 - bits) // 8
 
     def token_bytes(self, expert_bytes: float) -> float:
         """Bytes of device memory that a decode step of one request reads."""
@@ -60,8 +73,15 @@ class ModelShape:
 
 
 def read_shape(model: str) -> ModelShape:
-    """Read config.json of a folder, or fetch it alone from the hub that vLLM would ask; ConfigError if there is none to
-    be had, or it is not one of a Mixture-of-Experts model."""
+    """Return the sizes of a model, as ``config_folder`` finds it; ConfigError if it has no experts."""
+    folder = config_folder(model)
+    config = read_config(folder)
+    return shape_of(dict(nested_configs(config)[-1]), str(folder / "config.json"))
+
+
+def config_folder(model: str) -> Path:
+    """Return a model's folder, or one with its config.json from the Hugging Face hub; ConfigError if that is not to be
+    had."""
     folder = Path(model)
     if not folder.is_dir() and may_be_of_hub(model):
         try:
@@ -71,8 +91,7 @@ def read_shape(model: str) -> ModelShape:
                 f"{model} is not a folder, and its config.json cannot be fetched ({str(error).splitlines()[0]}); name "
                 "a folder that has it."
             ) from error
-    config = read_config(folder)
-    return shape_of(dict(nested_configs(config)[-1]), str(folder / "config.json"))
+    return folder
 
 
 def _fetch_config(model: str) -> Path:

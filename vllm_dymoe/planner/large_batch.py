@@ -217,7 +217,7 @@ def _span(host: Table, layer: int, code: int, source: int, slot: int) -> Tensor:
 def _copy_ahead(
     host: Table, layer: int, shape: LargeBatchShape, half: int, code: int, most: int, large: LargeBatchWork
 ) -> None:
-    staged, listed = host.staged[layer % 2], shape.spans(shape.groups).start
+    staged, listed = host.staged[layer % 2, 0], shape.spans(shape.groups).start
     staged.fill(0)
     host.staged_for[layer % 2] = layer
     missing = (host.precision[layer] == ABSENT).nonzero()[0][:most].tolist()

@@ -127,20 +127,20 @@ def bytes_ahead(table: Table, layer: int, code: int, projections: int) -> int:
 
 
 def found_ahead(table: Table, layer: int, expert: int, code: int) -> tuple[int, int]:
-    """Return the slot that a missing expert was fetched ahead into, or -1, and how many of its projections."""
-    slot, precision, projections = table.staged[layer % 2, :, expert].tolist()
-    found = not table.nested and table.staged_for[layer % 2] == layer and precision == code
+    """Return the slot that a missing version, or slice, was fetched ahead into, or -1, and how many projections."""
+    slot, precision, projections = table.staged[layer % 2, code - 1 if table.nested else 0, :, expert].tolist()
+    found = table.staged_for[layer % 2] == layer and precision == code
     return (slot, projections) if found else (-1, 0)
 
 
 def _count_arrived(table: Table, layer: int) -> None:
-    """Count the predicted experts of a layer that have arrived in time, whether or not they are used."""
-    _, codes, projections = table.staged[layer % 2]
-    if table.nested or table.staged_for[layer % 2] != layer:
+    """Count the predicted slices of a layer that have arrived in time, whether or not they are used."""
+    if table.staged_for[layer % 2] != layer:
         return
-    arrived = projections.nonzero()[0].tolist()
-    nbytes = sum(bytes_ahead(table, layer, int(codes[expert]), int(projections[expert])) for expert in arrived)
-    table.counters[layer, [Counter.AHEAD, Counter.AHEAD_BYTES]] += len(arrived), nbytes
+    for _, codes, projections in table.staged[layer % 2]:
+        arrived = projections.nonzero()[0].tolist()
+        nbytes = sum(bytes_ahead(table, layer, int(codes[expert]), int(projections[expert])) for expert in arrived)
+        table.counters[layer, [Counter.AHEAD, Counter.AHEAD_BYTES]] += len(arrived), nbytes
 
 
 def _list_items(
@@ -166,13 +166,11 @@ def _list_items(
             place, at = int(places[number, item]), (number, item)
             action = {HIT: Action.HIT, STREAM: Action.STREAM, CPU: Action.CPU}.get(place, Action.ADMIT)
             ahead, projections = (
-                (-1, 0) if action in (Action.HIT, Action.CPU) else found_ahead(table, layer, expert, code)
+                (-1, 0) if action in (Action.HIT, Action.CPU) else found_ahead(table, layer, expert, part)
             )
             if projections:
-                counts[[Counter.AHEAD_USED, Counter.AHEAD_USED_BYTES]] += (
-                    1,
-                    bytes_ahead(table, layer, code, projections),
-                )
+                nbytes = bytes_ahead(table, layer, part, projections)
+                counts[[Counter.AHEAD_USED, Counter.AHEAD_USED_BYTES]] += 1, nbytes
             slot = -1
             if action in (Action.HIT, Action.ADMIT):
                 slot = int(table.slot[number, layer, expert])

@@ -81,13 +81,15 @@ class Table:
     range that no row names, so no list of free slots is needed."""
     staging: Any = _column("layers", 3, 2, dtype="int32")
     """First staging slot and their number, by version; as many for every layer. Layers of other formats have others."""
-    staged: Any = _column(2, 3, "experts", dtype="int32")
-    """What was fetched ahead, for an even and an odd layer: each expert's slot, version, and number of projections,
-    gate first. An entry is valid until the next prediction for a layer of the same parity."""
+    staged: Any = _column(2, "slices", 3, "experts", dtype="int32")
+    """What was fetched ahead, for an even and an odd layer: for each slice of an expert its slot, version, and number
+    of projections, gate first. An entry is valid until the next prediction for a layer of the same parity."""
     staged_for: Any = _column(2, dtype="int32", fill=-1)  # the layers of ``staged``, -1 for none
     predicted: Any = _column(2, "layers", "experts", dtype="int32", fill=-1)
     """Experts that a layer will probably want, the best first and each once, and the version of each; the first
     negative expert ends the list. Written by whoever predicts: the host between steps, or the device within one."""
+    fetched_ahead: Any = _column(2, "layers", "counts", dtype="int32")
+    """How many of so many predicted experts, the best first, are fetched high, and how many at all."""
     prefetch_slots: Any = _column(3, dtype="int32")
     """How many of the staging slots, from the first on, predicted experts fill in small-batch steps, by version."""
     planned: Any = _column(1, dtype="int32", fill=-1)
@@ -129,7 +131,7 @@ class Table:
         for column in fields(cls):
             shape = tuple(sizes[size] if isinstance(size, str) else size for size in column.metadata["shape"])
             columns[column.name] = np.full(shape, column.metadata["fill"], column.metadata["dtype"])
-        columns["critical"][:] = np.arange(experts + 1)
+        columns["critical"][:] = columns["fetched_ahead"][:] = np.arange(experts + 1)
         columns["threshold"][:] = columns["prompt_threshold"][:] = NO_THRESHOLD
         if device is not None:
             return cls(**{name: torch.from_numpy(values).to(device) for name, values in columns.items()})
@@ -296,7 +298,7 @@ def check_integrity(table: Table, *, ranges: bool = False, moving: bool = False)
             own = np.array(slots, np.int64) - table.first_slot[held.nonzero()[0], code]
             assert ((own >= 0) & (own < quota[held.nonzero()[0]])).all(), "a layer names a slot of another layer"
         for half in (table.staged_for >= 0).nonzero()[0].tolist():
-            staged, precisions, projections = table.staged[half]
+            staged, precisions, projections = table.staged[half].swapaxes(0, 1)
             first, count = table.staging[table.staged_for[half], code].tolist()
             guessed = staged[(projections > 0) & (precisions == code)]
             own = (guessed >= first) & (guessed < first + count)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from vllm_dymoe.cache.budget import (
@@ -40,9 +41,11 @@ from vllm_dymoe.kernels import CpuKernel, Decode, ExpertKernel, make_kernel
 from vllm_dymoe.options import ConfigError, ExpertBudget, Options
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.planner.precision import Precision
+from vllm_dymoe.planner.routing import Phase
 from vllm_dymoe.planner.table import CODES
 from vllm_dymoe.policies import Policy, make_policy
-from vllm_dymoe.prefetch import Measured, Predictor, TrainedPredictor
+from vllm_dymoe.prefetch import Measured, Predictor, RoutedModel, TrainedPredictor
+from vllm_dymoe.prefetch.pace import StepPace
 from vllm_dymoe.server.precision import changed_precision
 from vllm_dymoe.server.stats import ServerStats
 
@@ -123,6 +126,8 @@ class ExpertServer:
     Args:
         agree: with the ranks that have other parts of the same experts, for a policy that moves versions.
         around: MoE layers of a pipeline's stages before this one and behind it.
+        predictor: predicts experts, or what makes it if anyone asks; it is told whether the device asks, whose captured
+            graphs cannot be given another one.
         rates: file that keeps how fast link and host are; None to measure anew.
         on_late: called with a message when the CPU has not answered the device in time.
         training_bytes: device memory that the training of a predictor takes, which is of the budget.
@@ -137,7 +142,7 @@ class ExpertServer:
         automatic_budget: int = 0,  # bytes to use if ``options.expert_budget`` is automatic
         policy: Policy | None = None,  # in place of the one that the options name
         engine: TransferEngine | None = None,  # in place of the one that fits the device
-        predictor: Predictor | None = None,
+        predictor: Predictor | Callable[[bool], Predictor | None] | None = None,
         *,
         obstacle: str = "",  # why the host has to plan in decode, if the model is such a one
         agree: Agree = list,
@@ -179,17 +184,24 @@ class ExpertServer:
         execution = options, store, self.engine, device, parts.lock, on_late, rates
         watched = parts.device_memory.ends_long_kernels()
         self.cpu_execution = CpuExecution(*execution, on_device=decoding is not None, ends_long_kernels=watched)
+        self.unasked = ""
+        """Why no predictor is asked; empty if one is where the policy has one."""
+        if decoding is None and self._plain_cpu and self.engine.occupies_cores:
+            self.unasked = "the cores that would copy compute"
+        asked = None if self.unasked else predictor(decoding is not None) if callable(predictor) else predictor
+        if decoding is not None and asked is None and predictor is None:
+            asked = _untrained_predictor(policy, self.experts)
+        self.predictor: Measured | None = None if asked is None else Measured(asked)
+        self._training_bytes, self._predictor_room = training_bytes, predictor_room
         self._on_device: _DevicePlanning | None = None
         if decoding is not None:
             side = DeviceTable(store, device)
+            names = None if asked is None else asked.on_device(side.table, self.experts)
             records = options.trace is not None
-            memory = StepMemory(self.experts, side.table, device, recorded=records, prefetch=policy.prefetch)
+            memory = StepMemory(self.experts, side.table, device, recorded=records, predictor=names)
+            self._judged = np.zeros(tuple(memory.listed.counts.shape), np.int64)  # counts of predictions, as taken
             counts = None if policy.residency.migrating is None else DeviceCounts(side.table)
             self._on_device = _DevicePlanning(side, memory, decoding, parts.branch(), counts)
-        self.unasked = self._why_unasked()
-        """Why no predictor is asked; empty if one is where the policy has one."""
-        self._training_bytes, self._predictor_room = training_bytes, predictor_room
-        self.predictor: Measured | None = None if predictor is None or self.unasked else Measured(predictor)
         self.host_cache = store if isinstance(store, HostCache) and not store.whole else None
         files = self.host_cache.files if self.host_cache else store
         self._step_counts = StepCounts(disk=files.counts) if isinstance(files, FileStore) else StepCounts()
@@ -261,16 +273,10 @@ class ExpertServer:
 
     def use_predictor(self, predictor: Predictor) -> None:
         """Ask another predictor from the next step on, if any is asked here; there is ``predictor_room`` for it."""
+        assert self._on_device is None, "captured graphs ask the predictor that was there from the start"
         if not self.unasked:
             self.predictor = Measured(predictor, self.predictor)
             self.serve(self.options, self.policy)
-
-    def _why_unasked(self) -> str:
-        if self._on_device is not None:
-            return "the device plans about experts in decode"
-        if self._plain_cpu and self.engine.occupies_cores:
-            return "the cores that would copy compute"
-        return ""
 
     def sleep(self, level: int) -> None:
         """Give the slots' memory back until ``wake``, from level 2 on the host memory of the experts, too; what runs
@@ -384,6 +390,9 @@ class ExpertServer:
             on_device.table.table.cpu_costs.copy_(torch.from_numpy(costs))
             # Actions of a trace are of whole steps. With migration the staging slots are for moves.
             shares = len(policy.precision.precisions) == 1 and migration is None and not records
+            prefetch, predictor = policy.prefetch, self.predictor
+            if predictor is not None:
+                predictor.predictor.slots_changed()
             small_batches = SmallBatches(
                 on_device.memory,
                 on_device.kernel,
@@ -393,6 +402,8 @@ class ExpertServer:
                 cpu_queue=self.cpu_execution.cpu_queue,
                 costs=costs if shares and costs.any() else None,
                 count=None if on_device.counts is None else on_device.counts.add_layer,
+                projections=0 if predictor is None or prefetch is None else prefetch.projections,
+                pace=StepPace() if prefetch is not None and prefetch.paced else None,
             )
         worker = self.cpu_execution.worker
         layers = HostPlannedLayers(
@@ -400,7 +411,7 @@ class ExpertServer:
             self.kernel,
             policy,
             bits,
-            self.predictor,
+            self.predictor if on_device is None else None,
             self._step_counts,
             executes_on_cpu=bool(costs.any()),
             cpu=self._make_cpu_executor(cache, policy, bits, migration, executes=bool(costs.any()), records=records),
@@ -465,10 +476,18 @@ class ExpertServer:
     @property
     def overhead(self) -> int:
         """Bytes of the budget that are no slots: the kernel's workspace, predictor, and what a device decides by."""
-        predictor = max(self._predictor_room, 0 if self.predictor is None else self.predictor.nbytes)
+        predictor = max(self._predictor_room, self.predictor_bytes)
         on_device, cpu_queue = self._on_device, self.cpu_execution.cpu_queue
         decides = 0 if on_device is None else on_device.memory.nbytes + (0 if cpu_queue is None else cpu_queue.nbytes)
         return self.kernel.workspace_bytes + predictor + self._training_bytes + decides
+
+    @property
+    def predictor_bytes(self) -> int:
+        """Bytes of the budget that the predictor takes."""
+        if self._on_device is not None:
+            names = self._on_device.memory.predictor
+            return 0 if names is None else names.nbytes
+        return 0 if self.predictor is None else self.predictor.nbytes
 
     @property
     def minimum_budget(self) -> int:
@@ -476,7 +495,11 @@ class ExpertServer:
 
     def stats(self) -> ServerStats:
         self._take_decode_counts()
-        return ServerStats.collect(self.host_planned)
+        prefetcher, small_batches = self.host_planned.prefetcher, self.small_batches
+        intervals = prefetcher.intervals if prefetcher else {}
+        if small_batches is not None and small_batches.prefetch is not None and small_batches.prefetch.pace is not None:
+            intervals = {Phase.DECODE.value: small_batches.prefetch.pace.interval}
+        return ServerStats.collect(self.host_planned, self.predictor, self.predictor_bytes, intervals)
 
     def _take_decode_counts(self) -> None:
         if self.host_planned.cpu is not None:
@@ -485,9 +508,15 @@ class ExpertServer:
             self.cache.read_device()
             counts = self._step_counts
             self.cache.device_table.take_counts(counts.residency, self.engine.stats, counts.prefetch)
+        if self._on_device is not None and self.predictor is not None:
+            counted = self._on_device.memory.listed.counts.cpu().numpy().copy()
+            self.predictor.stats.add(*(counted - self._judged).sum(0).tolist())
+            self._judged = counted
 
     def reset_stats(self) -> None:
         self._take_decode_counts()
+        if self.predictor is not None:
+            self.predictor.reset_stats()
         self.host_planned.reset_stats()
 
     def close(self, *, keep_store: bool = False) -> None:
@@ -524,6 +553,14 @@ def precision_of(server: ExpertServer) -> Mapping[str, Any]:
         },
         "slots": {precision.value: count for precision, count in server.slot_plan.slots.items()},
     }
+
+
+def _untrained_predictor(policy: Policy, experts: ModelExperts) -> Predictor | None:
+    """Return the predictor of a policy that needs neither gates nor training; None if there is no such."""
+    prefetch = policy.prefetch
+    if prefetch is None or prefetch.needs_gates or prefetch.needs_predictor:
+        return None
+    return prefetch.make(RoutedModel(len(experts.layers), experts.num_experts, experts.top_k))
 
 
 def _check_misses(options: Options, store: HostStore, *, on_cpu: bool) -> None:

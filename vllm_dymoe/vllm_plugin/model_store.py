@@ -36,7 +36,7 @@ from vllm_dymoe.cache.store.disk import Reading
 from vllm_dymoe.cache.store.page_lock import CudaPageLock
 from vllm_dymoe.cache.store.shared import SharedMemory, Turn
 from vllm_dymoe.cache.store.writer import StoreWriter
-from vllm_dymoe.durable import all_leftovers, clean, read_regular, write_synced
+from vllm_dymoe.durable import all_leftovers, clean, leftovers, read_regular, write_synced
 from vllm_dymoe.executor.rates import RATES
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, Projection, stored_formats
 from vllm_dymoe.kernels import Activation
@@ -45,7 +45,7 @@ from vllm_dymoe.quantize import QUANTIZERS
 from vllm_dymoe.quantize.checkpoint import content_fingerprint
 from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.quantize.held import Held
-from vllm_dymoe.quantize.packer import FALLBACK, ExpertPacker, Given
+from vllm_dymoe.quantize.packer import FALLBACK, ExpertPacker, Given, Journal, is_journal_of
 from vllm_dymoe.quantize.readers import PLAIN_READER, Reader
 from vllm_dymoe.quantize.readers.base import format_fields, kept_format, own_formats, quantizer_name
 from vllm_dymoe.quantize.tensors import CheckpointError
@@ -246,8 +246,10 @@ class ModelStore:
                 self._open()
             yield self._packer
         except BaseException as error:
-            if self._packer is not None:
+            if self._packer is not None and isinstance(error, Exception):
                 self._packer.discard()
+            elif self._packer is not None:  # the user, or the system, ends the start
+                self._packer.interrupt()
             if self._turn is not None:
                 self._turn.end()
             if not isinstance(error, StoreError | CheckpointError):
@@ -311,10 +313,13 @@ class ModelStore:
             check_belongs(existing, experts, self.layers[0])
             self._packed_for = existing.manifest.model
         else:
-            if removed := clean(all_leftovers(store_root(self._options.store_dir))):
-                logger.info("vllm-dymoe: removed %d folders that ended starts had not finished", len(removed))
             existing = cached_store(self._folder, self._manifest)  # of an earlier start
             self._elsewhere = not self.dummy and not self._content
+            # What an earlier start has begun goes on, where files prove that it was of the same weights.
+            resumable = set(leftovers(self._folder)) if existing is None and self._content else set()
+            given_up = [left for left in all_leftovers(store_root(self._options.store_dir)) if left not in resumable]
+            if removed := clean(given_up):
+                logger.info("vllm-dymoe: removed %d folders that ended starts had not finished", len(removed))
         if replicated(config.parallel_config):  # one of them packs, and the others find its store
             self._turn = Turn(self._folder)
             if existing is None:
@@ -330,7 +335,9 @@ class ModelStore:
                 )  # fmt: skip
             self.store = self._placed(existing)
             return
-        writer = self._writer = StoreWriter(self._folder, self._manifest)
+        purpose = json.dumps(self._manifest.to_json())
+        resume: dict[str, Any] = {"resume": lambda left: is_journal_of(left, purpose)} if self._content else {}
+        writer = self._writer = StoreWriter(self._folder, self._manifest, **resume)
         total = len(experts.layers) * experts.num_experts * len(experts.projections)
         what = "Making random experts" if self.dummy else "Quantizing experts"
         self._progress = tqdm(total=total, desc=what, unit=" projections", dynamic_ncols=True)
@@ -339,7 +346,13 @@ class ModelStore:
         else:
             # A draft's experts come without a calibration.
             quantizer = QUANTIZERS.get(self._options.quantizer, QUANTIZERS[FALLBACK])
-            self._packer = ExpertPacker(experts, quantizer, writer, self._progress.update)
+            journal = Journal(writer.partial, purpose) if self._content else None
+            if journal is not None and journal.layers:
+                logger.info(
+                    "vllm-dymoe: an earlier start was interrupted; of %d layers %d are packed already",
+                    len(experts.layers), len(journal.layers),
+                )  # fmt: skip
+            self._packer = ExpertPacker(experts, quantizer, writer, self._progress.update, journal)
 
     @cached_property
     def _room(self) -> HostRoom:

@@ -33,7 +33,6 @@ FORMATS = {
 """By the first word of a kind."""
 PREDICTORS = ROOT / "benchmarks" / "predictors" / "results.json"
 STARTS = ROOT / "tests" / "plan" / "starts" / "chosen.json"
-EMULATED_CARD = PREDICTORS.with_name("emulated_card.json")
 _KINDS = {int: "a number", float: "a number", bool: "`true`, `false`", Path: "a path", str: "a name", dict: "an object"}
 _LIMITS = {"ge": "from {}", "gt": "above {}", "le": "up to {}"}
 _BUDGETS = ("auto", "top-k", "layer")
@@ -162,17 +161,6 @@ def predictors() -> str:
     return table(["tokens", *(titles.get(name, f"`{name}`") for name in names)], rows)
 
 
-def emulated_card() -> str:
-    """What `benchmarks/predictors/emulated_card.py` has measured: milliseconds a token beside their bound."""
-    rows = json.loads(EMULATED_CARD.read_text())["rows"]
-
-    def cells(row: dict[str, Any]) -> list[str]:
-        ratio, moved = row["ms"] / row["bound_ms"], f"{row['demand_mb']:.2f} + {row['ahead_mb']:.2f}"
-        return [row["policy"], row["misses"], f"{row['ms']:.1f}", f"{row['bound_ms']:.1f}", f"{ratio:.2f}", moved]
-
-    return table(["policy", "`misses`", "ms a token", "bound", "ratio", "MB a token: demand + ahead"], map(cells, rows))
-
-
 def versions() -> str:
     """What the package runs with."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -198,7 +186,6 @@ def starts() -> str:
 
 GENERATED: dict[str, Callable[[], str]] = {
     "architectures": architectures,
-    "emulated-card": emulated_card,
     "methods": methods,
     "models": models,
     "families": families,

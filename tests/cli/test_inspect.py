@@ -165,7 +165,7 @@ def test_what_cannot_be_inspected_is_refused(model, tmp_path):
     assert "no checksums to verify" in refused("inspect", model.folder, "--verify")
     assert "no config.json" in refused("inspect", tmp_path)
     assert "does not exist" in refused("inspect", tmp_path / "nowhere")
-    assert "25x is no budget" in refused("inspect", tmp_path, "--budget", "25x")
+    assert "25x is not a budget" in refused("inspect", tmp_path, "--budget", "25x")
 
 
 @pytest.mark.parametrize("readonly", [False, True])

@@ -68,8 +68,8 @@ def test_heop_begins_with_the_models_experts_per_token_and_the_papers_numbers():
         ({"policy": "firm", "policy_options": {"projections": 4}}, "policy_options", "projections: input should be"),
         ({"policy": "layer-prefetch", "policy_options": {"k": 1}}, "policy_options", "it has none"),
         ({"policy": "dymoe", "policy_options": {"retention": 0}}, "policy", "would skip every expert with low = 0"),
-        ({"policy": "firm", "predictor": "a"}, "predictor", '"firm" as it is set has no use for a predictor'),
-        ({"predictor": "a", "policy_options": {"look_ahead": 0}}, "predictor", '"exact" as it is set has no use'),
+        ({"policy": "firm", "predictor": "a"}, "predictor", '"firm" as set does not use a predictor'),
+        ({"predictor": "a", "policy_options": {"look_ahead": 0}}, "predictor", '"exact" as set does not use'),
     ],
 )
 def test_what_cannot_be_is_refused(options, option, words):

@@ -20,8 +20,11 @@ from rich.table import Table
 def print_table(
     title: str, heads: Sequence[str], rows: Iterable[Sequence[str | None]], *, whole: bool = False, bold: int = -1
 ) -> None:
-    """What a row is called is at the left, its numbers at the right; no word is broken, and none is put below another
-    where cells are ``whole``. Without heads all is at the left. The row of number ``bold`` stands out."""
+    """Print a table: names of rows on the left, numbers on the right.
+
+    Without heads everything is aligned to the left. ``whole`` keeps each cell on one line, and ``bold`` is the number
+    of a row to emphasise.
+    """
     console, rows = Console(highlight=False), list(rows)
     words = [" ".join([head, *(row[place] or "" for row in rows)]).split() for place, head in enumerate(heads)]
     longest = [max(map(len, column), default=0) for column in words]
@@ -42,7 +45,7 @@ def _bar(*columns: ProgressColumn) -> Progress:
 
 @contextmanager
 def byte_progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Yields what is called with each number of bytes done."""
+    """Yield a function to call with each number of bytes done."""
     with _bar(DownloadColumn(binary_units=True), TransferSpeedColumn()) as bar:
         task = bar.add_task(description, total=total)
         yield lambda nbytes: bar.advance(task, nbytes)
@@ -50,7 +53,7 @@ def byte_progress(description: str, total: int) -> Iterator[Callable[[int], None
 
 @contextmanager
 def count_progress(description: str = "", *, lines: bool = False) -> Iterator[Callable[..., None]]:
-    """Yields what is called with how many are done, how many there are, and what is done now, printed as ``lines``."""
+    """Yield a function to call with the number done, the total, and the current item, which ``lines`` prints."""
     with _bar(MofNCompleteColumn()) as bar:
         task = bar.add_task(description, total=None)
 

@@ -1,8 +1,8 @@
 """Fetches predicted experts in small-batch steps that the device plans, while the link is idle (``planner.prefetch``).
 
-Everything is enqueued on a branch of the compute stream, so a captured step has it, too. The compute stream waits for
-predictions when their layer is computed, for lists, which are short, and for copies at the end of a step alone: a
-capture has to end on one stream. By then the last layer is planned, and no copy is under way.
+Everything is enqueued on a branch of the compute stream, so a captured step contains it, too. The compute stream waits
+for lists, which are short, and for predictions before their layer is planned; for copies it waits only at the end of a
+step, because a capture has to end on one stream. By then the last layer is planned and no copy is under way.
 """
 
 from typing import Any, Protocol
@@ -16,14 +16,14 @@ from vllm_dymoe.prefetch.on_device import DevicePredictor
 
 
 class PrefetchKernel(Protocol):
-    """Lists and makes the copies of predicted experts on a device."""
+    """Lists and copies predicted experts on a device."""
 
     def list_predicted(self, table: Table, layer: int, rows: Tensor, projections: int, out: PrefetchList) -> None:
         """Enqueue :func:`~vllm_dymoe.planner.prefetch.list_predicted`."""
         ...
 
     def copy_predicted(self, table: Table, layer: int, projections: int, listed: PrefetchList) -> None:
-        """Enqueue the copies; those that have not been made when ``layer`` is planned are not made."""
+        """Enqueue the copies; those not made before ``layer`` is planned are cancelled."""
         ...
 
 
@@ -32,7 +32,7 @@ class DevicePrefetch:
 
     Args:
         rows: int32 [1], number of real tokens of a step.
-        projections: how many of an expert are fetched, gate first.
+        projections: how many projections of an expert are fetched, gate first.
     """
 
     def __init__(
@@ -41,12 +41,12 @@ class DevicePrefetch:
     ) -> None:  # fmt: skip
         self._table, self._kernel, self._branch, self._rows = table, kernel, branch, rows
         self._predictor, self._listed, self._projections = predictor, listed, projections
-        self._list_made: Any = None  # mark after the list for the layer that comes next
-        self._copies_made: Any = None  # mark after everything so far
+        self._list_made: Any = None  # mark after the list for the next layer
+        self._copies_made: Any = None  # mark after everything enqueued so far
         self._predicted: Any = None  # mark after the predictions of the running layer
 
     def begin_layer(self, layer: int, x: Tensor, ids: Tensor) -> None:
-        """Before a layer is planned: its list has to be there, and its predictions for the next one begin."""
+        """Before a layer is planned: wait for its list, and start its predictions for the next layer."""
         if self._list_made is not None:
             self._branch.join(self._list_made)
             self._list_made = None
@@ -55,11 +55,11 @@ class DevicePrefetch:
             self._predicted = self._copies_made = self._branch.mark()
 
     def end_layer(self, layer: int) -> None:
-        """After a layer is computed: fetch for the next one, or bring the branch back at the end of the step."""
+        """After a layer is computed: fetch for the next one, or join the branch at the end of the step."""
         if layer + 1 == self._table.layers:
             self._join()
             return
-        self._branch.join(self._predicted)  # x and ids may go, and other work may get their memory
+        self._branch.join(self._predicted)  # x and ids may be freed, and other work may reuse their memory
         with self._branch.fork():
             self._kernel.list_predicted(self._table, layer + 1, self._rows, self._projections, self._listed)
             self._list_made = self._branch.mark()
@@ -71,7 +71,7 @@ class DevicePrefetch:
         self._predictor.observe(layer, x, ids, self._rows)
 
     def settle(self) -> None:
-        """Forget what was fetched ahead, because another kind of step or another layer comes next."""
+        """Forget what was fetched ahead, because another kind of step or another layer follows."""
         if self._copies_made is not None:
             self._join()
             self._table.forget_ahead()

@@ -1,15 +1,15 @@
-"""Options and a budget on a device: how fast they are, and which of them to take.
+"""Predicts the speed of options and budgets on a device, and recommends some.
 
 With every expert resident a step takes
 
-    t = bytes of dense layers / bandwidth + bytes of experts / rate of our kernels + layers * (time beside products)
+    t = bytes of dense layers / bandwidth + bytes of experts / rate of our kernels + layers * overhead
 
-The last time is the host's, or that of small kernels where a GPU decides. Each miss adds its bytes / the link, and what
-it costs beside them; a GPU that decides fetches nothing ahead in decode. Each chunk of a prompt streams what is not
-there while it computes, so that it takes the longer of the two, and one expert more (DuoServe-MoE 5.2).
+The overhead is the host's time per layer, or that of small kernels with device-side planning. Each miss adds its bytes
+/ the link's rate, and host time; with device-side planning nothing is prefetched in decode. Each chunk of a prompt
+streams misses while it computes, so it takes the longer of the two, plus the time of one expert (DuoServe-MoE 5.2).
 
-Where host memory holds a part of the experts, what is in neither memory is read from the disk in front of the link. The
-host's rule sees the device's misses, so that both together keep about what one memory of both sizes would.
+If host memory holds only a part of the experts, the others are read from disk before they cross the link. The host
+cache sees the device's misses, so both together keep about as many experts as one memory of both sizes would.
 """
 
 import json
@@ -41,7 +41,7 @@ from vllm_dymoe.policies import make_policy
 from vllm_dymoe.policies.dymoe import CriticalHigh
 from vllm_dymoe.resolve import resolve_options
 
-GOOD_ENOUGH = 0.95  # of the likeliest tokens, those that have to be the ones of 16 bits for options to be recommended
+GOOD_ENOUGH = 0.95  # minimum share of most likely tokens that agree with 16 bits, for recommended options
 CANDIDATES: tuple[Mapping[str, Any], ...] = (
     {"policy": "exact", "high": 16},
     {"policy": "exact", "high": 8},
@@ -51,13 +51,14 @@ CANDIDATES: tuple[Mapping[str, Any], ...] = (
     {"policy": "duoserve", "high": 4},
     {"policy": "on-demand", "high": 4},
 )
-_PARTS = (0.25, 0.5, 0.75, 1.0)  # of the room for experts
-_NEXT_ROW, _ROUND_TRIP = 0.2, 20e-6  # of an expert's first row on a host; seconds there and back
+_PARTS = (0.25, 0.5, 0.75, 1.0)  # shares of the memory available for experts
+# Cost of a further row relative to an expert's first row on a host; seconds of a round trip.
+_NEXT_ROW, _ROUND_TRIP = 0.2, 20e-6
 
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """The settings of ``vllm serve`` that decide how much memory is left for experts, by their names there."""
+    """The settings of ``vllm serve`` that determine the memory left for experts, under their names there."""
 
     max_model_len: int = 8192
     max_num_seqs: int = 16
@@ -67,16 +68,16 @@ class ServeSettings:
 
 @dataclass(frozen=True)
 class Choice:
-    """Options of the plugin and what they do on a device."""
+    """Options of the plugin, and their predicted performance on a device."""
 
     given: Mapping[str, Any]  # options as a user writes them, without the budget
-    limit: int  # bytes of device memory for experts
-    part: float  # of the room for experts, up to which the budget may go
-    precisions: str  # bits of them
-    share: float  # experts at the high precision that fit, of all
-    agreement: float | None  # of the likeliest tokens with those of 16 bits; None if it was not measured
-    hit_rate: float  # of the experts that a decode step needs
-    moved: float  # bytes of experts that a decode step moves
+    limit: int  # device memory for experts, in bytes
+    part: float  # maximum budget as a share of the memory available for experts
+    precisions: str  # bits of the precisions
+    share: float  # share of all experts that fit at the high precision
+    agreement: float | None  # share of most likely tokens that agree with 16 bits; None if not measured
+    hit_rate: float  # share of the experts that a decode step needs
+    moved: float  # bytes of experts that a decode step transfers
     tpot: float  # seconds of a decode step
     ttft: float  # seconds to the first token of a prompt
 
@@ -91,7 +92,10 @@ def predict(
     prompt: int,
     chunk: int,
 ) -> Choice:
-    """What options do on a device, for a batch as the routings have it, and a prompt of so many tokens in chunks."""
+    """Return the predicted performance of options.
+
+    The batch is that of the routings; the prompt has ``prompt`` tokens and is computed in chunks of ``chunk``.
+    """
     options = resolve_options(given, environment={})
     policy, experts = make_policy(options), shape.packed(tuple(options.stored_bits), options.group_size)
     formats, workspace, layers = experts.formats, workspace_bytes(experts, "cuda"), shape.moe_layers
@@ -136,7 +140,8 @@ def predict(
     shares = {Precision.HIGH: [1.0]} if choose is None else precision_policy.shares(layers, max(1, round(active)))
     high = fmean(shares.get(Precision.HIGH, [0.0]))
     wanted = {Precision.HIGH: high, Precision.LOW: 1.0 if nested else 1 - high}
-    streamed = read = 0.0  # bytes that a chunk moves, and reads from a disk: of its active experts what is not kept
+    # Bytes that a chunk transfers, and reads from disk: of its active experts, those that are not resident.
+    streamed = read = 0.0
     for precision in slots.slots:
         of_precision = layers * max(0.0, wanted[precision]) * active * slot_bytes[precision]
         kept_of_layer = sum(slots.quotas[precision]) / layers
@@ -166,21 +171,21 @@ def predict(
 
 
 def _in_host_memory(device: Device, experts: ModelExperts) -> int | None:
-    """Experts of a layer that a host cache keeps; None where all experts have room there."""
+    """Return how many experts of a layer a host cache holds; None if all experts fit."""
     if device.host_memory is None or device.host_memory >= experts.stored_nbytes:
         return None
     return int(experts.num_experts * device.host_memory / experts.stored_nbytes)
 
 
 def _shared(formats: Mapping[int, ExpertFormat], options: Options, device: Device) -> Ints:
-    """What fetching and computing a miss cost."""
+    """Return the costs of fetching and of computing a miss."""
     first = {fmt.encoding.tag: fmt.whole_nbytes / device.host for fmt in formats.values()}
     rates = Rates(device.link, first, {tag: s * _NEXT_ROW for tag, s in first.items()}, _ROUND_TRIP, 0, "planned")
     return costs({HIGH: formats.get(options.high), LOW: formats.get(options.low)}, rates, options.misses_rows)
 
 
 def _agreement(precisions: str, options: Options) -> float | None:
-    """As benchmarks/quality has measured it."""
+    """Return the agreement with 16 bits that benchmarks/quality measured, or None."""
     table = json.loads(resources.files("vllm_dymoe.plan").joinpath("quality.json").read_text())
     found = table.get(precisions, {}).get(options.quantizer)
     return None if found is None else float(found)
@@ -197,8 +202,10 @@ def _prompt_seconds(
 
 
 def room_for_experts(shape: ModelShape, device: Device, serving: ServeSettings, least: int) -> int:
-    """Bytes that ``expert_budget`` "auto" would take, by the function that decides at start; ConfigError if none
-    fit."""
+    """Return the bytes that ``expert_budget`` "auto" would take; ConfigError if not even the smallest budget fits.
+
+    This calls the function that decides at start.
+    """
     free = int(device.memory * serving.gpu_memory_utilization) - shape.dense_bytes
     step = StepShape(
         tokens=serving.max_num_batched_tokens, sequences=serving.max_num_seqs, hidden=shape.hidden,
@@ -212,7 +219,7 @@ def room_for_experts(shape: ModelShape, device: Device, serving: ServeSettings, 
 def choices(
     shape: ModelShape, device: Device, routings: Routings, serving: ServeSettings, prompt: int
 ) -> Iterator[Choice]:
-    """Every candidate at a quarter, half, three quarters and all of the room for experts."""
+    """Yield every candidate at a quarter, half, three quarters and all of the memory available for experts."""
     for candidate in CANDIDATES:
         given = {**candidate, "misses": "share"} if device.host else candidate
         options = resolve_options(given, environment={})
@@ -230,7 +237,7 @@ def choices(
 
 
 def shown(rows: Sequence[Choice], policies: Sequence[str]) -> list[Choice]:
-    """Rows of these policies; without any, at each part of the room the one that would be recommended there."""
+    """Return the rows of these policies; without policies, the one recommended at each share of the memory."""
     if policies:
         return [row for row in rows if row.given["policy"] in policies]
     good = [row for row in rows if (row.agreement or 0) >= GOOD_ENOUGH]
@@ -238,7 +245,10 @@ def shown(rows: Sequence[Choice], policies: Sequence[str]) -> list[Choice]:
 
 
 def recommended(rows: Sequence[Choice]) -> Choice:
-    """The fastest whose answers are good enough; of those within a twentieth the best answers. ConfigError if none."""
+    """Return the fastest row of sufficient quality; among rows within 5 % of its speed, the one of best quality.
+
+    ConfigError if there is none.
+    """
     good = [row for row in rows if (row.agreement or 0) >= GOOD_ENOUGH]
     if not good:
         raise ConfigError("nothing fits on this device; lower --max-model-len or --max-num-seqs.")

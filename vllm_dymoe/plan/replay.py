@@ -1,4 +1,4 @@
-"""The residency rule replayed over what routers chose: how many experts a step finds, and how many it moves."""
+"""Replays the planner over recorded routing: how many experts a step finds, and how many bytes it moves."""
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -20,31 +20,32 @@ from vllm_dymoe.trace.synthetic import synthetic_trace
 from vllm_dymoe.trace.trace import Trace
 
 SKEW, LOCALITY = 0.5, 0.3
-"""Of made-up routers: popularity falls with the root of the rank, and a third of the choices repeat."""
-_LAYERS, _STEPS = 4, 160  # of a trace that are replayed: enough for two digits in a few hundredths of a second
-_COLD = 4  # one of so many steps fills the cache and is not counted
+"""Parameters of synthetic routing: popularity falls with the root of the rank, and a third of the choices repeat."""
+# Layers and steps of a trace that are replayed: enough for two digits in a few hundredths of a second.
+_LAYERS, _STEPS = 4, 160
+_COLD = 4  # one of this many steps fills the cache and is not counted
 
 
 @dataclass(frozen=True)
 class LayerDemand:
-    """What one layer of one step needs, on average: of ranks that share out its experts, the one that lacks most."""
+    """The average demand of a layer's step; among ranks that share the experts, that of the rank with most misses."""
 
-    active: Mapping[Precision, float]  # experts in each precision
+    active: Mapping[Precision, float]  # number of experts by precision
     missing: Mapping[Precision, float]
-    """What has to be moved for them: versions, or residual slices and bases where one lies inside the other."""
-    misses: float = 0.0  # experts that are not there
-    shared: float = 0.0  # seconds until link and host have ended with what each of them has, where misses are shared
+    """Slices that have to be moved: versions, or residual slices and bases if versions are nested."""
+    misses: float = 0.0  # number of experts that are not resident
+    shared: float = 0.0  # seconds until link and CPU have finished their misses, if misses are shared
 
 
 class Routings:
-    """What routers chose in some layers of a model, step by step; a step has a token of each of `batch` requests."""
+    """Recorded routing of some layers of a model, step by step; a step has one token of each of `batch` requests."""
 
     def __init__(self, trace: Trace, batch: int = 1) -> None:
         decoded = trace.select(~trace.prefill)
         decoded = decoded if decoded.num_tokens >= 2 * batch else trace
         self.header, self.batch, self.ranks = trace.header, batch, 1
         order = decoded.steps(batch)
-        if not len(order):  # fewer requests than the batch: neighbours stand in for others
+        if not len(order):  # if there are fewer requests than the batch, neighbours replace the missing ones
             tokens = decoded.in_order()
             order = tokens[: len(tokens) // batch * batch].view(-1, batch)
         order = order[:_STEPS]
@@ -57,19 +58,21 @@ class Routings:
         self._shares = popularity(decoded).numpy()
 
     def spread(self, ranks: int) -> "Routings":
-        """The same for a rank of so many that share out the experts."""
+        """Return the same for one of ``ranks`` ranks that share the experts."""
         spread = copy(self)
         spread.ranks = ranks
         return spread
 
     def distinct(self, tokens: int) -> float:
-        """Experts of a layer that a prompt uses on a rank, if its tokens choose by popularity alone."""
+        """Return how many experts of a layer a prompt uses on a rank, if its tokens choose by popularity alone."""
         chosen = np.minimum(1.0, self._shares * self.header.top_k)
         return float((1 - (1 - chosen) ** tokens).sum(1).mean()) / self.ranks
 
 
 def made_up(header: ModelIdentity, batch: int) -> Routings:
-    """Choices where no trace was recorded: popularity falls with rank ** -SKEW, and tokens repeat some."""
+    """Return synthetic routing for a model without a trace: popularity falls with rank ** -SKEW, some choices
+    repeat.
+    """
     sizes = replace(header, num_layers=min(_LAYERS, header.num_layers))
     requests = max(2, batch)
     trace = synthetic_trace(sizes, requests=requests, prompt=1, decode=_STEPS, skew=SKEW, locality=LOCALITY)
@@ -77,7 +80,9 @@ def made_up(header: ModelIdentity, batch: int) -> Routings:
 
 
 def _uses(experts: NDArray[np.int64], weights: NDArray[np.float32]) -> tuple[Ints, Ints, Ints]:
-    """Distinct experts of a step [tokens, top_k], ascending, each one's sum of weights in 1 / WEIGHT_UNIT, and rows."""
+    """Return the distinct experts of a step [tokens, top_k], ascending, their sums of weights in 1 / WEIGHT_UNIT, and
+    rows.
+    """
     _, decoded = importance(torch.from_numpy(experts), torch.from_numpy(weights), int(experts.max()) + 1)
     return decoded.used, decoded.sums, np.unique(experts, return_counts=True)[1]
 
@@ -86,13 +91,16 @@ def replay(
     routings: Routings,
     quotas: Mapping[Precision, Sequence[int]],  # experts of each precision that each layer of the model may keep
     choose: Callable[[int, Ints], NDArray[np.bool_]] | None,
-    low: bool,  # whether the others have a version, or are skipped
+    low: bool,  # whether the other experts have a version, or are skipped
     nested: bool = False,
     costs: Ints | None = None,
 ) -> LayerDemand:
-    """Let layers keep what the rule says. ``choose`` makes of a layer and the sums of its active experts' weights which
-    of them are high; where versions are nested quotas are of residual slices and of bases. Misses are shared by
-    `costs`, see ``Table.cpu_costs``."""
+    """Return the average demand of a layer under the planner's rule.
+
+    ``choose`` returns which active experts are high, given a layer and the sums of their weights. With nested versions,
+    quotas are those of residual slices and of bases. ``costs`` divides misses between link and CPU, see
+    ``Table.cpu_costs``.
+    """
     found = list[LayerDemand]()
     own = -(-routings.header.num_experts // routings.ranks)
     for layer, steps in routings.steps.items():
@@ -128,7 +136,7 @@ def replay(
 def _ask(
     table: Table, uses: Ints, codes: NDArray[np.int8], rows: Ints, nested: bool, costs: Ints | None
 ) -> LayerDemand:
-    """One layer of one step, for the experts that a rank has."""
+    """Plan one layer of one step, for the experts of one rank."""
     places = table.begin_step(0, uses, codes, rows)
     table.keep(0, uses, codes, places)
     missing = {code: (places[0] != HIT) & (codes == code) for code in (LOW, HIGH)}
@@ -151,7 +159,7 @@ def _longer(
     codes: NDArray[np.int8],
     costs: Ints,
 ) -> float:
-    """Seconds of the link for what is missing, or of the host for the experts that it computes there."""
+    """Return the longer of the link's time for fetched misses and the CPU's time for the experts that it computes."""
     link = sum(int(np.count_nonzero(those)) * int(costs[code, Cost.LINK]) for code, those in missing.items())
     each = costs[codes, Cost.FIRST_ROW] + (rows - 1) * costs[codes, Cost.NEXT_ROW]
     host = int(each[on_cpu].sum()) + int(costs[ABSENT, Cost.LINK]) * bool(on_cpu.any())

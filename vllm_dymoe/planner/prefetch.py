@@ -1,14 +1,14 @@
 """Prefetch with device-side planning, with NumPy: the plain twin of ``kernels/triton/prefetch.py``, bit for bit.
 
-After a layer of a small-batch step was computed the link is idle until the next layer has been routed. Meanwhile
+After a layer of a small-batch step was computed, the link is idle until the next layer has been routed. Meanwhile
 predicted experts of the next layer are copied into staging slots:
 
-    compute stream | plan L | compute L |   attention, router   | plan L+1 | compute L+1 | ...
-    branch                  | predict   | list | copies for L+1 | stops
+  compute stream | plan L | compute L |   attention, router   | plan L+1 | compute L+1 | ...
+  branch                  | predict   | list | copies for L+1 | stops
 
-``Table.predicted`` names the experts. The list is made before the next layer is planned. What has arrived by then is a
-hit on a staging slot; copies stop when the plan begins, so that a demand does not wait for a prediction. An expert that
-has not arrived is an ordinary miss.
+``Table.predicted`` names the experts. The list is made before the next layer is planned. Experts that have arrived by
+then are hits in staging slots. Copies stop when the plan begins, so that no demand waits for a prediction; an expert
+that has not arrived is an ordinary miss.
 """
 
 from collections.abc import Mapping
@@ -28,8 +28,8 @@ class PrefetchList:
     """The copies of one layer's predicted experts, in the order in which they are made."""
 
     copies: Tensor  # int64 [experts, 4]: source address, destination address, bytes, expert
-    count: Tensor  # int32 [1], how many there are
-    arrivals: Tensor  # int32 [experts], scratch: programs that have made their part of a copy
+    count: Tensor  # int32 [1], number of copies
+    arrivals: Tensor  # int32 [experts], scratch: number of programs that have finished their part of a copy
 
     @classmethod
     def allocate(cls, experts: int, device: torch.device | str) -> Self:
@@ -39,14 +39,15 @@ class PrefetchList:
 
 
 def list_predicted(table: Table, layer: int, rows: Tensor, projections: int, out: PrefetchList) -> None:
-    """List the copies of a layer's predicted experts that it does not hold, as many as there are slots for.
+    """List the copies of predicted experts that a layer does not hold, as far as there are slots.
 
-    The layer's half of ``Table.staged`` is rewritten: slot and version of each, and no projection until it has arrived.
+    The layer's half of ``Table.staged`` is rewritten: slot and version of each expert, and 0 projections until it
+    arrives.
 
     Args:
         table: on a CPU, like all other arguments.
-        rows: int32 [1], number of real tokens; without any nothing is listed.
-        projections: how many of an expert are copied, gate first.
+        rows: int32 [1], number of real tokens; if 0, nothing is listed.
+        projections: how many projections of an expert are copied, gate first.
         out: overwritten.
     """
     host, half, listed = table.on_host(), layer % 2, 0
@@ -75,16 +76,16 @@ def list_predicted(table: Table, layer: int, rows: Tensor, projections: int, out
 
 
 def publish(table: Table, layer: int, expert: int, projections: int) -> None:
-    """Say that so many projections of a listed expert have arrived, unless its layer was planned in the meantime."""
+    """Publish that a listed expert's first projections have arrived, unless its layer was planned in the meantime."""
     table.staged[layer % 2, 2, expert] = projections
 
 
 def prefetch_slots(staging: int) -> int:
-    """Return how many of so many staging slots predictions may fill; the others are for experts of several tokens."""
+    """Return how many of ``staging`` slots predictions may fill; the others are for experts of several tokens."""
     return staging - staging // 4
 
 
 def set_prefetch(table: Table, staging: Mapping[int, int]) -> None:
-    """Write ``Table.prefetch_slots`` for so many staging slots of LOW and HIGH; nothing is prefetched without any."""
+    """Write ``Table.prefetch_slots`` for the number of staging slots of LOW and HIGH; 0 disables prefetch."""
     slots = [prefetch_slots(staging.get(code, 0)) for code in (ABSENT, LOW, HIGH)]
     table.prefetch_slots.copy_(torch.tensor(slots, dtype=torch.int32))

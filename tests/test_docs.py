@@ -395,3 +395,24 @@ def test_a_shard_of_the_shipped_model(tmp_path):
     for row, place in zip(rows, places.values(), strict=True):
         assert json.loads(row["shape"]) == list(place.shape)
         assert [int(row["first byte in the file"]), int(row["end"])] == [place.begin, place.end]
+
+
+def messages_of(source):
+    """The strings of a module, docstrings aside; ``...`` stands for each value that is filled in."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_messages_in_troubleshooting_exist_in_the_code():
+    """Each quoted message is a part of one in the code, or the parts around ``...`` follow each other in one."""
+    messages = [text for path in ROOT.glob("vllm_dymoe/**/*.py") for text in messages_of(path.read_text())]
+    rows = [
+        row for row in DOCS["docs/troubleshooting.md"].split("## It is slow")[0].splitlines() if row.startswith("| `")
+    ]
+    assert len(rows) > 30
+    for phrase in (phrase for row in rows for phrase in code(row.split(" | ")[0])):
+        pattern = re.compile(".*".join(map(re.escape, phrase.split("..."))))
+        assert any(pattern.search(message) for message in messages), phrase

@@ -76,7 +76,10 @@ def test_steps_with_and_without_the_host_compute_the_rows_that_are_published(nes
 def test_rows_that_the_device_does_not_hear_of_are_found(nested):
     server = planned_server(nested)
     server.cache.device_table.table.recording.fill_(1)
-    with mock.patch.object(server.cache, "rows_changed"), pytest.raises(AssertionError, match="reads other rows"):
+    with (
+        mock.patch.object(server.cache, "rows_changed"),
+        pytest.raises(AssertionError, match="rows on the device differ"),
+    ):
         list(serve(server, 24))
     server.engine.close()
 

@@ -430,7 +430,7 @@ def test_the_least_budget_serves(nested):
 
 def test_an_expert_that_cannot_be_read_at_start_is_named():
     store = FaultyStore(STORES[True], lambda number, key: "fail")
-    with pytest.raises(ConfigError, match=r"not every expert can be brought to the device.*on fire"):
+    with pytest.raises(ConfigError, match=r"an expert could not be fetched to the device.*on fire"):
         dynaexq(store)
 
 

@@ -65,7 +65,7 @@ def test_a_checkpoint(checkpoint, model):
 
 def test_what_was_measured_of_the_disk(checkpoint):
     assert report(checkpoint)["disk"] is None
-    assert "not measured so far" in " ".join(command("inspect", checkpoint).stdout.split())
+    assert "not measured yet" in " ".join(command("inspect", checkpoint).stdout.split())
     rates = FileStore(checkpoint).rates()
     found = report(checkpoint)
     assert (found["alignment"], found["disk"]["depth"]) == (4096, rates.depth)
@@ -173,7 +173,7 @@ def test_an_older_store_is_verified_and_then_says_which_shards_are_its_own(check
     manifest = json.loads((checkpoint / MANIFEST).read_text()) | {"version": 6}
     del manifest["shards"]
     (checkpoint / MANIFEST).write_text(json.dumps(manifest))
-    assert "would not be noticed" in report(checkpoint)["shards"]
+    assert "would go unnoticed" in report(checkpoint)["shards"]
 
     def refuse(path, content):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))

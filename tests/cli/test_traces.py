@@ -51,5 +51,5 @@ def test_what_cannot_be_recorded_is_refused_in_a_sentence(tmp_path, asked):
     assert "cannot be read as prompts" in refused("trace", "m", "--prompts", path, "--out", out)
     path.write_text("one")
     assert "--options is not JSON" in refused("trace", "m", "--prompts", path, "--out", out, "--options", "{")
-    assert "--engine has to be a JSON object" in refused("trace", "m", "--prompts", path, "--out", out, "--engine", "3")
+    assert "--engine must be a JSON object" in refused("trace", "m", "--prompts", path, "--out", out, "--engine", "3")
     assert asked == {}

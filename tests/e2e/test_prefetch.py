@@ -110,10 +110,10 @@ def test_a_router_that_is_more_than_its_gate_is_served_without_the_gate(odd_rout
         assert named > 0
         (sentence,) = said
         assert sentence.startswith(
-            'vllm-dymoe: policy "exact" fetches nothing ahead, because the gate that was found for '
+            'vllm-dymoe: policy "exact" prefetches nothing, because the gate that was found for '
             f"model.layers.{ODD}.mlp.experts makes only "
         )
-        assert sentence.endswith("% of vLLM's choices; experts are fetched when their router names them.")
+        assert sentence.endswith("% of vLLM's choices; experts are fetched when their router chooses them.")
 
         server.resize("100%")
         assert [a.tokens for a in answer(llm, prompts()[:3], max_tokens=12)] == first

@@ -25,7 +25,7 @@ from vllm_dymoe.policies.dymoe import Dymoe
 from vllm_dymoe.policies.exact import Exact
 from vllm_dymoe.server import ExpertServer, Parts, expert_server
 
-ON_INPUT = "the router's weights multiply what experts read"
+ON_INPUT = "the router's weights multiply the experts' inputs"
 MIXED = Dymoe(retention=0.5, high_by="depth", reuse_high=False)
 POLICIES = {"exact": (Exact(), 2), "precisions": (MIXED, 2), "skips": (MIXED, 0), "low": (Dymoe(retention=0), 2)}
 

@@ -122,7 +122,7 @@ def test_sections_are_aligned_a_bias_and_an_order_lie_at_the_end_and_padding_is_
     ("change", "error", "sentence"),
     [
         ({"group_size": 48}, ValueError, "group_size is 48"),
-        ({"rows": -1}, ValueError, "no fewer than 0 rows"),
+        ({"rows": -1}, ValueError, "at least 0 rows"),
         ({"dtype": torch.float32}, TypeError, r"dtype is torch\.float32"),
         ({"act_order": True, "encoding": PLAIN}, ValueError, "act_order is set for the code 16"),
         (

@@ -153,7 +153,7 @@ def test_what_the_program_does_not_hold_is_refused():
     table = make_table({LOW: [0, 0], HIGH: [0, 0]}, experts=600)
     plan = LayerPlan.allocate(1, 3, 600, "cpu")
     ids, weights = random_step(0, 1)
-    with pytest.raises(ValueError, match="600 experts, but a device decides for at most 512"):
+    with pytest.raises(ValueError, match="600 experts, but device-side planning supports at most 512"):
         plan_small_batch_on_gpu(vars(table), 0, ids, weights, rows(1), plan.tensors)
     table = make_table({LOW: [0, 0], HIGH: [0, 0]})
     ids, weights = random_step(0, TOKENS + 1)

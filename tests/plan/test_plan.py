@@ -106,10 +106,10 @@ def test_a_card_that_was_measured_here_counts_by_its_own_report(tmp_path):
     own = tmp_path / "gpu.json"
     own.write_text(json.dumps(report))
     assert find_device("rtx4090", None, own).expert_rate(3 * 2048 * 768, 1, nested=False).read == 1233e9
-    with pytest.raises(ConfigError, match="no speeds of rtx4080"):
+    with pytest.raises(ConfigError, match="no speeds for rtx4080"):
         find_device("rtx4080", None, own)
     own.write_text("{}")
-    with pytest.raises(ConfigError, match="no report of make gpu"):
+    with pytest.raises(ConfigError, match="not a report of make gpu"):
         find_device("rtx4090", None, own)
 
 

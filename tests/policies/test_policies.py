@@ -67,7 +67,7 @@ def test_heop_begins_with_the_models_experts_per_token_and_the_papers_numbers():
         ({"policy_options": {"k": 3}}, "policy_options", "k: extra inputs are not permitted.*it has look_ahead"),
         ({"policy": "firm", "policy_options": {"projections": 4}}, "policy_options", "projections: input should be"),
         ({"policy": "layer-prefetch", "policy_options": {"k": 1}}, "policy_options", "it has none"),
-        ({"policy": "dymoe", "policy_options": {"retention": 0}}, "policy", "would skip every expert with low = 0"),
+        ({"policy": "dymoe", "policy_options": {"retention": 0}}, "policy", "would skip every expert if low = 0"),
         ({"policy": "firm", "predictor": "a"}, "predictor", '"firm" as set does not use a predictor'),
         ({"predictor": "a", "policy_options": {"look_ahead": 0}}, "predictor", '"exact" as set does not use'),
     ],
@@ -103,5 +103,5 @@ def test_one_controller_steers_what_is_fetched_ahead():
 
 
 def test_a_policy_with_two_precisions_has_to_say_how_many_experts_each_gets():
-    with pytest.raises(NotImplementedError, match=r"experts in the low precision.*override shares"):
+    with pytest.raises(NotImplementedError, match=r"experts at low precision.*override shares"):
         PrecisionPolicy(frozenset((Precision.HIGH, Precision.LOW))).all_shares(make_experts())

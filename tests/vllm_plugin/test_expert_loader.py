@@ -343,7 +343,7 @@ def test_half_a_layer_and_damage_are_sentences():
         layer.loader.check_complete()
     with pytest.raises(ConfigError, match=r"gate projection of expert 0 .* scales has shape"):
         load_stack(layer, "w13_weight_scale", scales[:, :, :1])
-    with pytest.raises(ConfigError, match="is one expert's, and a mxfp4 checkpoint holds all"):
+    with pytest.raises(ConfigError, match="is one expert's, but a mxfp4 checkpoint holds all"):
         load_stack(layer, "w13_weight", codes[0], expert=0)
 
 

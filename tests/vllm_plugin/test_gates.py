@@ -215,7 +215,7 @@ def test_a_gate_that_is_not_there_or_chooses_otherwise_gets_a_sentence_and_no_pr
     assert rank.observation.observers == ()
     (sentence,) = warnings()
     reason = "that was found for model" if there else "of model.layers.0.mlp.experts cannot be used: 2 linear"
-    assert f'policy "exact" fetches nothing ahead, because the gate {reason}' in sentence
+    assert f'policy "exact" prefetches nothing, because the gate {reason}' in sentence
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def model_of(*layers):
     "other", [{"hidden": 128}, {"bias": True}, {"activation": Activation(Curve.RELU2, has_gate=False)}]
 )
 def test_layers_of_another_kind_of_experts_are_refused(other):
-    with pytest.raises(ConfigError, match=r"experts of layers\.3\.mlp\.experts are of another kind than those of"):
+    with pytest.raises(ConfigError, match=r"experts of layers\.3\.mlp\.experts differ from those of"):
         model_of({}, {}, other)
 
 
@@ -94,7 +94,12 @@ def test_layers_have_the_numbers_of_the_model_and_none_has_anothers():
 
 @pytest.mark.parametrize(
     ("on_input", "drafting", "why"),
-    [(False, None, ""), (True, None, "multiply what experts read"), (False, 4, "a draft with experts"), (False, 0, "")],
+    [
+        (False, None, ""),
+        (True, None, "multiply the experts' inputs"),
+        (False, 4, "a draft with experts"),
+        (False, 0, ""),
+    ],
 )
 def test_models_whose_decode_steps_need_the_host(on_input, drafting, why):
     draft = None if drafting is None else SimpleNamespace(get_num_experts=lambda: drafting)

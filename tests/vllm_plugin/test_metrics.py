@@ -176,7 +176,7 @@ def test_every_rank_is_summarized():
             (
                 "served high   75.0% of 4 choices",
                 "moves         6 published, 1 late; the link worked 0.50 s for them",
-                "windows       3, 50.0% of 4 high experts exchanged in each",
+                "windows       3, 50.0% of 4 high experts replaced in each",
             ),
         ),
     ],

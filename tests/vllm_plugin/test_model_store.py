@@ -130,7 +130,7 @@ def test_a_damaged_or_another_models_store_of_an_earlier_start_is_written_again_
     assert cached_store(tmp_path / "store", manifest) is None
     (warning,) = warnings()
     assert "the file was truncated" in warning
-    assert "It is written again now." in warning
+    assert "It is being written again." in warning
     write(tmp_path / "store").close()
     again = cached_store(tmp_path / "store", manifest)
     assert isinstance(again, FileStore)

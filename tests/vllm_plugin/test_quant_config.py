@@ -65,7 +65,7 @@ def test_bits_and_groups_are_the_checkpoints(tmp_path):
         (
             AWQ,
             {"high": 8},
-            "high = 8 was asked for, but the experts of this awq checkpoint have 4 bits; set high to 4, which",
+            "high is 8, but the experts of this awq checkpoint have 4 bits; set high to 4, which",
         ),
         (AWQ, {"high": 2}, "high = 2 was asked for"),
         (AWQ, {"quantizer": "16/8"}, "quantizer"),

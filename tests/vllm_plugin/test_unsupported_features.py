@@ -54,7 +54,7 @@ def draft(experts, model="another", method="mtp"):
             {"speculative_config": SimpleNamespace(draft_model_config=None, enable_adaptive_verification=True)},
             "adaptive verification of drafts",
         ),
-        ({"speculative_config": draft(8)}, "a speculative draft model with experts"),
+        ({"speculative_config": draft(8)}, "a separate speculative draft model with experts"),
         ({"weight_transfer_config": object()}, "weight transfer"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -73,7 +73,7 @@ def test_what_vllm_configures_itself_is_refused_and_accepted():
     speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
     assert configure(speculative_config=speculation).speculative_config.method == "ngram"
     speculation = {"method": "draft_model", "model": str(MODEL), "num_speculative_tokens": 2}
-    assert "a speculative draft model with experts" in refusal(speculative_config=speculation)
+    assert "a separate speculative draft model with experts" in refusal(speculative_config=speculation)
 
 
 @pytest.mark.parametrize("second", [True, False])

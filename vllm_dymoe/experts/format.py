@@ -17,7 +17,7 @@ from vllm_dymoe.experts.matrix import BLOCK_ROWS, MatrixFormat, PackedMatrix
 
 
 class Projection(IntEnum):
-    """The matrices of an expert, in the order in which a packed expert holds them; the gate may have no bytes."""
+    """The matrices of an expert, in the order of a packed expert; the gate may have no bytes."""
 
     GATE = 0
     UP = 1
@@ -31,7 +31,7 @@ EVERY_PROJECTION = range(len(Projection))
 class SliceKey:
     """Names one version of one expert: index of its layer, local expert index, bits.
 
-    For a nested version it names the residual slice alone; the base slice is the key with half the bits.
+    For a nested version it names only the residual slice; the key with half the bits names the base slice.
     """
 
     layer: int
@@ -53,13 +53,13 @@ class ExpertFormat:
 
     hidden: int  # model width H; gate and up are [I, H], down is [H, I]
     intermediate: int  # expert width I on this rank
-    encoding: Encoding  # how bits become numbers; a nested one for the residual slice, beside `base`
-    group_size: int  # weights that share one scale and zero; a code with groups of its own ignores it
+    encoding: Encoding  # a nested encoding is that of the residual slice; `base` has the base's
+    group_size: int  # weights that share a scale and a zero; encodings with their own groups ignore it
     dtype: torch.dtype  # of the scales, and of the weights at 16 bits; bfloat16 or float16
-    bias: bool = False  # whether every projection has one
+    bias: bool = False  # whether every projection has a bias
     integer_zeros: bool = False  # whether zeros count steps of their scale, see :class:`MatrixFormat`
-    act_order: bool = False  # whether columns are stored in another order than that of the inputs, see there
-    has_gate: bool = True  # whether there is one; otherwise it has no rows, and its section no bytes
+    act_order: bool = False  # whether columns are stored in another order than the inputs', see :class:`MatrixFormat`
+    has_gate: bool = True  # without a gate, its matrix has no rows and its section no bytes
 
     @property
     def bits(self) -> int:
@@ -75,7 +75,7 @@ class ExpertFormat:
 
     @cached_property
     def slices(self) -> tuple["ExpertFormat", ...]:
-        """The slices that make up the version: base and residual if it is nested, else itself."""
+        """The slices of the version: base and residual if it is nested, else itself."""
         return (self.base, self) if self.nested else (self,)
 
     @cached_property
@@ -99,7 +99,7 @@ class ExpertFormat:
 
     @property
     def rotations(self) -> tuple[int, int]:
-        """Block sizes in which inputs of gate and up, and inputs of down, are rotated: the largest powers of two that
+        """Block sizes of the rotation of inputs, for gate and up, and for down: the largest powers of two that
         divide them.
 
         The block size of down is limited to what one kernel program computes, so that the program can rotate before it
@@ -124,8 +124,8 @@ class ExpertFormat:
         return self.sections[-1].stop
 
     def view(self, packed: torch.Tensor, base: PackedExpert | None = None) -> PackedExpert:
-        """View a slice (uint8 [nbytes], contiguous), with its base slice if it is nested, as packed matrices, without
-        copying.
+        """View a slice (uint8 [nbytes], contiguous) as packed matrices, without copying; a nested one needs its base
+        slice.
         """
         gate, up, down = (
             matrix.view(packed[section], upper)
@@ -136,18 +136,20 @@ class ExpertFormat:
 
 @dataclass(frozen=True)
 class ModelExperts:
-    """The experts of one model on one rank: what the store holds and what slots are for."""
+    """The experts of one model on one rank, as stores and slots hold them."""
 
     layers: tuple[int, ...]  # index of each MoE layer in the model, ascending; dense layers are absent
     num_experts: int  # experts per layer on this rank
     top_k: int  # experts that one token uses in one layer
     formats: Mapping[int, ExpertFormat]  # one per stored bit-width
     draft_layers: int = 0
-    """How many of the layers, the last ones, are those of a draft that proposes the model's tokens."""
+    """Number of layers, the last ones, that belong to a draft that proposes the model's tokens."""
     curves: tuple[tuple[float, ...], ...] = field(default=(), compare=False)
-    """Where thresholds of prompts' tokens and of others begin, see :mod:`~.threshold`; empty without a calibration."""
+    """Start values of thresholds for prompts' tokens and decoded tokens, see :mod:`~.threshold`; empty without a
+    calibration.
+    """
     lost: Mapping[int, tuple[float, ...]] = field(default_factory=dict, compare=False)
-    """By index of the layer: what each expert loses in its low version, where a calibration has measured that."""
+    """By index of the layer: the measured error of each expert's low version, if a calibration measured it."""
 
     @property
     def projections(self) -> tuple[Projection, ...]:
@@ -162,11 +164,11 @@ class ModelExperts:
 
     @cached_property
     def places(self) -> Mapping[int, "SlicePlace"]:
-        """Where each version, or slice, is inside a layer's packed experts in memory."""
+        """Place of each version, or slice, in a layer's packed experts in memory."""
         return self.places_at(1)
 
     def places_at(self, alignment: int) -> Mapping[int, "SlicePlace"]:
-        """Return the same places if every slice begins at a multiple of so many bytes."""
+        """Return the places if every slice begins at a multiple of ``alignment`` bytes."""
         places = {}
         for bits, fmt in self.formats.items():
             if fmt.encoding.upper_of:
@@ -180,17 +182,17 @@ class ModelExperts:
 
 
 class SlicePlace(NamedTuple):
-    """Where a slice is among the packed experts of a layer."""
+    """Place of a slice among the packed experts of a layer."""
 
-    bits: int  # of the packed experts
+    bits: int  # bits of the packed experts
     stride: int  # bytes from one to the next
     start: int  # first byte of the slice in its packed expert
-    number: int  # of the slice in its packed expert
-    slices: int  # of a packed expert
+    number: int  # number of the slice in its packed expert
+    slices: int  # number of slices in a packed expert
 
 
 def stored_formats(bits: Sequence[int], make: Callable[[int], ExpertFormat]) -> dict[int, ExpertFormat]:
-    """Return the formats of a store, high precision first. ``make`` returns the format of a version that is not nested.
+    """Return the formats of a store, high precision first. ``make`` returns the format of a separate version.
 
     A version with half the bits of the other is nested in it, and shares everything else with it.
     """
@@ -207,9 +209,7 @@ def nested(fmt: ExpertFormat) -> ExpertFormat:
 
 
 def nests(bits: Sequence[int], encoding: Encoding | None) -> bool:
-    """Return whether the low one of two precisions is nested in the high one, for this encoding; floats cannot be
-    halved.
-    """
+    """Return whether the low precision is nested in the high one, for this encoding; floats cannot be halved."""
     return not (encoding and encoding.floats) and set(bits) in ({4, 2}, {8, 4})
 
 

@@ -1,7 +1,7 @@
 """Chooses the number of tokens of a step from the time that a chunk of a prompt takes on the link.
 
-Nearly every expert is active in a chunk. So a chunk fetches each expert that is not on the device, however many tokens
-it has, and concurrently decoding requests wait for it. With as many tokens as the device computes in that time a prompt
+Nearly every expert is active in a chunk. So a chunk fetches every expert that is not resident, however many tokens it
+has, and concurrently decoding requests wait for it. With as many tokens as the device computes in that time, a prompt
 needs the fewest chunks, and no chunk takes longer than the link.
 """
 
@@ -17,12 +17,13 @@ from vllm_dymoe.units import size
 from vllm_dymoe.vllm_plugin.announcements import logger
 
 _STEP, _MOST = 512, 8192
-_SHARE = 0.8  # of the memory that vLLM may use, for weights where the budget is automatic
+_SHARE = 0.8  # of the memory that vLLM may use, for weights if the budget is automatic
 
 
 def chunk_of(missing: int, shape: ModelShape, device: Device) -> int:
-    """Return the tokens that are computed while so many bytes of experts arrive, in steps of 512 up to 8192; 0 for no
-    bytes.
+    """Return the tokens that are computed while ``missing`` bytes of experts arrive, a multiple of 512 up to 8192.
+
+    0 if no bytes are missing.
     """
     weights = shape.token_weights + shape.moe_layers * shape.top_k * 3 * shape.hidden * shape.intermediate
     tokens = missing / device.link * device.compute / (2 * weights)
@@ -48,8 +49,8 @@ def larger_chunk(config: VllmConfig, experts: ModelExperts | None, options: Opti
     if tokens <= own:
         return None
     logger.info(
-        "vllm-dymoe: a step has up to %d tokens (vLLM's choice was %d), because each chunk of a prompt brings about %s "
-        "over the link, %.0f ms on this card, in which as many are computed; requests that decode wait as long beside "
+        "vllm-dymoe: a step has up to %d tokens (vLLM's choice was %d), because each chunk of a prompt moves about %s "
+        "over the link, %.0f ms on this card, the time to compute as many tokens; decoding requests wait as long for "
         "it. --max-num-batched-tokens sets another number.",
         tokens, own, size(missing), 1e3 * missing / device.link,
     )  # fmt: skip

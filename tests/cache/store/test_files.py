@@ -66,14 +66,14 @@ def test_a_pipeline_stage_opens_its_own_layers_only(store, memory_store):
 
 
 def test_layers_that_a_store_does_not_have_are_named(store):
-    with pytest.raises(StoreError, match=r"those of the layers \[1, 2\], but \[2, 3\] are needed"):
+    with pytest.raises(StoreError, match=r"for the layers \[1, 2\], but \[2, 3\] are needed"):
         FileStore(store.folder, (2, 3))
 
 
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [
-        (lambda path: os.truncate(path, 5000), r"00001\.safetensors has 5000 bytes where its header .* truncated"),
+        (lambda path: os.truncate(path, 5000), r"00001\.safetensors has 5000 bytes, but its header .* truncated"),
         (lambda path: path.unlink(), r"00001\.safetensors of the expert store is missing"),
         (lambda path: path.write_bytes(b"\xff" * 100_000), "is not a safetensors file"),
         (lambda path: (path.parent / MANIFEST).unlink(), "holds no expert store"),

@@ -20,7 +20,7 @@ def make_kernel(
     formats: Iterable[MatrixFormat] = (),
     activations: int = 16,
 ) -> ExpertKernel:
-    """Make the kernel for a device.
+    """Return the kernel for a device.
 
     Args:
         workspace_bytes: upper bound on the scratch that the kernel keeps, at least 320 KiB; None lets the kernel
@@ -28,8 +28,8 @@ def make_kernel(
         formats: the formats that will be computed, for kernels that are compiled per format; empty if not known yet.
         activations: bits of the quantized activations on a CPU, 16 or 8.
 
-    Raises ValueError if the workspace is too small, the device is neither a CPU nor a CUDA device, or 8-bit activations
-    are asked for on a CUDA device.
+    ValueError if the workspace is too small, if the device is neither a CPU nor a CUDA device, or for 8-bit activations
+    on a CUDA device.
     """
     options: dict[str, Any] = {} if workspace_bytes is None else {"workspace_bytes": workspace_bytes}
     device = torch.device(device)
@@ -38,8 +38,8 @@ def make_kernel(
     if device.type != "cuda":
         raise ValueError(f"device is {device}, expected a CPU or a CUDA device")
     if activations != 16:
-        raise ValueError("activations of 8 bits are computed with on a CPU only; leave the option out")
-    # Importing triton takes a second, which only a GPU needs.
+        raise ValueError("activations of 8 bits are supported on a CPU only; leave the option out")
+    # Importing triton takes a second, and only a GPU needs it.
     from vllm_dymoe.kernels.triton import TritonKernel
 
     return TritonKernel(device, formats=formats, **options)

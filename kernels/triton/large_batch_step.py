@@ -1,8 +1,8 @@
 """A large-batch step of one MoE layer as launches without the host: lists, copies, and products for each row class.
 
-How an expert is computed depends on the number of its tokens, as in the host-planned path (``plan.py``): the same bits.
-A class without work in a group is a launch of programs that end at once; a class of more tokens than the step has is
-not launched.
+How an expert is computed depends on the number of its tokens, as with host-side planning (``plan.py``), so the bits are
+the same. A class without work in a group is a launch of programs that end at once; a class of more tokens than the step
+has is not launched.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ from vllm_dymoe.planner.large_batch import ADMITTED, STREAMED, LargeBatchShape, 
 from vllm_dymoe.planner.plan import LayerPlan
 
 _Launch = tuple[Callable[..., None], tuple[Tensor | int, ...]]
-"""And its tensors, but for the first two."""
+"""A prepared launch, and its tensors except for the first two."""
 
 
 class TritonLargeBatch:
@@ -76,7 +76,7 @@ class TritonLargeBatch:
         # Experts that are decoded come first, and share scratch by their positions.
         self._decoded = min(shape.positions, shape.items * tiles.decode_tokens)
         self._scratch = scratch(*(self._decoded * each for each in tiles.shared(experts.hidden, experts.intermediate)))
-        self._launches: list[list[tuple[_Launch, _Launch]]] = []  # of each group and class
+        self._launches: list[list[tuple[_Launch, _Launch]]] = []  # by group and class
 
     def plan(
         self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, rows: Tensor, half: int, ahead: int,

@@ -13,9 +13,10 @@ from vllm_dymoe.kernels.triton.planner import WARPS, bytes_ahead, number_of
 from vllm_dymoe.kernels.triton.start import Start, run_kernel
 from vllm_dymoe.planner.constants import experts_width
 
-# Each has 8 KiB on its way, and a PCIe link of 50 GB/s with 2 us of latency needs 100 KB. They stop within as much.
+# Each program has 8 KiB in flight, and a PCIe link of 50 GB/s with 2 us of latency needs 100 KB. They stop within that
+# many bytes.
 _PROGRAMS = 32
-_WORDS = tl.constexpr(2048)  # int32, of a program at a time
+_WORDS = tl.constexpr(2048)  # int32 words that a program copies at a time
 
 _LISTED_BY = (
     "predicted", "precision", "staging", "prefetch_slots", "staged", "staged_for", "offsets", "pool", "slot_bytes",
@@ -27,12 +28,12 @@ def list_predicted_on_gpu(
     table: Mapping[str, Tensor], layer: int, rows: Tensor, projections: int, out: Mapping[str, Tensor],
     *, start: Start = run_kernel,
 ) -> None:  # fmt: skip
-    """Do what ``list_predicted`` does, in one launch.
+    """Run ``list_predicted`` on the device, in one launch.
 
     Args:
         table: the tensors of a Table, by name.
         rows: int32 [1], number of real tokens.
-        projections: how many of an expert are copied.
+        projections: how many projections of an expert are copied.
         out: the tensors of a PrefetchList, by name; rows of copies after the last one keep their values.
     """
     layers, experts = table["precision"].shape
@@ -47,7 +48,7 @@ def copy_predicted_on_gpu(
 ) -> None:  # fmt: skip
     """Make the listed copies in one launch, until the plan of ``layer`` begins; each is published when complete.
 
-    A program is one warp, so that all of its lanes see the same value where it asks whether to go on.
+    A program is one warp, so that all of its lanes see the same value when it checks whether to continue.
     """
     columns = listed["copies"], listed["count"], listed["arrivals"], table["planned"], table["staged"]
     sizes = {"EXPERTS": table["precision"].shape[1], "PROGRAMS": _PROGRAMS}
@@ -63,7 +64,7 @@ def list_predicted_kernel(
     copies, count, arrivals, layer: tl.int32, layers: tl.int32, projections: tl.int32,
     EXPERTS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Grid [1]; WIDTH is a power of two, at least EXPERTS."""
+    """See ``list_predicted``; grid [1]. WIDTH is a power of two, at least EXPERTS."""
     number = tl.arange(0, WIDTH)
     known = number < EXPERTS
     of_layer = layer * EXPERTS + number

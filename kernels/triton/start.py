@@ -12,8 +12,10 @@ from torch import Tensor
 from vllm_dymoe.cgroups import usable_cores
 
 Start = Callable[[Any, tuple[int, ...], Sequence[Tensor | int], dict[str, Any], dict[str, int]], None]
-"""(kernel, grid, its tensors and numbers, its constants, and what the compiler is told: num_warps, and num_stages,
-maxnreg and enable_fp_fusion where they differ from its own choice and True)"""
+"""Starts a kernel: (kernel, grid, tensors and numbers, constants, options for the compiler).
+
+Options are num_warps, and num_stages, maxnreg and enable_fp_fusion if they differ from the compiler's choice and True.
+"""
 
 _THREADS = 8
 _FUSED = {"enable_fp_fusion": True}
@@ -50,7 +52,7 @@ def prepared(
 
 @contextmanager
 def compiling_together() -> Iterator[None]:
-    """Context in which compile_kernel returns at once; at its end everything is compiled in parallel on the host's
+    """Context in which compile_kernel returns at once; at its end everything is compiled in parallel on the CPU
     cores.
     """
     threads = min(_THREADS, usable_cores())

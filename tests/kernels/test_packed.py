@@ -165,8 +165,8 @@ def test_codes_that_do_not_fit_are_refused():
     [
         (True, None, "order is missing, but act_order is True"),
         (False, torch.arange(32), "order is given, but act_order is False"),
-        (True, torch.zeros(32, dtype=torch.int64), "order names not each of the 32 columns once"),
-        (True, torch.arange(31), "order names not each of the 32 columns once"),
+        (True, torch.zeros(32, dtype=torch.int64), "order does not name each of the 32 columns once"),
+        (True, torch.arange(31), "order does not name each of the 32 columns once"),
     ],
 )
 def test_wrong_orders_are_refused(act_order, order, sentence):

@@ -122,9 +122,9 @@ def test_projections_are_received_before_they_are_launched(count):
     [
         ({"group_size": 64}, "different group sizes: 32, 64"),
         ({"intermediate": 96}, "different intermediate sizes: 64, 96"),
-        ({"bias": True}, "with a bias and projections without one"),
-        ({"steps": True}, "the same bits with and without integer zeros or an order"),
-        ({"act_order": True}, "the same bits with and without integer zeros or an order"),
+        ({"bias": True}, "projections with and without a bias"),
+        ({"steps": True}, "the same bits with and without integer zeros or a column order"),
+        ({"act_order": True}, "the same bits with and without integer zeros or a column order"),
     ],
 )
 def test_experts_that_disagree_are_refused(second, sentence):
@@ -142,7 +142,7 @@ def test_experts_that_disagree_with_what_was_announced_are_refused(flag):
     kernel = TritonKernel(DEVICE, formats=[announced.gate.format])
     out = torch.zeros(1, 64, dtype=torch.bfloat16, device=DEVICE)
     compute_experts(kernel, random_x(1, 64), [work_of(announced, [0], [0])], out, Activation.SILU)
-    with pytest.raises(ValueError, match="the same bits with and without integer zeros or an order"):
+    with pytest.raises(ValueError, match="the same bits with and without integer zeros or a column order"):
         compute_experts(kernel, random_x(1, 64), [work_of(other, [0], [0])], out, Activation.SILU)
 
 

@@ -116,5 +116,5 @@ def test_a_call_with_both_readings(tokens):
 def test_rotated_inputs_are_of_no_use_to_other_codes():
     experts = [random_expert(96, 80, encoding, 64) for encoding in (E8_NESTED, 4)]
     work = [expert.work([0], [row]) for row, expert in enumerate(experts)]
-    with pytest.raises(ValueError, match="points of a lattice, whose inputs are rotated, and other codes"):
+    with pytest.raises(ValueError, match="lattice codes, whose inputs are rotated, with other codes"):
         compute(make_kernel(), random_x(1, 96, torch.bfloat16), work, 2)

@@ -61,7 +61,7 @@ def test_impossible_budgets_are_refused(text):
         ({"policy": "firm", "policy_options": {"q": 1}}, {}, "dymoe.policy_options: .*q: extra inputs are"),
         ({}, {"DYMOE_POLICY_OPTIONS": '{"k": 1}'}, "DYMOE_POLICY_OPTIONS: .*; it has look_ahead"),
         ({"policy": "dymoe", "low": 0, "policy_options": {"retention": 0}}, {}, "would skip every expert"),
-        ({"predictor": "a", "policy": "on-demand"}, {}, "dymoe.predictor: .*has no use for a predictor; leave it out"),
+        ({"predictor": "a", "policy": "on-demand"}, {}, "dymoe.predictor: .*does not use a predictor; leave it out"),
         ({"trace": {"limit": "1GiB"}}, {}, "dymoe.trace.folder = .*: field required"),
         ({"policy": ["firm"]}, {}, "policy = .*input should be a valid string"),
         ("25%", {}, "must be an object of options"),
@@ -176,7 +176,7 @@ def test_what_is_trained_is_read_where_it_exists_and_stands_alone(tmp_path):
     assert load({"predictor": "a"}).predictor_file.name == "a"
     with pytest.raises(ConfigError, match="leave predictor out"):
         load({"train_predictor": "a", "predictor": "b"})
-    with pytest.raises(ConfigError, match=r"dymoe\.train_predictor: .*has no use for a predictor"):
+    with pytest.raises(ConfigError, match=r"dymoe\.train_predictor: .*does not use a predictor"):
         load({"train_predictor": "a", "policy": "firm"})
 
 

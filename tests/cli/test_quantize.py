@@ -288,7 +288,7 @@ SPOILED = {
     "biases": (
         "separate",
         lambda m: m.tensors.update({"model.layers.1.mlp.experts.0.gate_proj.bias": torch.zeros(INTERMEDIATE)}),
-        "biases for some projections of its experts and not for 23 others",
+        "biases for some projections of its experts, but not for 23 others",
     ),
     "a lost bias": ("gpt-oss", lambda m: m.tensors.pop(FUSED + "_bias"), "biases for some .* not for 1 others"),
     "a bias of another width": (
@@ -309,7 +309,7 @@ SPOILED = {
     "transposed": (
         "fused",
         lambda m: m.tensors.update({FUSED: m.tensors[FUSED].transpose(1, 2).contiguous()}),
-        "where config.json says",
+        "but config.json says",
     ),
     "another width": ("separate", lambda m: m.config.update(moe_intermediate_size=64), r"\[96, 80\] .* \[96, 64\]"),
     "too few experts named": ("separate", lambda m: m.config.update(num_experts=3), "config.json says 3"),
@@ -320,7 +320,7 @@ SPOILED = {
     "a doubled expert": (
         "separate",
         lambda m: m.tensors.update({GATE.replace("gate_proj", "w1"): m.tensors[GATE].clone()}),
-        "is there twice",
+        "exists twice",
     ),
     "experts in two stacks": (
         "separate",

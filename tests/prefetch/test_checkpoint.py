@@ -91,7 +91,7 @@ def test_a_damaged_file_is_one_sentence_that_names_it(file, damage):
     assert str(file) in sentence
     assert sentence.endswith(".")
     assert "\n" not in sentence
-    ours = "is a safetensors file, but no predictor" not in sentence
+    ours = "is a safetensors file, but not a predictor" not in sentence
     assert ours == (damage not in ("not ours", "no metadata"))
 
 
@@ -135,13 +135,13 @@ def build(file, **changes):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_layers": 5}, "was trained for a model, which has 4 MoE layers where this model has 5"),
-        ({"num_experts": 4}, "8 experts in a layer where this model has 4"),
-        ({"top_k": 4}, "2 experts for each token where this model has 4"),
-        ({"hidden": 12}, "6 hidden features where this model has 12"),
+        ({"num_layers": 5}, "was trained for a model, which has 4 MoE layers, but this model has 5"),
+        ({"num_experts": 4}, "8 experts in a layer, but this model has 4"),
+        ({"top_k": 4}, "2 experts for each token, but this model has 4"),
+        ({"hidden": 12}, "6 hidden features, but this model has 12"),
         (
             {"fingerprint": "f" * 16},
-            "was trained for a model with the weights 0123456789abcdef, and this model has others",
+            "was trained for a model with the weights 0123456789abcdef, but this model has others",
         ),
         ({"predictor": None}, "needs its file; name it in the option predictor"),
     ],

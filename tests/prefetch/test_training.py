@@ -106,7 +106,7 @@ def test_hit_rates_of_a_table():
 @pytest.mark.parametrize(
     ("trace", "architecture", "words"),
     [
-        (made_up(requests=FEWEST_REQUESTS - 1), Architecture(()), "8 are the fewest"),
+        (made_up(requests=FEWEST_REQUESTS - 1), Architecture(()), "at least 8 are needed"),
         (made_up(requests=8, tokens=1), Architecture(()), "one token is left to train on"),
         (made_up(), Architecture((), router_input=True), "the trace has no router inputs"),
         (made_up(inputs=True), Architecture((), router_input=True), "the trace has no gates"),

@@ -51,10 +51,10 @@ PLAIN, SHUFFLED = random_integers(8, 64, 32), random_integers(8, 64, 32, shuffle
     [
         (PLAIN, 32, {"dtype": torch.bfloat16}, "scales are float16 and would be rounded to bfloat16; use dtype"),
         (PLAIN, 32, {"steps": False}, "has zero points, although its configuration says"),
-        (PLAIN, 64, {}, "do not lie in groups of 64 neighbours"),
-        (SHUFFLED, 32, {}, "as they are, do not lie in groups .* high to 16"),
-        (LONG, 32, {"act_order": True}, "even sorted by their groups, do not lie in groups of 32 neighbours"),
-        (random_integers(8, 96, 64).part(1, slice(32, 96)), 64, {}, "do not lie in groups of 64 neighbours"),
+        (PLAIN, 64, {}, "are not in contiguous groups of 64"),
+        (SHUFFLED, 32, {}, "as they are, are not in contiguous groups .* high to 16"),
+        (LONG, 32, {"act_order": True}, "even sorted by their groups, are not in contiguous groups of 32"),
+        (random_integers(8, 96, 64).part(1, slice(32, 96)), 64, {}, "are not in contiguous groups of 64"),
     ],
 )
 def test_what_cannot_be_held_is_refused(matrix, group_size, options, sentence):

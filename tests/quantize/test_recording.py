@@ -53,7 +53,7 @@ def test_a_part_is_not_there_before_it_is_complete(tmp_path):
     for layer in range(LAYERS):
         part.add(layer, *steps(layer)[1])
     assert not path.exists()
-    with pytest.raises(CalibrationError, match="33 tokens less than the 50 of part-00000"):
+    with pytest.raises(CalibrationError, match="33 tokens fewer than the 50 of part-00000"):
         part.finish()
     assert not list(tmp_path.iterdir())
 

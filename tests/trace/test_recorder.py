@@ -214,7 +214,7 @@ def test_a_disk_that_refuses_ends_the_recording_and_nothing_else(tmp_path, monke
     recorder.close()
     assert not recorder.recording
     assert len(said) == 1
-    assert "cannot be recorded any further" in said[0]
+    assert "recording of the trace has stopped" in said[0]
     assert fault in said[0]
     assert not list(tmp_path.glob("folder/*"))
 

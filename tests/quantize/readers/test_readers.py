@@ -133,7 +133,7 @@ def test_a_default_dtype_rounds_no_factor():
 
 def test_a_boundary_that_cuts_a_group_is_refused():
     _, reader, matrix = read("mxfp4")
-    with pytest.raises(ValueError, match="do not lie in groups of 32 with one scale"):
+    with pytest.raises(ValueError, match="are not in groups of 32 with one scale"):
         packed(matrix.part(1, slice(16, 112)), reader)
 
 

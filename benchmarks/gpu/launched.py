@@ -1,7 +1,7 @@
 """Do compiled decode kernels compute what they should? Runs all programs of a launch on their PTX, without a card.
 
-Triton's interpreter executes Python, and says nothing about what the compiler makes of it: with ``up = gate`` in front
-of a loop that moves ``up`` to ``gate``, the compiler took ``gate`` for a constant, and decoded experts gave zeros.
+Triton's interpreter executes Python, so it does not show what the compiler does: with ``up = gate`` before a loop that
+moves ``up`` to ``gate``, the compiler took ``gate`` for a constant, and decoded experts gave zeros.
 """
 
 from collections.abc import Sequence
@@ -32,11 +32,11 @@ from vllm_dymoe.quantize.dummy import fill_randomly
 DTYPE, SIZES = torch.bfloat16, (200, 136, 64)  # hidden and intermediate size, and group
 TOLERANCE = 1e-2
 CODES = tuple(tag for tag, encoding in WHOLE.items() if encoding.stored_bits == encoding.bits)
-"""Tags of those that lie in one section."""
+"""Tags of encodings in one section."""
 
 
 class Launched(Program):
-    """One program of a launch, at its place in the grid; others have come before it, and are at their end."""
+    """One program of a launch, at its place in the grid, after earlier ones have ended."""
 
     def __init__(self, ptx: str, memory: Any, arguments: Sequence[int], threads: int, place: Sequence[int]) -> None:
         super().__init__(ptx, memory, arguments, threads)
@@ -44,12 +44,12 @@ class Launched(Program):
             self._registers[f"%ctaid.{name}"] = Value(np.full(threads, number, np.uint64), *2 * (self._nothing.bits,))
 
     def _set(self, text: str, value: Value, active: Any) -> None:
-        none = self._nothing.bits  # no trees: this is about numbers
+        none = self._nothing.bits  # no trees: only numbers matter here
         super()._set(text, Value(value.bits, none, none), active)
 
     def _execute(self, words: list[str], operands: list[str], active: Any) -> None:
         super()._execute(words, operands, active)
-        if words[0] == "atom" and active.any():  # of one thread, whose operand 0 now has what was there
+        if words[0] == "atom" and active.any():  # of one thread, whose operand 0 gets the old value
             (lane,) = np.flatnonzero(active)
             at = int(self._value(operands[1].strip("[ ]").split("+")[0].strip()).bits[lane])
             word = self._spaces["global"][0][at : at + 4].view(np.uint32)
@@ -57,13 +57,13 @@ class Launched(Program):
 
 
 class Memory:
-    """Tensors of the host, and where they lie in a card's memory."""
+    """Tensors of the host, and their addresses in a card's memory."""
 
     def __init__(self) -> None:
         self.bytes, self._places, self._end = np.zeros(1 << 22, np.uint8), dict[int, int](), 512
 
     def place(self, tensor: torch.Tensor) -> int:
-        """Its address; its contents are copied the first time."""
+        """Return a tensor's address; its content is copied the first time."""
         key = tensor.data_ptr()
         if key not in self._places:
             held = tensor.contiguous().view(-1).view(torch.uint8).numpy()
@@ -72,18 +72,18 @@ class Memory:
         return self._places[key]
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What has become of it."""
+        """Return a tensor's current content."""
         raw = self.bytes[self.place(tensor) :][: tensor.nbytes].copy()
         return torch.from_numpy(raw).view(tensor.dtype).view(tensor.shape)
 
 
 def relative_error(bits: int, tokens: int, split: int = 1, *, fetch: bool = False, weighted: bool = False) -> float:
-    """Of one expert's outputs for some tokens, from compiled gate and up and down, against float64.
+    """Return the relative error of one expert's outputs for some tokens, from compiled gate and up and down.
 
     Args:
-        bits: of its code, or the code's tag.
+        bits: of its encoding, or the encoding's tag.
         split: programs that share a sum.
-        fetch: it lies elsewhere and is stored in its slot, which has to have its bytes then.
+        fetch: the expert is elsewhere and is copied to its slot, whose bytes are compared.
         weighted: tokens are summed.
     """
     shape, generator = ExpertShape(*SIZES, DTYPE), torch.Generator().manual_seed(bits)
@@ -122,8 +122,10 @@ def relative_error(bits: int, tokens: int, split: int = 1, *, fetch: bool = Fals
 
 
 def wrong_numbers(codes: Sequence[int] = CODES) -> list[str]:
-    """Sentences about codes, by their tags, whose outputs are not what they should be: of one token, and of three whose
-    sums are shared, fetched and weighted."""
+    """Return sentences about encodings, by tag, with wrong outputs.
+
+    Checked are one token, and three whose sums are shared, fetched and weighted.
+    """
     found = []
     for bits in codes:
         for tokens, options in ((1, {}), (3, {"split": 2, "fetch": True, "weighted": True})):

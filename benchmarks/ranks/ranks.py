@@ -1,11 +1,11 @@
-"""How fast are large models on several cards that keep a part of their experts, and are those better than more cards?
+"""How fast are large models on several cards that hold a part of their experts, and are more cards better?
 
     python benchmarks/ranks/ranks.py
 
-Writes README.md here. By `plan`'s functions: made-up routers of all requests choose among all experts, each rank keeps
-its own by the rule, and every layer of a step waits for the rank that lacks most. Beside it a simulation, which knows
-no formula: every rank has a cache of each layer, a link that brings one expert after the other, and computes what is
-there; all ranks meet in front of the experts and behind them.
+Writes README.md here, by `plan`'s functions: synthetic routing of all requests chooses among all experts, each rank
+keeps its own by the rule, and every layer of a step waits for the rank with most misses. For comparison a simulation
+without formulas: every rank has a cache of each layer and a link that brings one expert after the other, and computes
+resident experts; all ranks synchronise before and after the experts.
 """
 
 import sys
@@ -42,12 +42,12 @@ SETUPS = [
 ]
 PARTS, REQUESTS, OPTIONS = (0.1, 0.25, 0.5, 0.75, 1.0), (1, 4, 16, 64), {"policy": "exact", "high": 4}
 OPTIONS |= {"policy_options": {"look_ahead": 0}}
-SPARE = 1 << 28  # bytes beside slots, for the workspace
-STEPS, COLD, CHECKED = 60, 20, 0.25  # of a simulation; the share of experts that it is made for
+SPARE = 1 << 28  # bytes in addition to slots, for the workspace
+STEPS, COLD, CHECKED = 60, 20, 0.25  # of a simulation; the share of experts for which it is made
 
 
 def step(model, card, ranks, requests, part):
-    """Seconds of a step, a part of each rank's experts resident."""
+    """Return the seconds of a step, with a part of each rank's experts resident."""
     shape, own = ranks.shape(model), ranks.shape(model).packed((4,)).nbytes(4)
     identity = ModelIdentity("m", "", shape.moe_layers, model.experts, model.top_k, model.hidden)
     spread = made_up(identity, requests).spread(ranks.experts_over)
@@ -56,7 +56,7 @@ def step(model, card, ranks, requests, part):
 
 
 def simulate(model, card, ranks, requests, part):
-    """Seconds of a step, rank by rank and layer by layer."""
+    """Return the seconds of a step, rank by rank and layer by layer."""
     shape, device = ranks.shape(model), ranks.device(card)
     deciding, layers, own = device.in_a_graph(), model.moe_layers, shape.experts
     identity = ModelIdentity("m", "", layers, model.experts, model.top_k, model.hidden)
@@ -94,7 +94,7 @@ def simulate(model, card, ranks, requests, part):
 
 
 def table(name, config, gpu, ranks):
-    """Tokens per second of each card; bold where that is more than of as many more cards that have all experts."""
+    """Return tokens per second of each card; bold if more than with as many more cards that hold all experts."""
     model, card, lines = shape_of(config, name), find_device(gpu, None), []
     for requests in REQUESTS:
         cells = []

@@ -180,8 +180,7 @@ class Options(BaseModel):
     quantizer: Literal["rtn", "hqq", "gptq", "e8"] = "rtn"
     """Round to nearest, or HQQ (slower, better at 2 bits); GPTQ and E8 need `vllm-dymoe quantize`."""
     dense: Literal[16, 8, 4] = 16
-    """Bits of a 16-bit checkpoint's attention, shared experts and LM head; 16 leaves them unchanged, 8 is FP8 on a GPU.
-    """
+    """Bits of a 16-bit checkpoint's attention, shared experts and LM head; 16 keeps them, 8 is FP8 on a GPU."""
     activations: Literal[16, 8] = 16
     """Bits of activations that a CPU multiplies codes with; 8 is faster for batches and less accurate."""
     expert_budget: ExpertBudget = AUTO

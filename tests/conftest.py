@@ -1,4 +1,4 @@
-"""What several test folders share."""
+"""Fixtures that several test folders share."""
 
 import hypothesis
 import pytest
@@ -8,12 +8,11 @@ from tests.small_model import make_experts, make_store
 from tests.support.memory_writer import MemoryStore
 from vllm_dymoe.experts.format import ModelExperts
 
-# The tests' matrices are too small to gain from threads, and threads that wait for each other cost much on a busy
-# machine.
+# The tests' matrices are too small to gain from threads, and waiting threads cost much on a busy machine.
 torch.set_num_threads(1)
 
 
-# How long an example takes says nothing on a machine that does other things too.
+# The duration of an example means nothing on a machine that is busy with other things.
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
 
@@ -30,5 +29,5 @@ def memory_store(experts: ModelExperts) -> MemoryStore:
 
 @pytest.fixture(scope="session")
 def nested_store() -> MemoryStore:
-    """Whose low versions lie inside the high ones."""
+    """Whether the low versions are nested in the high ones."""
     return make_store(make_experts(nested=True))

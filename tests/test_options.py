@@ -106,10 +106,10 @@ FORMAT_AND_PRECISION = {"high", "low", "group_size", "quantizer"}
 
 @pytest.mark.parametrize("option", sorted(Options.model_fields.keys() - FORMAT_AND_PRECISION))
 def test_a_checkpoint_sets_its_format_and_precision_and_nothing_else(option):
-    """Whoever publishes a checkpoint must not choose which folders are written, and how much."""
+    """The publisher of a checkpoint must not choose which folders are written, and how much."""
     field = Options.model_fields[option]
     checkpoint = {"quant_method": "dymoe", "format_version": 6, "hi": 8, option: field.default}
-    if option == "dense":  # describes the layers that are no experts
+    if option == "dense":  # describes layers other than the experts
         return
     with pytest.raises(ConfigError, match=rf"quantization_config.{option} \(config.json\)"):
         load(checkpoint=checkpoint)
@@ -217,7 +217,8 @@ def test_deep_and_long_json_is_text():
         ({}, "/home/me/.cache/vllm-dymoe"),
         ({"XDG_CACHE_HOME": "/x"}, "/x/vllm-dymoe"),
         ({"XDG_CACHE_HOME": ""}, "/home/me/.cache/vllm-dymoe"),
-        ({"XDG_CACHE_HOME": "relative"}, "/home/me/.cache/vllm-dymoe"),  # which the specification says to ignore
+        # Relative paths, which the specification says to ignore.
+        ({"XDG_CACHE_HOME": "relative"}, "/home/me/.cache/vllm-dymoe"),
         ({"XDG_CACHE_HOME": "/x", "VLLM_CACHE_ROOT": "/v"}, "/v/vllm-dymoe"),
         ({"VLLM_CACHE_ROOT": "~/v"}, "/home/me/v/vllm-dymoe"),
         ({"VLLM_CACHE_ROOT": ""}, "/home/me/.cache/vllm-dymoe"),

@@ -1,4 +1,4 @@
-"""Peers: which can run here, and what they are told."""
+"""Peers of the benchmark: which ones can run here, and the flags they receive."""
 
 import json
 

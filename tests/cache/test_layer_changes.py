@@ -1,4 +1,4 @@
-"""What layers are worth, from how much they change their tokens."""
+"""The value of a layer, computed from how much it changes its tokens."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def test_a_layers_change_is_one_less_the_squared_cosine_of_two_routers_inputs():
             if layer:
                 one, other = (part[:256].double() for part in (xs[layer - 1], x))
                 want[layer - 1] += (1 - ((one * other).sum(1) / one.norm(dim=1) / other.norm(dim=1)) ** 2).sum()
-            changes.see(3, x)  # a draft's
+            changes.see(3, x)  # the layer of a draft model
     assert changes.parts() == pytest.approx((want * (1 << 20)).tolist(), rel=1e-4)
     before = changes.parts()
     changes.see(1, xs[0])

@@ -1,4 +1,4 @@
-"""``vllm-dymoe inspect``: the numbers it prints, and the damage that ``--verify`` finds."""
+"""``vllm-dymoe inspect``: the numbers that it prints, and the damage that ``--verify`` finds."""
 
 import errno
 import json
@@ -84,7 +84,7 @@ def test_a_checkpoint_that_is_not_quantized_yet(model, original):
     assert found["versions"][2:] == written["versions"]
     assert found["model"] == written["model"]
     assert found["versions"][0]["total_bytes"] == found["expert_bytes"]
-    words = " ".join(command("inspect", model.folder).stdout.split())  # a long path moves the end of the line
+    words = " ".join(command("inspect", model.folder).stdout.split())  # a long path moves the line breaks
     assert "not quantized yet" in words
 
 
@@ -121,7 +121,7 @@ def test_errors_of_every_layer(checkpoint):
     (checkpoint / MANIFEST).write_text(json.dumps(manifest))
     assert report(checkpoint)["errors"] is None
     assert "not recorded" in command("inspect", checkpoint).stdout
-    for path in checkpoint.iterdir():  # only the store, as the plugin keeps it for models that it quantizes
+    for path in checkpoint.iterdir():  # keep only the store, as the plugin does for models that it quantizes itself
         if not path.name.startswith("dymoe"):
             path.unlink()
     found = report(checkpoint)
@@ -141,7 +141,7 @@ def test_verify_finds_one_flipped_bit(checkpoint, bits, expert, byte):
     begin = header_end + header["4bit.blobs"]["data_offsets"][0] + expert * place.stride + place.start
     content[begin + byte % fmt.nbytes] ^= 0x10
     path.write_bytes(content)
-    assert command("inspect", checkpoint).exit_code == 0  # which reads no experts without --verify
+    assert command("inspect", checkpoint).exit_code == 0  # without --verify no experts are read
     sentence = refused("inspect", checkpoint, "--verify")
     projection = "gate" if byte == 0 else "down"
     assert f"the {projection} projection of expert {expert} at {bits} bits does not match its checksum" in sentence

@@ -1,4 +1,4 @@
-"""``vllm-dymoe trace``: what is asked for, what is written, and what is refused."""
+"""``vllm-dymoe trace``: how it calls the engine, what it writes, and what it refuses."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.cli.checkpoints import command, refused
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What the engine would be asked for; none is started."""
+    """Records the calls to the engine; no engine starts."""
     found = {}
 
     def record_trace(model, prompts, folder, **settings):

@@ -1,11 +1,11 @@
-"""Architectures and formats that are too many for CI: `make models`, or
+"""Tests of more architectures and formats than CI has time for: `make models`, or
 
     python -m tests.e2e.by_hand [NAME ...] [NAME:KIND ...]
 
-A name is an architecture at 16 bits, a kind one of published floats or of 4-bit integers. Each is served by vLLM at 16
-bits without the plugin (of a kind: with the dequantized weights), by vLLM alone as it is, and with the plugin, at 100
-and at 30 % of the slots, which have to give the same bits. What came out is recorded in models.json, from which `make
-docs` makes the table of docs/models.md.
+A name is an architecture at 16 bits; a kind is one of the published float formats or 4-bit integers. Each model is
+served three ways: by vLLM at 16 bits without the plugin (a kind: with dequantized weights), by vLLM alone as published,
+and with the plugin at 100 and at 30 % of the slots; those two must return the same bits. The results go into
+models.json, from which `make docs` writes the table of docs/models.md.
 """
 
 import contextlib
@@ -104,7 +104,7 @@ MORE = {
 }
 
 
-# With sizes that blocks of 128 divide: those alone vLLM's CPU build computes in FP8 itself.
+# With sizes that are multiples of 128: only those does vLLM's CPU build compute in FP8 itself.
 MORE["qwen3-moe-128"] = replace(
     ARCHITECTURES["qwen3-moe"], sizes=ARCHITECTURES["qwen3-moe"].sizes | {"moe_intermediate_size": 128}
 )
@@ -124,7 +124,7 @@ QUANTIZED = (
 
 @contextlib.contextmanager
 def sigmoid_routers() -> Iterator[None]:
-    """vLLM's CPU build routes by sigmoids only in groups of experts; one group of them all is the same."""
+    """vLLM's CPU build routes by sigmoids only within groups of experts; one group of all experts is equivalent."""
 
     def router(**settings: Any) -> CPURouter:
         if settings["scoring_func"] == "sigmoid" and settings["custom_routing_function"] is None:
@@ -137,7 +137,7 @@ def sigmoid_routers() -> Iterator[None]:
 
 
 def check(name: str, kind: str, folder: Path) -> dict[str, str]:
-    """What came out for one architecture, by what was tried: a sentence each."""
+    """Results for one architecture, by case: a sentence each."""
     architecture = (MORE | ARCHITECTURES)[name]
     experts = None
     try:
@@ -167,7 +167,7 @@ def check(name: str, kind: str, folder: Path) -> dict[str, str]:
 
 
 def _of_vllm(model: Path) -> tuple[Any, str]:
-    """vLLM's own answers, or None and why there are none."""
+    """vLLM's own answers, or None and the reason why there are none."""
     try:
         with small_engine(model) as llm:
             return answer(llm, random_prompts(LENGTHS), 12), ""

@@ -37,7 +37,7 @@ def test_codes_scales_and_zeros_survive(format, seed):
     groups = torch.arange(format.columns) // format.group_size
     if order is not None:
         assert torch.equal(packed.order.long(), order)
-        groups[order] = groups.clone()  # the group of each input
+        groups[order] = groups.clone()  # the group of each input column
     want = (codes.float() - (1 << format.bits) // 2) * scales.float()[:, groups] + zeros.float()[:, groups]
     assert torch.equal(dequantize(packed), want)
     if packed.bias is not None:
@@ -156,7 +156,7 @@ def test_wrong_sections_are_refused(section, error, sentence):
 def test_codes_that_do_not_fit_are_refused():
     format = MatrixFormat(2, 32, encoding_of(2), 32, torch.bfloat16)
     codes, ones = torch.full((2, 32), 4, dtype=torch.uint8), torch.ones(2, 1)
-    with pytest.raises(ValueError, match="codes holds 4, which does not fit 2 bits"):
+    with pytest.raises(ValueError, match="codes contains 4, which does not fit into 2 bits"):
         pack(format, codes, ones, ones, torch.empty(format.nbytes, dtype=torch.uint8))
 
 

@@ -24,7 +24,7 @@ def work_of(expert, tokens, pairs):
 
 def make_kernel(workspace_bytes=MINIMUM_WORKSPACE_BYTES):
     kernel = TritonKernel(DEVICE, workspace_bytes)
-    kernel._memory.fill_(0xFF)  # NaN, whatever it is seen as
+    kernel._memory.fill_(0xFF)  # NaN, in any dtype
     return kernel
 
 
@@ -90,7 +90,7 @@ def test_tokens_decide_the_class():
     [(2048, 64, MINIMUM_WORKSPACE_BYTES, 150), (64, 2048, MINIMUM_WORKSPACE_BYTES, 150), (640, 2048, 32 << 20, 600)],
 )
 def test_what_runs_together_fits_the_workspace(hidden, intermediate, workspace_bytes, experts):
-    """Programs that share sums need partial sums and semaphores, and either can be what there is least of."""
+    """Programs that share sums need partial sums and semaphores, and either may be the scarcer one."""
     kernel, expert = make_kernel(workspace_bytes), random_expert(hidden, intermediate, 4)
     work = [work_of(expert, [0, 1, 2, 3], [0, 1, 2, 3])] * experts
     x, started = random_x(4, hidden), []
@@ -107,7 +107,7 @@ def test_what_runs_together_fits_the_workspace(hidden, intermediate, workspace_b
 
 @pytest.mark.parametrize("count", [1, 20])
 def test_projections_are_received_before_they_are_launched(count):
-    """Gate and up are one launch, of few tokens and of many."""
+    """Gate and up are computed in one launch, for few tokens and for many."""
     kernel, events, x = make_kernel(), [], random_x(1, 64)
     step, ((grouped, some),) = prepared(kernel, x, [work_of(random_expert(64, 64, 4), [0] * count, [0] * count)])
     kernel.launch(
@@ -137,7 +137,7 @@ def test_experts_that_disagree_are_refused(second, sentence):
 
 @pytest.mark.parametrize("flag", ["steps", "act_order"])
 def test_experts_that_disagree_with_what_was_announced_are_refused(flag):
-    """A kernel is compiled for all calls to come: it would read these matrices as it reads the others."""
+    """A kernel is compiled for all later calls, so it would read these matrices like the others."""
     announced, other = (random_expert(64, 64, 4, **{flag: value}) for value in (True, False))
     kernel = TritonKernel(DEVICE, formats=[announced.gate.format])
     out = torch.zeros(1, 64, dtype=torch.bfloat16, device=DEVICE)

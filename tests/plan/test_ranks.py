@@ -1,4 +1,4 @@
-"""A model on several ranks, beside what was computed by hand."""
+"""A model on several ranks, compared with numbers computed by hand."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ CARD = find_device("rtx4090", "20GB/s")
     [
         (QWEN, Ranks(), 128, 768, 8, 48, 1),
         (QWEN, Ranks(tp=2), 128, 384, 8, 48, 2),
-        (QWEN, Ranks(tp=8), 128, 96, 8, 48, 4),  # of 4 heads, each of two ranks has one
+        (QWEN, Ranks(tp=8), 128, 96, 8, 48, 4),  # 4 heads: two ranks share each
         (QWEN, Ranks(tp=2, ep=True), 64, 768, 4, 48, 2),
         (QWEN, Ranks(dp=4, ep=True), 32, 768, 2, 48, 1),
         (QWEN, Ranks(tp=2, dp=16, ep=True), 4, 768, 1, 48, 2),
@@ -49,7 +49,7 @@ ROW = 2048 * 2
     ("ranks", "near", "far"),
     [
         (Ranks(), 0, 0),
-        (Ranks(dp=4), 0, 0),  # engines of their own
+        (Ranks(dp=4), 0, 0),  # independent engines
         (Ranks(tp=2), 2 * 48 * 4 * ROW, 0),  # twice a layer, (2 - 1) / 2 of the rows there and back
         (Ranks(tp=4), 2 * 48 * 4 * ROW * 1.5, 0),
         (Ranks(dp=2, ep=True), 48 * 4 * (2 * ROW + 64), 0),
@@ -109,13 +109,13 @@ def test_arguments_of_engines_are_those_of_serve():
 
 @pytest.mark.parametrize(("ranks", "share"), [(1, 1.0), (4, 1.0), (4, 0.25), (16, 0.5)])
 def test_every_layer_waits_for_the_rank_that_lacks_most(ranks, share):
-    """Beside counting: with all or no experts kept, a rank lacks none or what is asked of it."""
+    """Compared with counting: with all or no experts resident, a rank misses none, or all that it needs."""
     identity = ModelIdentity("m", "", 2, QWEN.experts, QWEN.top_k, QWEN.hidden)
     routings, own = made_up(identity, 4), QWEN.experts // ranks
     found = replay(routings.spread(ranks), {Precision.HIGH: [round(share * own)] * 2}, None, low=False)
     assert 0 <= found.misses <= found.active[Precision.HIGH] <= own
     assert found.missing[Precision.HIGH] == found.misses
-    if share == 1.0:  # nothing is missing once the cache is full, and the busiest counts
+    if share == 1.0:  # once the cache is full nothing is missing, and the busiest rank decides
         counts = [max(np.bincount(uses // own)) for steps in routings.steps.values() for uses, *_ in steps[40:]]
         assert found.misses < 0.1
         assert found.active[Precision.HIGH] == pytest.approx(np.mean(counts), rel=0.01)

@@ -1,4 +1,4 @@
-"""The table's rows and the slots that they name."""
+"""The table's rows, and the slots that they point to."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The policy adaptive: dynaexq's floor, a rescue where an expert weighs much, and the dial that bounds the waiting."""
+"""The policy adaptive: dynaexq's floor, a rescue for experts with much weight, and the dial that bounds waiting."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ FROZEN = {"window_s": 1e9}
 
 
 def adaptive(store, places=4, *, fetches=False, **parameters):
-    """A server whose high set stays as it is; with ``fetches`` misses come over a link, else the CPU executes them."""
+    """A server with a fixed high set; with ``fetches`` misses come over a link, otherwise the CPU computes them."""
     policy = Adaptive(**(FROZEN | parameters))
     options = Options(
         high=4, low=2, group_size=32, expert_budget="100%", policy="adaptive", misses="fetch" if fetches else "compute"
@@ -44,7 +44,7 @@ def serve(server, seed, layer, tokens):
 
 @pytest.mark.parametrize("fetches", [False, True])
 def test_a_rescued_expert_is_computed_high_and_nothing_is_kept(fetches):
-    """At threshold 0 answers are those of a server that has every expert high; far above, those of dynaexq."""
+    """At threshold 0 answers equal those of a server with every expert high; at a large one, those of dynaexq."""
     store = STORES[True]
     rescued, never = (adaptive(store, fetches=fetches, threshold=at) for at in (0.0, 1e6))
     whole = adaptive(store, 18, threshold=1e6)
@@ -101,7 +101,7 @@ def test_the_dial_has_two_ends():
 
 
 def controlled(share, waits, steps=4000):
-    """Thresholds, even shares, of steps of 10 ms that wait as ``waits`` says of the threshold."""
+    """Thresholds and even shares for steps of 10 ms whose waits are a function of the threshold."""
     now, waited, found = [0.0], 0.0, []
     thresholds = Adaptive(wait_share=share).precision.thresholds
     controller = LinkShare(thresholds, share, clock=lambda: now[0])

@@ -1,4 +1,4 @@
-"""Every policy: what it predicts, keeps and paces, and what is refused."""
+"""Every policy: its predictions, its slots, its pace, and refused options."""
 
 from dataclasses import replace
 
@@ -91,7 +91,7 @@ def test_policies_that_keep_nothing_have_slots_for_what_they_need():
 
 
 def test_one_controller_steers_what_is_fetched_ahead():
-    """HEOP tunes FIRM-MoE, and MoESys fetches everything; wrong predictions slow down the others alone."""
+    """HEOP tunes FIRM-MoE, and MoESys fetches everything; wrong predictions slow only the others down."""
     for name, kind in POLICIES.items():
         prefetch = kind().prefetch
         pace = Pace(paid=prefetch is not None and prefetch.paced)

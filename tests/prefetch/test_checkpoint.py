@@ -1,4 +1,4 @@
-"""The file of a predictor: what is in it, and what is refused."""
+"""A predictor's file: its contents, and what is refused."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def test_it_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 def rewritten(file, card=None, **tensors):
-    """The same file with another card or other tensors; None leaves one out."""
+    """The same file with another card or other tensors; None removes one."""
     with safe_open(file, framework="pt") as opened:
         found = {name: opened.get_tensor(name) for name in SAVED} | tensors
         described = json.loads(opened.metadata()["card"]) | (card or {})
@@ -105,7 +105,7 @@ def test_a_linear_predictor_keeps_its_layers_ahead_and_its_correction(tmp_path):
     ids, x = trace.experts[:9, 0].long(), trace.router_inputs[:9, 0]
     for ahead in (1, 2, 3):
         ours = loaded.to(torch.device("cpu"), torch.float32).logits(ahead, ids, x, ahead)
-        # Half precision rounds by 2^-11; sigmoids flatten that.
+        # Half precision rounds by 2^-11; sigmoids reduce that.
         assert torch.allclose(ours, network.logits(ahead, ids, x, ahead), atol=0.02)
     with safe_open(path, framework="pt") as opened:
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118

@@ -1,4 +1,4 @@
-"""Codes of others in our sections: the same integers, cut as ranks cut them, or a refusal."""
+"""Codes of other tools in the store's sections: the same integers, split as ranks split them, or a refusal."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def test_integers_and_weights_are_the_checkpoints(bits, dtype, source, store, ac
 
 
 def test_columns_of_a_group_stay_in_their_own_order():
-    """Groups of neighbours need no other order than theirs, and the same checkpoint gives the same bytes everywhere."""
+    """Contiguous groups need no stored order, and the same checkpoint gives the same bytes everywhere."""
     assert packed(random_integers(8, 128, 32), 32, act_order=True).order.tolist() == list(range(128))
     matrix = random_integers(8, 128, 32, shuffled=True)
     stored = packed(matrix, 32, act_order=True).order.long()

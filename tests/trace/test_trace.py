@@ -1,4 +1,4 @@
-"""A trace and its files: what is saved is loaded, and what is damaged or foreign is refused by name."""
+"""A trace and its files: loading returns what was saved, and damaged or foreign files are refused by name."""
 
 import json
 from dataclasses import replace
@@ -83,13 +83,13 @@ def test_a_file_has_its_name_when_it_is_whole(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
     (tmp_path / names[0]).write_bytes((tmp_path / "a.safetensors").read_bytes()[:100])
     (tmp_path / "notes.txt").write_text("mine")
-    assert_same(Trace.load(tmp_path), trace)  # what is still being written is left alone
+    assert_same(Trace.load(tmp_path), trace)  # a file that is still being written is ignored
 
 
 def test_requests_are_read_in_the_order_of_their_positions_with_the_last_of_what_was_computed_twice():
     trace = make_trace(tokens=9)
     request = torch.tensor([0, 1, 0, 0, 1, 0, 0, 3, 1], dtype=torch.int32)
-    position = torch.tensor([0, 0, 1, 2, 1, 1, 3, 5, 1], dtype=torch.int32)  # 0 at 1 and 1 at 1 come twice
+    position = torch.tensor([0, 0, 1, 2, 1, 1, 3, 5, 1], dtype=torch.int32)  # 0 at 1 and 1 at 1 occur twice
     trace = replace(trace, request=request, position=position)
     assert [rows.tolist() for rows in trace.by_request()] == [[0, 5, 3, 6], [1, 8], [7]]
     assert trace.in_order().tolist() == [0, 5, 3, 6, 1, 8, 7]

@@ -1,4 +1,4 @@
-"""The lines at start."""
+"""The lines that the plugin logs at start."""
 
 import re
 
@@ -46,7 +46,7 @@ AHEAD = {"policy": "layer-prefetch"}
         (LAYERS * (TOP_K - 1) + STAGING, {}, "a layer keeps 1 experts of the high precision, but one token uses 2"),
         (LAYERS * TOP_K + STAGING, {}, None),
         (LAYERS * EXPERTS, {}, None),
-        (LAYERS * TOP_K, {"policy": "on-demand"}, None),  # which keeps none because it was asked to
+        (LAYERS * TOP_K, {"policy": "on-demand"}, None),  # keeps none, as requested
         (LAYERS * EXPERTS, AHEAD, 'policy "layer-prefetch" prefetches nothing while experts come from memory'),
         (LAYERS * EXPERTS, AHEAD | {"link_gbps": 1.0}, None),
     ],
@@ -119,9 +119,9 @@ def test_what_decides_in_decode_is_said(memory_store):
     assert "; each chunk of a prompt moves up to" in describe_server(device)
     for name in ("host", "device"):
         asked = ExpertServer(memory_store, chosen(planning=name, predictor="file", link_gbps=1.0), CPU, 10**9)
-        assert any("predictor is not asked" in sentence for sentence in warnings(asked)) == (name == "device")
+        assert any("predictor is not used" in sentence for sentence in warnings(asked)) == (name == "device")
     assert "predictor" not in describe_server(host)
-    for name in ("host", "device"):  # a CPU whose cores would copy, and a device that plans
+    for name in ("host", "device"):  # a CPU whose cores would copy, and device planning
         given = ExpertServer(memory_store, chosen(planning=name, predictor="file"), CPU, 10**9)
         assert re.search(r"prefetch none[^;]*; predictor \S*file is not used", describe_server(given))
     host.host_plans_because = "of a test"

@@ -1,4 +1,4 @@
-"""Layers while they load: what they share, and that a start that fails ends with a sentence and leaves nothing."""
+"""Layers while they load: what they share; a start that fails ends with a sentence and leaves nothing behind."""
 
 import os
 from dataclasses import replace
@@ -113,7 +113,7 @@ def test_models_whose_decode_steps_need_the_host(on_input, drafting, why):
 
 
 def test_narrower_and_fewer_experts_are_filled_up_with_zeros(tmp_path):
-    """A layer half as wide, and one with fewer experts: the same weights, and zeros behind them."""
+    """A layer half as wide, and one with fewer experts: the same weights, followed by zeros."""
     narrow, few = replace(SPEC, name="layers.2.x", intermediate=16), replace(SPEC, name="layers.3.x", num_experts=4)
     biased = [replace(spec, bias=True) for spec in (SPEC, narrow, few)]
     loading = Loading(CONFIG, Options(high=16, policy="on-demand"), None)

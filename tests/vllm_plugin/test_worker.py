@@ -1,4 +1,4 @@
-"""The workers' methods, on servers without an engine around them."""
+"""The workers' methods, on servers without an engine."""
 
 import base64
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ def test_a_predictor_is_written_when_it_is_asked_for(monkeypatch):
     "changes", [{"self": 1}, {"changes": {}}, {"": 1}, {"high": [4]}, {"high": {"a": 1}}, {"low": None}]
 )
 def test_changes_of_any_name_and_kind_are_refused_with_a_sentence(changes, memory_store, monkeypatch):
-    """As vLLM hands them over: by keyword."""
+    """Call them as vLLM does: with keywords."""
     server = make_server(memory_store, "100%", "dymoe")
     monkeypatch.setattr(worker, "_server", lambda extension: server)
     name = next(iter(changes))

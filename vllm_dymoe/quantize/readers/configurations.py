@@ -256,7 +256,7 @@ def _modelopt_rule(config: Config, names: Names) -> Config | None:
 
 
 def _modelopt(rule: Config) -> Reader:
-    algorithm = str(rule.get("quant_algo") or "an unnamed one").upper()
+    algorithm = str(rule.get("quant_algo")).upper()
     if algorithm not in _MODELOPT:
         raise unreadable(f"modelopt, algorithm {algorithm}", ", ".join(_MODELOPT))
     reader = _MODELOPT[algorithm]("modelopt")

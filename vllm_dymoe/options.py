@@ -38,7 +38,7 @@ class ConfigError(ValueError):
     """An invalid option; the message is one sentence for the user.
 
     Attributes:
-        option: name of the option to change, if it is one.
+        option: name of the option to change, if it is a single one.
         least: the smallest feasible budget in bytes, if a budget is too small.
     """
 
@@ -79,7 +79,8 @@ def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
             raise RuntimeError("HOME is empty")
     except RuntimeError as error:
         raise ConfigError(
-            "vllm-dymoe: there is no home directory for packed experts; set store_dir (DYMOE_STORE_DIR) to a folder."
+            "vllm-dymoe: there is no home directory for packed experts; set store_dir (DYMOE_STORE_DIR) to a folder.",
+            option="store_dir",
         ) from error
     return folder
 
@@ -91,7 +92,8 @@ def store_root(store_dir: Path | None) -> Path:
     try:
         return store_dir.expanduser()
     except RuntimeError as error:
-        raise ConfigError(f"vllm-dymoe: store_dir is {store_dir}, which has no home directory ({error}).") from error
+        sentence = f"vllm-dymoe: store_dir is {store_dir}, which has no home directory ({error})."
+        raise ConfigError(sentence, option="store_dir") from error
 
 
 class ExpertBudget(BaseModel):

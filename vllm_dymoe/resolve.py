@@ -56,7 +56,8 @@ def resolve_options(
         raise ConfigError(
             f"vllm-dymoe: quantization_config.{foreign[0]} (config.json) cannot be set by a checkpoint, which says "
             f"how its experts are stored ({', '.join(sorted(CHECKPOINT_OPTIONS))}); remove it there, and "
-            f"set {_ADDITIONAL}{foreign[0]} if you want it."
+            f"set {_ADDITIONAL}{foreign[0]} if you want it.",
+            option=foreign[0],
         )
     variables = _read_environment(os.environ if environment is None else environment)
     values = {CHECKPOINT_OPTIONS[key]: value for key, value in stored.items()} | variables | dict(additional or {})
@@ -71,10 +72,12 @@ def resolve_options(
         options = Options(**values)
         policy = make_policy(options)
     except ValidationError as error:
-        raise ConfigError(_sentence(error, written)) from None
+        location = error.errors()[0]["loc"]
+        option = str(location[0]) if location else None  # None for an error of several options together
+        raise ConfigError(_sentence(error, written), option=option) from None
     except PolicyOptionError as error:
         place = written.get(error.option, _ADDITIONAL + error.option)
-        raise ConfigError(f"vllm-dymoe: {place}: {error}.") from None
+        raise ConfigError(f"vllm-dymoe: {place}: {error}.", option=error.option) from None
     defaults: dict[str, Any] = {"expert_budget": policy.default_budget, "host_store": policy.default_host_store}
     if options.computes_misses:
         defaults["host_store"] = "pinned"

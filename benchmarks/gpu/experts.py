@@ -1,4 +1,4 @@
-"""Experts without a server: what a kernel computes for some, and the arguments of a launch."""
+"""Experts without a server: their computation by a kernel, and the arguments of a launch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate

@@ -127,7 +127,7 @@ class Program:
             address = np.where(active, self._value(base).bits.astype(np.int64) + int(offset or 0), 0)
             for number, part in enumerate(operands[name == "st"].strip("{} ").split(",")):
                 where = address + number * size // 8
-                if name == "ldmatrix":  # threads 8 n to 8 n + 7 have the rows of matrix n
+                if name == "ldmatrix":  # threads 8 n to 8 n + 7 hold the rows of matrix n
                     where, size = address[lane - lane % 32 + lane % 32 // 4 + 8 * number] + 4 * (lane % 4), 32
                 if name == "st":
                     self._store(*space, where[active], size, [of[active] for of in self._value(part.strip())])

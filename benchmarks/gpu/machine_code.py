@@ -67,8 +67,8 @@ def _prepared(variant: Variant) -> tuple[ASTSource, GPUTarget, dict[str, Any]]:
     """Return source, target and options of a compilation."""
     kernel = variant.code
     signature = {name: variant.types.get(name, "constexpr") for name in kernel.arg_names}
-    # As launches find them: allocations begin at multiples of 16 bytes, descriptions anywhere, and numbers are
-    # arbitrary.
+    # The alignment of arguments in launches: allocations start at multiples of 16 bytes, descriptions anywhere, and
+    # numbers are arbitrary.
     aligned = {
         (parameter.num,): [["tt.divisibility", 16]]
         for parameter in kernel.params

@@ -218,10 +218,10 @@ class Bench:
         (output,) = self._llm.generate({"prompt_token_ids": text}, SCORE, use_tqdm=False)
         found = torch.cat(self._seen)
         if found.shape[0] != len(text) - 1:
-            raise SystemExit(f"{found.shape[0]} rows were seen for a text of {len(text)} tokens; nothing reported")
+            raise SystemExit(f"{found.shape[0]} rows were seen for a text of {len(text)} tokens; no report was written")
         last = output.prompt_logprobs[-1][text[-1]].logprob
         if not math.isclose(found[-1, text[-1]], last, abs_tol=1e-4):
-            raise SystemExit("what was seen is not what vLLM answers; nothing reported")
+            raise SystemExit("the recorded tokens are not those of vLLM's answers; no report was written")
         return found
 
     def store(self, name: str) -> HostStore:
@@ -250,7 +250,7 @@ class Bench:
             return packer.finish()
         errors = pack(self.checkpoint, experts, name, writer, calibration)
         if any(errors.fallbacks):
-            raise SystemExit("some experts are too rare in the calibration; nothing reported")
+            raise SystemExit("some experts are too rare in the calibration; no report was written")
         return writer.finish(errors)
 
     @cached_property

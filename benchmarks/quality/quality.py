@@ -213,7 +213,7 @@ def main() -> None:
         "sections": before["sections"],
     }
     if not 1 < measurement.read(EXACT)["perplexity"] < 100:
-        raise SystemExit("the model's own perplexity is not that of a trained model; nothing reported")
+        raise SystemExit("the model's own perplexity is not that of a trained model; no report was written")
     for section in arguments.only:
         begin, rows = time.perf_counter(), []
         for row in getattr(measurement, section)():

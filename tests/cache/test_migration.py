@@ -106,7 +106,7 @@ def execute(nested, kind, steps, turns, history, faults=(), high=4, idle=16):
     store = RecordedFaults(STORES[nested], history, turns, {})
     engine = make_engine(kind, store, history, turns, 1.0, Program(()))
     compute = COMPUTATION if kind in DEVICES else None
-    if kind in DEVICES:  # whose answers are forgotten between two looks
+    if kind in DEVICES:  # recorded devices, whose answers are forgotten between two polls
         chance = random.Random(len(steps))
         engine.streams._ended = lambda: chance.random() < 0.9
     server = dynaexq(store, high, engine, RecordedParts(history, compute))

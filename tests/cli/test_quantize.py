@@ -294,7 +294,7 @@ SPOILED = {
     "a bias of another width": (
         "gpt-oss",
         lambda m: m.tensors.update({FUSED + "_bias": torch.zeros(EXPERTS, INTERMEDIATE)}),
-        r"gate_up_proj_bias .* \[4, 80\] .* \[4, 160\]\.",
+        r"gate_up_proj_bias .* \[4, 80\].* \[4, 160\]\.",
     ),
     "infinite biases": (
         "gpt-oss",
@@ -311,7 +311,7 @@ SPOILED = {
         lambda m: m.tensors.update({FUSED: m.tensors[FUSED].transpose(1, 2).contiguous()}),
         "but config.json says",
     ),
-    "another width": ("separate", lambda m: m.config.update(moe_intermediate_size=64), r"\[96, 80\] .* \[96, 64\]"),
+    "another width": ("separate", lambda m: m.config.update(moe_intermediate_size=64), r"\[96, 80\].* \[96, 64\]"),
     "too few experts named": ("separate", lambda m: m.config.update(num_experts=3), "config.json says 3"),
     "too many experts named": ("separate", lambda m: m.config.update(num_experts=5), "lacks 6 projections"),
     "no number of experts": ("separate", lambda m: m.config.pop("num_experts"), "num_experts or num_local_experts"),

@@ -65,7 +65,7 @@ def test_layers_without_experts_are_known(changes, layers):
 
 def test_a_model_without_experts_is_refused():
     dense = {key: value for key, value in MIXTRAL.items() if key != "num_local_experts"}
-    with pytest.raises(ConfigError, match="not one of a Mixture-of-Experts"):
+    with pytest.raises(ConfigError, match="not a Mixture-of-Experts"):
         shape_of(dense, "x/config.json")
 
 

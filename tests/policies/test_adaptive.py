@@ -7,11 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cache.test_migration import STORES
+from tests.errors import refused
 from tests.executor.steps import CPU as HERE
 from tests.executor.steps import random_step
 from vllm_dymoe.cache.budget import minimum_budget, plan_slots, workspace_bytes
 from vllm_dymoe.cache.transfer import make_engine
-from vllm_dymoe.options import ConfigError, Options
+from vllm_dymoe.options import Options
 from vllm_dymoe.planner.link_share import EVERY, MOST, LinkShare
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.routing import Phase, Routing
@@ -147,7 +148,7 @@ def test_a_budget_that_cannot_hold_all_bases_is_refused_and_names_dymoe():
     least = minimum_budget(experts, options, policy, 1000)
     bases = len(experts.layers) * experts.num_experts * experts.formats[2].nbytes
     assert least > 1000 + bases
-    with pytest.raises(ConfigError, match='policy "dymoe"'):
+    with refused('policy "dymoe"', option="expert_budget", least=least):
         plan_slots(experts, options, policy, least - 1, 1000)
     plan = plan_slots(experts, options, policy, least, 1000)
     assert plan.quotas[Precision.LOW] == [experts.num_experts] * len(experts.layers)

@@ -24,7 +24,7 @@ from vllm_dymoe.planner.rule import HIGH, HIT, STREAM
 from vllm_dymoe.planner.table import Table, layer_quotas, set_pools
 
 _CHUNK = 256 << 20  # bytes that are pinned per call: if the operating system allows only a part, most of that is used
-_FEWEST = 2  # fewest slots that no layer keeps
+_FEWEST = 2  # fewest staging slots
 
 
 @dataclass

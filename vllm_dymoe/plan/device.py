@@ -103,7 +103,7 @@ def rates_of(report: Mapping[str, Any]) -> Iterator[ExpertRate]:
     """Yield the rates of the kernels in a report of ``make gpu``; ConfigError for a card without a data sheet."""
     card = _key(report["card"])
     if card not in _SHEETS:
-        raise ConfigError(f"the report is of an unknown GPU, {report['card']}; known are {', '.join(_SHEETS)}.")
+        raise ConfigError(f"the report is for an unknown GPU, {report['card']}; known are {', '.join(_SHEETS)}.")
     for speed in report["parts"].get("speeds", {}).get("speeds", ()):
         named = re.fullmatch(r"kernels, (.+), 4(/2)? bits, (\d+) tokens", speed["name"])
         reached = re.fullmatch(r"([\d.]+) GB/s, ([\d.]+) TFLOP/s", speed["remark"])

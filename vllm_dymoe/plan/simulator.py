@@ -313,7 +313,7 @@ class Simulator:
         return found
 
     def _compute(self, done: float, copies: list[_Copy], work: dict[int, float], streamed: set[int]) -> list[float]:
-        """Fetch misses and compute them as they arrive; return when each expert ends."""
+        """Fetch misses and compute them as they arrive; return the end time of each expert."""
         ends: list[float] = []
         residency, staged = self.policy.residency, deque[float]()
         slots = max(1, self._staging)

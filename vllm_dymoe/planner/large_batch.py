@@ -41,7 +41,7 @@ class LargeBatchShape:
     tokens: int  # rows, padding included
     top_k: int  # experts of a row
     experts: int  # of a layer
-    slices: int = 1  # 2 where low versions lie inside high ones
+    slices: int = 1  # 2 if low versions are nested
     half: int = 0  # staging slots of a streamed group
     streamed_groups: int = 0  # with 0 everything is one group
     marked: bool = False  # whether tokens of prompts are marked

@@ -40,7 +40,10 @@ def threshold_for(retention: float, curve: Sequence[float] = ()) -> Ints:
 
 
 def curve_of(layers: Sequence[NDArray[np.float32]]) -> tuple[float, ...]:
-    """Return the curve of shares, float32 [any, active] per layer; overwrites each row's largest, always high."""
+    """Return the curve of shares, float32 [any, active] per layer.
+
+    Overwrites the largest share of each row, whose expert is always high.
+    """
     for shares in layers:
         shares[np.arange(len(shares)), shares.argmax(1)] = np.inf
     every = np.sort(np.concatenate([shares.ravel() for shares in layers]))

@@ -112,7 +112,7 @@ class Measured:
 
     def observe(self, routing: Routing) -> None:
         predicted = self._predicted.pop(routing.layer, None)
-        if routing.layer == 0:  # drops what a failed step has left
+        if routing.layer == 0:  # discard what a failed step left
             self._predicted.clear()
         if predicted is not None:
             self.stats.predicted += len(predicted)

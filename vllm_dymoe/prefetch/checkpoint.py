@@ -104,7 +104,7 @@ def load_predictor(path: Path) -> tuple[PredictorCard, FoldedMLP]:
             found += list(network.recent.shape)
             expected += [sizes.num_layers - 1, sizes.num_experts, width]
         elif len(network.tables) != sizes.num_layers - 1:
-            raise ValueError("one table serves all layers, and none says what each adds")
+            raise ValueError("one table serves all layers, but the table of what each layer adds is missing")
         if network.gates is not None:
             found += list(network.gates.shape[1:])
             expected += [sizes.hidden, width]

@@ -125,7 +125,7 @@ class Heop:
             return
         if group.stale >= self.patience:
             self._turn(group)
-        for _ in range(4):  # a bound is a reason to turn, too
+        for _ in range(4):  # also turn at a bound
             if self._move(group):
                 return
             self._turn(group)

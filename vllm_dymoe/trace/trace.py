@@ -225,8 +225,8 @@ def _joined(parts: Sequence[_Part]) -> Trace:
     for part in parts[1:]:
         if (header := part.trace.header) != first.trace.header:
             raise TraceError(
-                f"{part.path} is of {header.model}, fingerprint {header.fingerprint}, but {first.path.name} next to it "
-                "of another model; put the traces of each into a folder of their own."
+                f"{part.path} records {header.model}, fingerprint {header.fingerprint}, but {first.path.name} next to "
+                "it records another model; keep the traces of each model in a folder of their own."
             )
         if part.trace.tensors().keys() != first.trace.tensors().keys():
             raise TraceError(

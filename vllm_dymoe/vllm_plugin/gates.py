@@ -56,7 +56,7 @@ def find_gate(experts: Any, model: torch.nn.Module) -> Gate:
         layers = f"{len(found)} linear layers next to it lead" if found else "no linear layer next to it leads"
         raise GateError(f"{layers} from {hidden} to {num_experts} features")
     if experts.scoring_func not in ("softmax", "sigmoid"):
-        raise GateError(f"its scores are {experts.scoring_func}, which is not supported yet")
+        raise GateError(f"its scoring function is {experts.scoring_func}, which is not supported yet")
     grouped = experts.use_grouped_topk
     return Gate(
         logits=partial(_logits, found[0]),

@@ -150,7 +150,7 @@ class ModelStore:
         bias: bool = False,
         parts: Mapping[str, Tensor] | None = None,  # the tensors from which a deferred weight is made
     ) -> None:
-        """Take the weight or bias of one projection; if a complete store exists there is nothing to pack."""
+        """Pack the weight or bias of one projection, unless a complete store exists."""
         with self.filling() as packer:
             if self._elsewhere:
                 raw = parts or ({"": weight} if isinstance(weight, Tensor) else {})

@@ -154,7 +154,7 @@ class RankServer:
         return None if output is None else self.failures.finish(output)  # without an output, sample_tokens comes next
 
     def end_step(self, output: Any) -> Any:
-        """End a step after sampling; return its output as ``end_model`` does, which has told observers."""
+        """End a step after sampling, and return its output as ``end_model`` does."""
         return output if self.step.warming_up else self.failures.finish(output)
 
     def extend(self, server: ExpertServer) -> None:

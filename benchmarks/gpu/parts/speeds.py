@@ -42,7 +42,7 @@ class OfAllLayers(Exact):
 
 
 def run(record: Recorder) -> None:
-    """Run the kernels' selection before the server, whose bounds it measures; wrong parts are not measured."""
+    """Measure selected kernels first, which give the server's bounds; parts with wrong results are not measured."""
     store, stack = pinned_store(MODEL, (BITS,)), Stack(MODEL, exact=False)
     if not _same_at_every_budget(record, store, stack):
         return

@@ -86,7 +86,7 @@ class DiskCounts:
     """Counts of what was read from files, by any number of threads."""
 
     reads: int = 0  # number of finished reads
-    nbytes: int = 0  # bytes that they brought
+    nbytes: int = 0  # bytes that they read
     under_way: int = 0  # number of running reads
     seconds: float = 0.0  # seconds in which at least one read ran
     _since: float = 0.0

@@ -68,7 +68,7 @@ def read_header(path: Path, file: int) -> dict[str, TensorPlace]:
         for name, tensor in header.items():
             begin, end = (8 + length + offset for offset in tensor["data_offsets"])
             if not 8 + length <= begin <= end:
-                raise ValueError(f"a tensor reaches from byte {begin} to {end}")
+                raise ValueError(f"a tensor ranges from byte {begin} to byte {end}")
             places[name] = TensorPlace(name, path, tensor["dtype"], tuple(tensor["shape"]), begin, end)
         size, reserved = os.fstat(file).st_size, max((place.end for place in places.values()), default=0)
     except OSError as error:

@@ -16,6 +16,13 @@ torch.set_num_threads(1)
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
 
+_LONGEST = "test_gpu_command.py", "test_house.py", "test_interpreter.py"  # a minute and more
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the longest tests first, so that at the end no worker waits for one of them."""
+    items.sort(key=lambda item: item.path.name not in _LONGEST)
+
 
 @pytest.fixture(scope="session")
 def experts() -> ModelExperts:
@@ -29,5 +36,5 @@ def memory_store(experts: ModelExperts) -> MemoryStore:
 
 @pytest.fixture(scope="session")
 def nested_store() -> MemoryStore:
-    """Whether the low versions are nested in the high ones."""
+    """A store whose low versions are nested in the high ones."""
     return make_store(make_experts(nested=True))

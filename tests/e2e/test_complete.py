@@ -32,7 +32,7 @@ def without(folder, name, target):
 
 
 def starts(folders, options):
-    """Map each start to its error, or to None."""
+    """Return the error of each start, or None."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
     found = []

@@ -154,7 +154,7 @@ class RecordedLargeBatch(PlainLargeBatch):
 
 
 class NamesExperts(DevicePredictor):
-    """A policy that predicts, after each step, the experts that a program names."""
+    """Predicts, after each step, the experts that a program names."""
 
     answers = iter(())
 
@@ -168,7 +168,7 @@ class NamesExperts(DevicePredictor):
 
 
 class Roomy(Exact):
-    """A server with two groups of two staging slots, which prefetches what a program names."""
+    """A policy with two groups of two staging slots, which prefetches what a program names."""
 
     def staging_slots(self, slots):
         return min(4, slots)
@@ -249,7 +249,7 @@ programs = st.builds(
 
 
 def equal(outputs, program):
-    """Check the steps that did not fail: all but two of consecutive ones."""
+    """Whether all steps that did not fail are right, and few failed."""
     right = [got is None or torch.equal(got, want) for got, want in zip(outputs, expected(program), strict=True)]
     return all(right) and sum(got is None for got in outputs) <= 2 * LAYERS
 

@@ -31,7 +31,7 @@ STORES = {nested: make_store(make_experts(layers=LAYERS, num_experts=EXPERTS, ne
 
 
 class Roomy(Exact):
-    """A plan with half of its slots as staging slots."""
+    """A policy with half of its slots as staging slots."""
 
     def staging_slots(self, slots):
         return slots // 2

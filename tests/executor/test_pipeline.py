@@ -149,7 +149,7 @@ def test_cores_that_copy_take_turns_with_computation():
 
 
 def without_overlap(server):
-    """Like the engine that Accelerate uses."""
+    """Let a server fetch like Accelerate."""
     server.host_planned.policy = OnDemand(overlap=False)
     server.host_planned.fetcher = Fetcher(server.cache, server.engine, overlaps=server.policy.residency.overlaps)
 
@@ -235,7 +235,7 @@ def test_the_next_layer_takes_the_slots_that_this_one_leaves():
 
 
 class KeepsNothing(ByNumber):
-    """With as many slots as the budget allows, predictions may use any of them."""
+    """Keeps nothing, so predictions may use every slot of the budget."""
 
     @property
     def residency(self):

@@ -32,7 +32,7 @@ def random_network(history):
 
 
 def observe(predictor, layer, seed, tokens, phase):
-    """A layer's routing, with inputs that are overwritten once the next layer runs."""
+    """Observe a layer's routing, with inputs that are overwritten once the next layer runs."""
     x = random_inputs(1, tokens, HIDDEN, 10 * seed + layer)[0] + 2 * random_inputs(1, tokens, HIDDEN, seed)[0]
     ids = torch.randint(0, EXPERTS, (tokens, TOP_K), generator=torch.Generator().manual_seed(10 * seed + layer))
     predictor.observe(Routing(layer, LAYERS, x, ids, torch.ones(tokens, TOP_K), phase))

@@ -23,7 +23,7 @@ def readings(codes, format):
 
 
 def output_norm(inputs, error):
-    """The Hessian with GPTQ's damping."""
+    """Squared norm of an output error, with GPTQ's damping."""
     inputs, error = inputs.double(), error.double()
     damping = DAMPING * inputs.square().sum(0).mean()
     return ((inputs @ error.t()).square().sum() + damping * error.square().sum()).item()

@@ -20,7 +20,7 @@ def writer(path, tokens=TOKENS):
 
 
 def steps(layer):
-    """Record the inputs and the routing of one layer, in steps of odd sizes, with more tokens than are kept."""
+    """The inputs and the routing of one layer, in steps of odd sizes, with more tokens than are kept."""
     inputs = correlated_inputs(TOKENS + 9, HIDDEN, layer).bfloat16()
     kinds = (inputs, *routing(TOKENS + 9, 5, TOP_K, layer))
     return list(zip(*(kind.split([1, 17, 0, 20, 21]) for kind in kinds), strict=True))

@@ -18,7 +18,7 @@ from triton.backends import backends  # noqa: E402
 class NoDriver:
     @staticmethod
     def is_active() -> bool:
-        """A driver for Triton to choose, where none is active."""
+        """Return False, so that Triton finds no active driver."""
         return False
 
 

@@ -166,7 +166,7 @@ def test_a_correction_that_vllm_does_not_apply_is_dropped():
 
 
 class Rank:
-    """Prepare prefetching on a rank with these blocks; returns the outcome."""
+    """A rank that prepares prefetching with these blocks, and the outcome."""
 
     def __init__(self, blocks, **options):
         self.predictor_observer, self.observation = PredictorObserver(Options(**options)), Observation()

@@ -86,7 +86,7 @@ def context(layer, *, graphs=True):
 
 
 def vllms_operator(*, shared):
-    """The path of vLLM's runner on a GPU."""
+    """The operator that vLLM's runner uses on a GPU."""
     return torch.ops.vllm.moe_forward_shared if shared else torch.ops.vllm.moe_forward
 
 

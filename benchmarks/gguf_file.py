@@ -19,8 +19,9 @@ SHIPPED = Path(__file__).resolve().parent / "tiny_moe" / "model"
 
 
 def write_gguf(path: Path, tensors: Mapping[str, Any], config: dict, dense: str = "F32") -> None:
-    """Write a GGUF file with experts in Q4_0 and ``dense`` matrices; tensors have the names of Qwen3-MoE's
-    checkpoints.
+    """Write a GGUF file with experts in Q4_0 and ``dense`` matrices.
+
+    Tensors have the names of Qwen3-MoE's checkpoints.
 
     The vocabulary is the shipped model's, which may be smaller than the model's.
     """

@@ -10,8 +10,9 @@ def markdown(head: list[str], lines: Iterable[list[str]]) -> str:
 
 
 def put(readme: Path, marker: str, text: str) -> None:
-    """Replace the text between ``<!-- marker:begin -->`` and ``<!-- marker:end -->``; ValueError unless both occur
-    once.
+    """Replace the text between ``<!-- marker:begin -->`` and ``<!-- marker:end -->``.
+
+    Raises ValueError unless both occur once.
     """
     begin, end = f"<!-- {marker}:begin -->\n", f"<!-- {marker}:end -->"
     before, rest = readme.read_text().split(begin)

@@ -74,8 +74,9 @@ class CpuKernel:
         return max(_MOST_ACTIVATION_BYTES // (4 * row_floats), 1)
 
     def scratch(self, floats: int) -> Tensor:
-        """Return float32 memory of at least ``floats`` numbers: the workspace, or new memory for a step that needs
-        more.
+        """Return float32 memory of at least ``floats`` numbers.
+
+        This is the workspace, or new memory for a step that needs more.
         """
         workspace = self._workspace.view(torch.float32)
         return workspace if floats <= len(workspace) else torch.empty(floats, dtype=torch.float32)
@@ -139,8 +140,9 @@ class CpuKernel:
         return fields
 
     def _room(self, what: str, behind: int, floats: int) -> tuple[int, Tensor]:
-        """Return the address of ``floats`` floats after the first ``behind`` of the workspace, or in new memory, and
-        its owner.
+        """Return the address of ``floats`` floats, and the owner of their memory.
+
+        They follow the first ``behind`` floats of the workspace, or are new memory.
         """
         if 4 * (behind + floats) <= self.workspace_bytes:
             return self._address + 4 * behind, self._workspace

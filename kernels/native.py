@@ -120,8 +120,9 @@ class Rounding(Structure):
 
 
 class QueueControl(Structure):
-    """The words through which both sides of a CPU queue synchronize, one cache line each: ``QueueControl`` of
-    cpu_queue.h.
+    """The words through which both sides of a CPU queue synchronize, one cache line each.
+
+    They match ``QueueControl`` of cpu_queue.h.
     """
 
     _fields_ = (

@@ -16,8 +16,9 @@ def pack(
     section: Tensor,  # uint8 [nbytes], overwritten
     order: Tensor | None = None,
 ) -> None:
-    """Write a quantized matrix into a section. Padding is zero, and so is a bias until it is copied to
-    view(section).bias.
+    """Write a quantized matrix into a section.
+
+    Padding is zero, and so is a bias until it is copied to view(section).bias.
 
     Args:
         codes: uint8 [rows, columns], each below 2**bits, in the order of the inputs, which :func:`unpack` restores.
@@ -90,8 +91,9 @@ def pack_nested(
     residual: Tensor,
     order: Tensor | None = None,
 ) -> None:
-    """Write a nested matrix into its base section, uint8 [format.base.nbytes], and residual section,
-    [format.nbytes].
+    """Write a nested matrix into its base section and residual section.
+
+    Both are uint8, [format.base.nbytes] and [format.nbytes].
 
     Both are overwritten; otherwise as `pack`.
     """

@@ -121,8 +121,9 @@ def architectures() -> str:
 
 
 def predictors() -> str:
-    """Return what `benchmarks/predictors` has recorded: rows by tokens, whole layers and single experts of each
-    network.
+    """Return the results of `benchmarks/predictors`.
+
+    They are rows by tokens, and whole layers and single experts of each network.
     """
     found = json.loads(PREDICTORS.read_text())
     names = list(dict.fromkeys(name for rates in found.values() for name in rates))

@@ -79,8 +79,9 @@ def create(path: Path, *, exclusive: bool = True) -> int:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append a line to a file in one write, and make it durable; an incomplete last line of a killed process is cut
-    off.
+    """Append a line to a file in one write, and make it durable.
+
+    An incomplete last line of a killed process is cut off.
     """
     file = create(path, exclusive=False)
     try:

@@ -97,8 +97,9 @@ def store_root(store_dir: Path | None) -> Path:
 
 
 class ExpertBudget(BaseModel):
-    """Memory for experts on each rank: bytes, a share of all experts' bytes, or a number of slots; automatic if none is
-    set.
+    """Memory for experts on each rank: bytes, a share of all experts' bytes, or a number of slots.
+
+    Automatic if none is set.
 
     ``slots`` stands for as many slots as a token uses experts in a layer ("top-k"), or as a layer has experts
     ("layer").
@@ -112,8 +113,9 @@ class ExpertBudget(BaseModel):
 
     @classmethod
     def parse(cls, value: Any) -> "ExpertBudget":
-        """Parse "auto", "top-k", "layer", bytes (``2**30``, "1.5GiB") or a share (``0.25``, "25%"); or raise
-        ConfigError.
+        """Parse "auto", "top-k", "layer", bytes (``2**30``, "1.5GiB") or a share (``0.25``, "25%").
+
+        Raises ConfigError for anything else.
         """
         if isinstance(value, ExpertBudget):
             return value

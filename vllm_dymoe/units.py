@@ -9,7 +9,8 @@ def size(nbytes: float) -> str:
 
 
 def too_small(needed: int, left: int) -> str:
-    """Return what to say of a disk with less room than ``needed`` bytes, with the difference: both numbers may look
-    alike.
+    """Return a sentence about a disk with less room than ``needed`` bytes.
+
+    It contains the difference, because both numbers may look alike.
     """
     return f"needs {size(needed)}, but its disk has {size(left)} left ({size(needed - left)} too little)"

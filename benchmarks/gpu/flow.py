@@ -261,8 +261,9 @@ def _bits(kind: str, numbers: Any) -> Lanes:
 
 
 def digests(variant: Variant, ptx: Callable[[Variant], str]) -> str:
-    """Return hashes of two tokens' outputs, each alone and both together, with and without fetching: four times 8
-    hex digits.
+    """Return hashes of two tokens' outputs: four times 8 hex digits.
+
+    Each token is computed alone and together with the other, with and without fetching.
 
     ValueError if ptxas may still choose which products to round.
     """

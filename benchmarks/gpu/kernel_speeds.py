@@ -62,8 +62,9 @@ def measure(record: Recorder, layers: Sequence[Model], precisions: Sequence[str]
 
 
 def seconds(function: Callable[[], object], least: float = 0.2) -> float:
-    """Return the seconds of one call, from CUDA events around as many calls as take `least` seconds, after a
-    warm-up.
+    """Return the seconds of one call, from CUDA events.
+
+    The events enclose as many calls as take `least` seconds, after a warm-up.
     """
     function()
     torch.cuda.synchronize()

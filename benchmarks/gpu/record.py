@@ -11,8 +11,9 @@ from typing import Any
 
 
 class PartEndedError(Exception):
-    """A check has died; later checks of its part prove nothing, because a CUDA error comes back from every later
-    call.
+    """A check has died, and its part ends.
+
+    Later checks would prove nothing, because a CUDA error comes back from every later call.
     """
 
 

@@ -97,8 +97,9 @@ class Bench:
         self, given: Mapping[str, Any], share: float | str, sizes: Sizes, device: Device, costs: Costs | None = None,
         *, trace: Trace | None = None, all_of_16: bool = False, **how: Any,
     ) -> Simulator:  # fmt: skip
-        """Return a simulator with a share of all experts' bytes at high (``all_of_16``: at 16 bits), or "top-k" or
-        "layer".
+        """Return a simulator with a share of all experts' bytes at high, or "top-k" or "layer".
+
+        With ``all_of_16`` the share is of all experts at 16 bits.
         """
         trace = trace or self.trace
         header, chosen = trace.header, Options(planning="host", group_size=64, **given)

@@ -1,5 +1,6 @@
-"""The replayed trace: the shipped model on texts of three domains; and DuoServe-MoE's network, trained on other
-texts.
+"""The replayed trace, and DuoServe-MoE's network.
+
+The trace is of the shipped model on texts of three domains; the network was trained on other texts.
 
 Transformers' own model reads windows of the held-out texts, and its routers' inputs and choices are recorded. A request
 is a window: its first tokens are the prompt, the rest is the answer, token by token, with the same routing as in
@@ -33,8 +34,9 @@ _EPOCHS = 4
 
 
 def recorded(work: Path) -> tuple[Trace, Trace, Path]:
-    """Return the replayed trace, whose requests are domain by domain, a trace of other texts, and the network's
-    file.
+    """Return the replayed trace, a trace of other texts, and the network's file.
+
+    The replayed trace's requests are ordered by domain.
     """
     files = [work / name for name in ("replayed.safetensors", "others.safetensors", "network.safetensors")]
     if not all(file.exists() for file in files[:2]):

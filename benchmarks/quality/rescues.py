@@ -1,5 +1,6 @@
-"""How much of dynaexq's loss the policy ``adaptive`` avoids, and what it fetches for that, compared with uniform 4
-bits.
+"""How much of dynaexq's loss the policy ``adaptive`` avoids, and the bytes it fetches for that.
+
+Both are compared with uniform 4 bits.
 """
 
 from collections.abc import Iterator
@@ -18,8 +19,9 @@ _WARM = 4  # texts of a domain that choose the high set; none of the measured on
 
 
 class Rescues:
-    """Prompts and decoded tokens of each domain, under budgets for every base slice and a share of the residual
-    slices.
+    """Prompts and decoded tokens of each domain, under several budgets.
+
+    Each budget holds every base slice and a share of the residual slices.
 
     The high set is chosen by other texts of the domain.
     """

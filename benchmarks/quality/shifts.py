@@ -1,5 +1,6 @@
-"""Traffic that shifts to one domain, while dynaexq's high set follows it over a link, compared with the best
-possible.
+"""Traffic that shifts to one domain, while dynaexq's high set follows it over a link.
+
+The result is compared with the best possible high set.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,8 +24,9 @@ _LINK_GBPS = 0.03
 
 
 class Shifts:
-    """The loss of a high set on texts of a domain to which traffic has just shifted, with nested versions at 4 and 2
-    bits.
+    """The loss of a high set on texts of a domain to which traffic has just shifted.
+
+    Versions are nested, at 4 and 2 bits.
     """
 
     def __init__(self, bench: Bench, store: str = "nested rtn") -> None:
@@ -41,8 +43,10 @@ class Shifts:
     def rows(
         self, share: float, names: Sequence[str] = ("oracle", "dynaexq", "as before"), **options: Any
     ) -> Iterator[dict[str, Any]]:
-        """Yield for every domain: the honest oracle, which knows its other texts; dynaexq, two windows after the
-        shift; the old set.
+        """Yield the loss of three high sets for every domain.
+
+        They are the honest oracle's, which knows the domain's other texts; dynaexq's, two windows after the shift; and
+        the old set.
 
         ``names`` selects some of these. ``share`` of the experts is high; options are dynaexq's.
         """

@@ -88,8 +88,9 @@ def collect(
     *,
     start: Start = run_kernel,
 ) -> None:
-    """Wait for the answer, copy its rows, and sum each token's experts in the router's order into out [tokens,
-    hidden].
+    """Wait for the answer, copy its rows, and sum each token's experts.
+
+    Sums are in the router's order, into out [tokens, hidden].
 
     The CPU's rows are written unweighted to rows_out [tokens * top_k, hidden]; ``computed`` is int32 [tokens, top_k], 0
     for pairs without an expert here and 2 for the CPU's; ``weights`` are float32 [tokens, top_k].

@@ -111,8 +111,9 @@ def _fetch_two(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, PRECISIONS: tl.constexpr, NESTED: tl.constexpr,
     ORDERED: tl.constexpr, BIAS: tl.constexpr, FIRST: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Fetch this program's shares of gate and up if they have destinations; return where to read their addresses
-    then.
+    """Fetch this program's shares of gate and up if they have destinations.
+
+    Returns where to read the addresses afterwards.
 
     FIRST is 1 for experts without a gate.
     """

@@ -27,8 +27,9 @@ def float_rows(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TAG: tl.constexpr, TOKENS: tl.constexpr,
     SPLIT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Return products with one block of 64 rows, over one part of the columns; arguments and result as in
-    quantized_rows.
+    """Return products with one block of 64 rows, over one part of the columns.
+
+    Arguments and result are those of quantized_rows.
 
     Args:
         TAG: of the codebook.

@@ -145,8 +145,9 @@ class TritonKernel:
             grouped_down(hidden, out, table, work, tiles.grouped_down[grouped], start=start)
 
     def small_batch_step(self, formats: Sequence[Formats], activation: Activation) -> SmallBatchStep:
-        """Return a whole decode step for experts of some formats, using this kernel's scratch; errors as
-        :meth:`shape_of`.
+        """Return a whole decode step for experts of some formats, using this kernel's scratch.
+
+        Raises the errors of :meth:`shape_of`.
         """
         shape, precisions = self.shape_of(formats)
         return SmallBatchStep(shape, precisions, self._tiles_of(shape), activation, self._memory, self._semaphores)

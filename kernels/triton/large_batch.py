@@ -1,5 +1,6 @@
-"""The launches around a large-batch step's products: counting, lists of groups, places of pairs; all without the
-host.
+"""The launches around a large-batch step's products; all of them without the host.
+
+They count, write lists of groups, and place pairs.
 
 Plain twin, bit for bit: ``vllm_dymoe.planner.large_batch``, which explains groups. Names are those of ``Table``,
 ``LayerPlan`` and ``LargeBatchWork``. Pairs are counted in parallel chunks, and the program that plans any step adds

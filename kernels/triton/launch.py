@@ -27,8 +27,9 @@ Formats = tuple[MatrixFormat, MatrixFormat, MatrixFormat]
 
 
 class Kind(NamedTuple):
-    """What kernels compile in from a matrix's format, in addition to what all experts have in common; see
-    MatrixFormat.
+    """Compile-time constants of kernels for a matrix; see MatrixFormat.
+
+    Constants that all experts share are passed separately.
     """
 
     bits: int
@@ -92,8 +93,9 @@ class ExpertShape:
         return cls(*shape, has_gate=every[0].rows > 0, nested=max(nested, default=0))
 
     def formats(self, bits: int) -> Formats:
-        """Return the formats of gate [I, H] or [0, H], up [I, H] and down [H, I] at some bits, or with a codebook's
-        tag.
+        """Return the formats of gate [I, H] or [0, H], up [I, H] and down [H, I].
+
+        ``bits`` may be a codebook's tag.
         """
         encoding = WHOLE[bits]
         if self.nested:

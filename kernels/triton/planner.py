@@ -588,8 +588,9 @@ def _list_slices(
     item_slots, item_action, item_addresses, item_destinations, item, to, ahead_slot, ahead, action, uses,
     computed, pool, slot_bytes, source, offsets, empty, expert,
 ):  # fmt: skip
-    """Write where items read one slice, or a separate version, and where it is copied; items not computed get no
-    address.
+    """Write where items read one slice, or a separate version, and where it is copied.
+
+    Items not computed get no address.
 
     The first projections of a miss are read where they were fetched ahead: `ahead` of them, in `ahead_slot`.
     """
@@ -664,8 +665,9 @@ def _record(ids, weights, ring_ids, ring_weights, at, count, EXPERTS: tl.constex
 
 @triton.jit
 def count_pairs(ids, weights, ranks, count, expert, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
-    """Return each expert's positions and sum of weights, int32 and int64 [WIDTH]; number each expert's pairs in
-    ``ranks``.
+    """Return each expert's positions and sum of weights, int32 and int64 [WIDTH].
+
+    Numbers each expert's pairs in ``ranks``.
 
     Weights are summed as integers in 1 / _UNIT, with one more unit for each that is usable: 0 for none.
     """
@@ -689,8 +691,9 @@ def count_pairs(ids, weights, ranks, count, expert, EXPERTS: tl.constexpr, WIDTH
 
 @triton.jit
 def _add_chunks(counted, chunks, expert, WIDTH: tl.constexpr):
-    """Add up sizes and sums of all chunks, see ``count_kernel``; replace each chunk's by those of the chunks before
-    it.
+    """Add up sizes and sums of all chunks, see ``count_kernel``.
+
+    Replaces those of each chunk by the totals of the chunks before it.
     """
     sizes = tl.zeros([WIDTH], tl.int32)
     sums = tl.zeros([WIDTH], tl.int64)

@@ -204,8 +204,9 @@ def quantized_rows(
 
 @triton.jit
 def _load_words(words_at, residual_at, strip, last, STRIP: tl.constexpr, BITS: tl.constexpr, STORED: tl.constexpr):
-    """Load a strip for each warp: a tuple of int32 tensors shaped like `strip`, one per step; pairs for codes in two
-    sections.
+    """Load a strip for each warp: a tuple of int32 tensors shaped like `strip`, one per step.
+
+    Codes in two sections give pairs of tensors.
     """
     LOADS: tl.constexpr = STRIP // 8 if BITS == 4 and STORED == 2 else STRIP // 4
     at = strip * (LOADS * 32)

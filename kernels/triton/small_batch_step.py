@@ -62,8 +62,9 @@ class SmallBatchStep:
         *,
         start: Start = run_kernel,
     ) -> None:
-        """Compute out[token] = weighted sum over the token's experts, zero without any; misses are fetched on the
-        way.
+        """Compute out[token] = weighted sum over the token's experts, zero without any.
+
+        Misses are fetched on the way.
 
         Args:
             table: the tensors of a Table, by name.

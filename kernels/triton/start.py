@@ -52,8 +52,9 @@ def prepared(
 
 @contextmanager
 def compiling_together() -> Iterator[None]:
-    """Context in which compile_kernel returns at once; at its end everything is compiled in parallel on the CPU
-    cores.
+    """Context in which compile_kernel returns at once.
+
+    At its end everything is compiled in parallel on the CPU cores.
     """
     threads = min(_THREADS, usable_cores())
     with ThreadPoolExecutor(threads) as executor, triton.AsyncCompileMode(executor):

@@ -15,8 +15,9 @@ TABLE = Path(__file__).with_name("tiles.json")
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """Sizes of a decode program, which computes 64 rows. Raises ValueError for sizes that the kernels do not
-    support.
+    """Sizes of a decode program, which computes 64 rows.
+
+    Raises ValueError for sizes that the kernels do not support.
     """
 
     warps: int  # each handles a strip of up to 64 columns at a time; 4 or 8
@@ -35,8 +36,9 @@ class DecodeTile:
 
     @property
     def options(self) -> dict[str, int]:
-        """Return options for Triton's compiler. With 8 warps the limit would leave room for a single program, so
-        they have none.
+        """Return options for Triton's compiler.
+
+        With 8 warps the limit would leave room for a single program, so they have none.
         """
         limit = {} if self.registers is None or self.warps != 4 else {"maxnreg": self.registers}
         return {"num_warps": self.warps, **limit}
@@ -114,8 +116,9 @@ def _check_warps(warps: int) -> None:
 
 
 def _split(rows: int, columns: int) -> int:
-    """Return the number of parts of the columns: one expert gets about 64 programs, each of at least two chunks of
-    256 columns.
+    """Return the number of parts of the columns.
+
+    One expert gets about 64 programs, each of at least two chunks of 256 columns.
     """
     split = 1
     while 2 * split * -(-rows // 64) <= 64 and 4 * split * 256 <= columns:

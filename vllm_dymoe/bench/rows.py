@@ -43,8 +43,9 @@ def is_full_load(row: Row) -> bool:
 
 
 def check_outputs(rows: Iterable[Row]) -> int:
-    """Compare answers of each fixed precision, token by token; return their number. OutputsDifferError if one
-    differs.
+    """Compare answers of each fixed precision, token by token, and return their number.
+
+    Raises OutputsDifferError if one differs.
     """
     first: dict[str, Row] = {}
     compared = 0

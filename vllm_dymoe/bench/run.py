@@ -97,8 +97,9 @@ def run_job(job: dict[str, Any], folder: Path) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """Return this machine's rates, measured in a process that ends before anything else begins; ConfigError on
-    failure.
+    """Return this machine's rates, measured in a process that ends before anything else begins.
+
+    Raises ConfigError on failure.
     """
     program = "import json; from vllm_dymoe.bench.run import rates; print(json.dumps(rates()))"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

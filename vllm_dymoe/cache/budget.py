@@ -64,8 +64,9 @@ def used_precisions(options: Options, precisions: frozenset[Precision]) -> tuple
 
 
 def minimum_budget(experts: ModelExperts, options: Options, policy: Policy, workspace_bytes: int) -> int:
-    """Return the smallest feasible budget: the workspace and one slot per precision, or per expert if none is
-    fetched.
+    """Return the smallest feasible budget in bytes.
+
+    It is the workspace and one slot per precision, or per expert if none is fetched.
     """
     if policy.residency.migrating is not None:
         return workspace_bytes + _resident_bytes(experts, options, policy, 1)

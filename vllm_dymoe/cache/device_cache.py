@@ -246,8 +246,9 @@ def view_in_store(store: HostStore, layer: int, expert: int, bits: tuple[int, ..
 
 
 def check_cache(cache: DeviceCache, in_flight: Iterable[tuple[Precision, Slot, bool]], *, moving: bool = False) -> None:
-    """Raise AssertionError unless every slot is free, in a row, or in flight, and quotas are kept; waits for the
-    device.
+    """Raise AssertionError unless every slot is free, in a row, or in flight, and quotas are kept.
+
+    Waits for the device.
 
     ``moving``: check only the sum of the quotas, because a migration moves them between layers.
     """

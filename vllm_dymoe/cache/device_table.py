@@ -149,8 +149,9 @@ class DeviceCounts:
         return self._event is None or self._event.query()
 
     def take(self) -> NDArray[np.int64]:
-        """Return the counts up to the last ``ask``: int64 [3, layers, experts], choices of low, of high, and squared
-        gates.
+        """Return the counts up to the last ``ask``: int64 [3, layers, experts].
+
+        These are choices of low, choices of high, and squared gates.
         """
         counts = self._on_host.numpy().copy().reshape(3, self._bins)[:, :-1]
         return counts.reshape(3, self._table.layers, self._table.experts)

@@ -108,8 +108,9 @@ class Fetcher(Generic[Cache]):
         kept: bool = False,
         projections: int = _ALL,
     ) -> Fetch | None:
-        """Start to fetch an expert into a free slot, or a reserved one if ``kept``; return None if there is none
-        now.
+        """Start to fetch an expert into a free slot, or a reserved one if ``kept``.
+
+        Return None if there is none now.
 
         Only the first ``projections`` are transferred until the rest is demanded.
         """

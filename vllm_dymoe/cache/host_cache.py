@@ -106,8 +106,9 @@ class HostCache(HostStore):
     def hold(
         self, key: SliceKey, projections: range = EVERY_PROJECTION, *, wait: bool = True
     ) -> contextlib.AbstractContextManager[Slot]:
-        """Lend a slice, see the base class; the first projection counts as a use unless ``expect`` did. Misses are
-        requested.
+        """Lend a slice, see the base class; the first projection counts as a use unless ``expect`` did.
+
+        Misses are requested.
         """
         if self.whole:
             return contextlib.nullcontext(self.slots.held[key].slot)
@@ -188,8 +189,9 @@ class HostCache(HostStore):
     # -- lifecycle ------------------------------------------------------------------------------
 
     def fill(self, progress: Callable[[int], object] = lambda nbytes: None) -> None:
-        """Read and verify everything; there must be room for it. StoreError if files cannot be read, and the tier is
-        closed.
+        """Read and verify everything; there must be room for it.
+
+        Raises StoreError if files cannot be read; the tier is then closed.
 
         ``progress`` is called with each number of bytes read.
         """

@@ -313,8 +313,9 @@ class HostSlots:
             of.clear()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every slot is free or holds one slice, and layers keep their quotas; between
-        steps.
+        """Raise AssertionError unless every slot is free or holds one slice, and quotas are kept.
+
+        Call it between steps.
         """
         self.collect()
         assert self.nbytes <= self.limit

@@ -111,8 +111,9 @@ class Migration:
     # -- in a step --------------------------------------------------------------------------------
 
     def count(self, routing: Routing, experts: NDArray[np.int64], uses: NDArray[np.int64]) -> None:
-        """Count a layer's routing in a step of requests: experts int64 [n], each once, and the tokens that chose
-        each.
+        """Count a layer's routing in a step of requests.
+
+        ``experts``, int64 [n], contains each expert once; ``uses`` is the number of tokens that chose it.
         """
         self.uses[0, routing.layer, experts] += uses
         self.uses[1, routing.layer, experts] += routing.squared_gates[experts]

@@ -34,8 +34,9 @@ Architecture = Annotated[
 
 
 class Commands(TyperGroup):
-    """Commands that print errors of this package as a sentence on stderr and exit with 1; other errors keep their
-    traceback.
+    """Commands that print errors of this package as a sentence on stderr and exit with 1.
+
+    Other errors keep their traceback.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -128,8 +129,9 @@ def calibrate(
     ] = "auto",
     link: Annotated[str | None, typer.Option(help="Without texts: rate of an emulated link on a CPU, 25GB/s.")] = None,
 ) -> None:
-    """Run texts through a model in vLLM and record its experts' inputs, for `quantize --calibration`; without texts,
-    measure link and CPU with a store's experts, for `misses`.
+    """Run texts through a model in vLLM and record its experts' inputs, for `quantize --calibration`.
+
+    Without texts, measure link and CPU with a store's experts, for `misses`.
     """
     from vllm_dymoe.cli.calibrate import measure, run
 
@@ -151,8 +153,9 @@ def inspect(
     budget: Annotated[str, typer.Option(help="Device budget for the table of memory tiers.")] = "25%",
     host_memory: Annotated[str, typer.Option(help="Host memory for the table of memory tiers.")] = "auto",
 ) -> None:
-    """Show layers, experts, sizes and feasible budgets of a store or checkpoint, and what each memory tier would
-    hold.
+    """Show layers, experts, sizes and feasible budgets of a store or checkpoint.
+
+    Also shows what each memory tier would hold.
     """
     from vllm_dymoe.cli.inspect import run
 
@@ -201,8 +204,9 @@ def trace(
     options: Annotated[str, typer.Option(help="Options of the plugin, as JSON: '{\"high\": 16}'.")] = "{}",
     engine: Engine = "{}",
 ) -> None:
-    """Run prompts through a model and record which experts each token chooses; a trace reveals information about the
-    prompts.
+    """Run prompts through a model and record which experts each token chooses.
+
+    A trace reveals information about the prompts.
     """
     import vllm_dymoe
     from vllm_dymoe.bench.prompts import read_prompts
@@ -231,8 +235,9 @@ def train(
     epochs: Annotated[int, typer.Option(min=1, help="Maximum number of epochs; linear+input uses none.")] = 20,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where it is trained.")] = "cpu",
 ) -> None:
-    """Train a predictor of the next layers' experts on a trace; a server can also train one itself
-    (`train_predictor`).
+    """Train a predictor of the next layers' experts on a trace.
+
+    A server can also train one itself (`train_predictor`).
     """
     from vllm_dymoe.cli.train import run
     from vllm_dymoe.prefetch.training import Recipe

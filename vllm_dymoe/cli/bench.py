@@ -113,8 +113,9 @@ class Bench:
 
 
 def speeds(model: str, found: Sequence[Mapping[str, Any]]) -> Panel:
-    """Tokens per second by memory for experts: a line per policy and batch, a level for servers without such a
-    budget.
+    """Tokens per second by memory for experts.
+
+    One line per policy and batch, and a level for servers without such a budget.
     """
     panel = Panel(model, "memory for experts, MB", "tokens per second")
     batches = len({row["batch"] for row in found}) > 1

@@ -48,8 +48,9 @@ _NOT_KNOWN = {
 
 
 def run(path: Path, budget: str = "25%", host_memory: str = "auto", *, verify: bool, as_json: bool) -> None:
-    """Print what ``path`` holds; ``verify`` reads a whole store, and raises ConfigError for a checkpoint without
-    one.
+    """Print what ``path`` contains.
+
+    ``verify`` reads a whole store, and raises ConfigError for a checkpoint without one.
     """
     ExpertBudget.parse(budget)  # validated even if it is not used
     if (path / MANIFEST).is_file() or _is_ours(path):
@@ -174,8 +175,9 @@ def _describe_errors(manifest: Manifest) -> list[dict[str, Any]] | None:
 
 
 def _budgets(experts: ModelExperts, options: Options) -> list[dict[str, Any]]:
-    """Return the smallest feasible budget and some shares, with the experts of each precision that a layer keeps
-    then.
+    """Return the smallest feasible budget and some shares.
+
+    For each, returns the experts of each precision that a layer keeps.
     """
     workspace = workspace_bytes(experts)
     policies: list[Policy] = [Exact(), Dymoe()] if options.low else [Exact()]

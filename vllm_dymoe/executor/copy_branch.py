@@ -11,8 +11,9 @@ class Branch:
     """A branch on a CPU that stands in for the device: work runs at once, in the calling thread."""
 
     def fork(self) -> AbstractContextManager[None]:
-        """Enqueue work on the branch: it follows what is on the compute stream now, and runs concurrently with later
-        work.
+        """Enqueue work on the branch.
+
+        It follows what is on the compute stream now, and runs concurrently with later work.
         """
         return nullcontext()
 

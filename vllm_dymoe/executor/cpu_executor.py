@@ -196,8 +196,9 @@ class CpuExecutor:
         )
 
     def _verify(self, layer: int) -> None:
-        """Verify slices that the call asked about: by checksum if they are in the page cache; others are marked as on
-        disk.
+        """Verify slices that the call asked about, by checksum if they are in the page cache.
+
+        The others are marked as on disk.
         """
         until, store = self._in_memory_until[layer], self._cache.store
         for expert, code in np.argwhere(until == _TO_CHECK).tolist():

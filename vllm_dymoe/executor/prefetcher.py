@@ -93,8 +93,9 @@ class Prefetcher:
 
     @property
     def frees_slots_early(self) -> bool:
-        """Whether predictions wait for slots while layers keep none, so that one expert should be computed early by
-        itself.
+        """Whether predictions wait for slots while layers keep none.
+
+        Then one expert should be computed early, by itself.
         """
         return bool(self._candidates) and not self._policy.residency.keeps
 

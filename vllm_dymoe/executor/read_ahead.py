@@ -24,8 +24,9 @@ def expect(host_cache: HostCache, cache: DeviceCache, layer: int, plan: LayerPla
 
 
 class ReadAhead:
-    """Reads predicted experts into host memory; for layers beyond the predictions, experts that the last step used
-    there.
+    """Reads predicted experts into host memory.
+
+    For layers beyond the predictions it reads the experts that the last step used there.
     """
 
     def __init__(self, host_cache: HostCache, cache: DeviceCache, num_layers: int) -> None:

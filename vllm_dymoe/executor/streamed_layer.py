@@ -287,8 +287,9 @@ class LayerStep:
                 self._fetcher.complete(fetch)
 
     def _use_kept_slots(self) -> bool:
-        """Use slots that the layer keeps, because orphaned copies hold the staging slots; return False if done
-        already.
+        """Use slots that the layer keeps, because orphaned copies hold the staging slots.
+
+        Return False if done already.
         """
         done_already, self._must_keep = self._must_keep, True
         return not done_already

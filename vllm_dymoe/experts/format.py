@@ -99,8 +99,9 @@ class ExpertFormat:
 
     @property
     def rotations(self) -> tuple[int, int]:
-        """Block sizes of the rotation of inputs, for gate and up, and for down: the largest powers of two that
-        divide them.
+        """Block sizes of the rotation of inputs, for gate and up, and for down.
+
+        They are the largest powers of two that divide the widths.
 
         The block size of down is limited to what one kernel program computes, so that the program can rotate before it
         stores.
@@ -124,8 +125,9 @@ class ExpertFormat:
         return self.sections[-1].stop
 
     def view(self, packed: torch.Tensor, base: PackedExpert | None = None) -> PackedExpert:
-        """View a slice (uint8 [nbytes], contiguous) as packed matrices, without copying; a nested one needs its base
-        slice.
+        """View a slice (uint8 [nbytes], contiguous) as packed matrices, without copying.
+
+        A nested one needs its base slice.
         """
         gate, up, down = (
             matrix.view(packed[section], upper)

@@ -208,8 +208,9 @@ class PackedMatrix:
 
     @cached_property
     def addresses(self) -> tuple[int, int, int, int, int]:
-        """Addresses of weight, scales, bias, column order and residual section; 0 for those that the matrix does not
-        have.
+        """Addresses of weight, scales, bias, column order and residual section.
+
+        Parts that the matrix does not have are 0.
         """
         scales = self.scales_zeros if self.scales is None else self.scales
         parts = self.weight, scales, self.bias, self.order, self.residual

@@ -120,8 +120,9 @@ def shape_of(config: dict[str, Any], where: str) -> ModelShape:
 
 
 def _attention(hidden: int, heads: int, size: Callable[..., int]) -> tuple[int, int, int]:
-    """Return the weights of a layer, the width of queries, keys and values, and the numbers per token in the KV
-    cache.
+    """Return three sizes of a layer.
+
+    They are the number of weights, the width of queries, keys and values, and the numbers per token in the KV cache.
     """
     if latent := size("kv_lora_rank", default=0):  # MLA
         rope, nope, value = size("qk_rope_head_dim"), size("qk_nope_head_dim"), size("v_head_dim")

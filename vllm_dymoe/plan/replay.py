@@ -70,8 +70,9 @@ class Routings:
 
 
 def made_up(header: ModelIdentity, batch: int) -> Routings:
-    """Return synthetic routing for a model without a trace: popularity falls with rank ** -SKEW, some choices
-    repeat.
+    """Return synthetic routing for a model without a trace.
+
+    Popularity falls with rank ** -SKEW, and some choices repeat.
     """
     sizes = replace(header, num_layers=min(_LAYERS, header.num_layers))
     requests = max(2, batch)
@@ -80,8 +81,9 @@ def made_up(header: ModelIdentity, batch: int) -> Routings:
 
 
 def _uses(experts: NDArray[np.int64], weights: NDArray[np.float32]) -> tuple[Ints, Ints, Ints]:
-    """Return the distinct experts of a step [tokens, top_k], ascending, their sums of weights in 1 / WEIGHT_UNIT, and
-    rows.
+    """Return the distinct experts of a step [tokens, top_k] ascending, their weights and rows.
+
+    Weights are sums in 1 / WEIGHT_UNIT.
     """
     _, decoded = importance(torch.from_numpy(experts), torch.from_numpy(weights), int(experts.max()) + 1)
     return decoded.used, decoded.sums, np.unique(experts, return_counts=True)[1]

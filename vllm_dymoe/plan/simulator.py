@@ -51,8 +51,9 @@ class Step:
 
 
 def sessions(trace: Trace, batch: int = 1, requests: Sequence[int] | None = None) -> Iterator[Step]:
-    """Yield steps that serve requests ``batch`` at a time: each one's prompt in its own step, then one token of each
-    per step.
+    """Yield steps that serve requests ``batch`` at a time.
+
+    Each request's prompt is a step of its own; then each step has one token of each request.
     """
     by_request = [tokens.numpy() for tokens in trace.by_request()]
     chosen = [number for number in (requests or range(len(by_request))) if len(by_request[number])]
@@ -106,8 +107,9 @@ class Result:
         return np.array([s for s, step in zip(self.seconds, self.steps, strict=True) if step.phase is phase])
 
     def end_to_end(self) -> dict[int, float]:
-        """Return the seconds of each request from its prompt to its last token, including others' prompts in
-        between.
+        """Return the seconds of each request from its prompt to its last token.
+
+        They include others' prompts in between.
         """
         found: dict[int, float] = {}
         for seconds, step in zip(self.seconds, self.steps, strict=True):

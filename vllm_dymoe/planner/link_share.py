@@ -17,8 +17,9 @@ _IDLE = 1.0  # seconds between steps that count as idle, not as time of a step
 
 
 class LinkShare:
-    """The thresholds, int64 [2] each, of retention 0 (so that nothing else moves them), and the allowed share of
-    waiting.
+    """The thresholds and the allowed share of waiting.
+
+    Thresholds are int64 [2] each, for retention 0, so that nothing else moves them.
     """
 
     def __init__(

@@ -101,8 +101,9 @@ class Routing:
 
     @cached_property
     def squared_gates(self) -> NDArray[np.int64]:
-        """Return sums of :func:`~.hotness.squared_gates` for each expert of this rank, up to the largest id in the
-        step.
+        """Return sums of :func:`~.hotness.squared_gates` for each expert of this rank.
+
+        The result reaches up to the largest id in the step.
         """
         gates = squared_gates(torch.from_numpy(self.host_weights)).flatten()
         places = torch.from_numpy(self.host_ids).flatten()

@@ -91,8 +91,9 @@ class PrecisionPolicy:
         """Set thresholds that have not moved yet to a calibration's start values, if there are any."""
 
     def precisions_ahead(self, layer: int, num_layers: int, named: Sequence[int]) -> Mapping[int, Precision]:
-        """Return the precision in which to fetch each predicted expert of a later layer; omitted experts are not
-        fetched.
+        """Return the precision in which to fetch each predicted expert of a later layer.
+
+        Omitted experts are not fetched.
 
         ``named`` lists the experts, the most probable first.
         """
@@ -153,8 +154,9 @@ class Migrating(BaseModel):
 
 @dataclass(frozen=True)
 class ResidencyPolicy:
-    """Which experts layers keep: plain data for every planner. :attr:`Policy.needs_host` lists what a GPU planner
-    lacks.
+    """Which experts layers keep: plain data for every planner.
+
+    :attr:`Policy.needs_host` lists what a GPU planner lacks.
     """
 
     keeps: bool = True  # layers keep experts for later steps

@@ -49,8 +49,9 @@ class CriticalHigh(PrecisionPolicy):
         return {expert: Precision.HIGH if expert in high else Precision.LOW for expert in routing.active}
 
     def chooser(self, num_layers: int) -> Callable[[int, Ints], NDArray[np.bool_]]:
-        """Return a function that chooses a layer's high experts in replayed decode, bool [active], with its own
-        threshold.
+        """Return a function that chooses a layer's high experts in replayed decode.
+
+        It returns bool [active], and has a threshold of its own.
 
         It takes the layer and the experts' sums of routing weights.
         """
@@ -78,8 +79,9 @@ class CriticalHigh(PrecisionPolicy):
                 threshold[:] = threshold_for(self.schedule.retention, curve)
 
     def precisions_ahead(self, layer: int, num_layers: int, named: Sequence[int]) -> Mapping[int, Precision]:
-        """Return high for as many experts as the layer's t_l (Eqs. 5, 7 and 8) or retention says; low, or nothing, for
-        others.
+        """Return high for as many experts as the layer's t_l (Eqs. 5, 7 and 8) or retention says.
+
+        The others are low or skipped.
         """
         if self.thresholds:
             count = max(1, round(self.schedule.retention * len(named)))

@@ -44,8 +44,9 @@ class Predictor(ABC):
 
     @property
     def answers_later(self) -> bool:
-        """Whether to call ``begin`` at once, and to take the answer when the layer's first experts have been
-        enqueued.
+        """Whether to call ``begin`` at once, and to take the answer later.
+
+        The answer is taken when the layer's first experts have been enqueued.
         """
         return self._side_stream.answers_later
 

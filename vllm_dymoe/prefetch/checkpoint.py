@@ -89,8 +89,9 @@ def read_card(path: Path) -> PredictorCard:
 
 
 def load_predictor(path: Path) -> tuple[PredictorCard, FoldedMLP]:
-    """Return card and network, in float16 on the CPU; PredictorError as ``read_card``, or if tensors do not fit the
-    card.
+    """Return card and network, in float16 on the CPU.
+
+    Raises PredictorError like ``read_card``, and if tensors do not fit the card.
     """
     card, tensors = _read(path, with_tensors=True)
     sizes = card.header

@@ -124,8 +124,9 @@ class ExpertMLP(nn.Module):
 
     @torch.no_grad()
     def _begin_with_affinity(self) -> None:
-        """Without a hidden layer, start from affinity: with few training tokens nothing is lost, and more improve on
-        it.
+        """Without a hidden layer, start from affinity.
+
+        With few training tokens nothing is lost, and more improve on it.
         """
         before = sum(self.states.parts[:2])
         for network in self.networks:

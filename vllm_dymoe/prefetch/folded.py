@@ -71,8 +71,9 @@ class FoldedMLP:
         return FoldedMLP({name: tensor.to(device, dtype).contiguous() for name, tensor in self.tensors.items()})
 
     def remember(self, experts: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
-        """Return the history with one more layer: rows of a table, [tokens, top_k of each remembered layer], the
-        last first.
+        """Return the history with one more layer, the last first.
+
+        It contains rows of a table, [tokens, top_k of each remembered layer].
 
         ``experts`` int [tokens, top_k] are the layer's choices, ``before`` is the previous history, None for the first
         layer.

@@ -70,16 +70,18 @@ class Gate:
     def named(
         self, layer: int, experts: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor | None = None
     ) -> list[Candidate]:
-        """Return this rank's experts among those that tokens would choose in this gate's layer, in the order of
-        :func:`rank`.
+        """Return this rank's experts among those that tokens would choose in this gate's layer.
+
+        They are in the order of :func:`rank`.
         """
         chosen_here = (expert if self.local is None else self.local[expert] for expert in rank(experts, scores, chosen))
         return [Candidate(layer, expert) for expert in chosen_here if expert >= 0]
 
     @torch.no_grad()
     def matrix(self, hidden: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gate as a matrix, by evaluating unit vectors: [experts, hidden] in its dtype, and float32
-        [experts].
+        """Return the gate as a matrix, by evaluating unit vectors.
+
+        Weights are [experts, hidden] in its dtype, biases float32 [experts].
         """
         bias = self.logits(torch.zeros(1, hidden, dtype=torch.float32, device=device))[0]
         units = torch.eye(hidden, dtype=torch.float32, device=device)

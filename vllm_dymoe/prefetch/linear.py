@@ -50,8 +50,9 @@ class LeastSquares:
 
     @torch.no_grad()
     def add(self, gates: GateWeights, x: torch.Tensor, experts: torch.Tensor) -> None:
-        """Add tokens: router inputs [layers of the model, tokens, hidden] and chosen experts, int [layers, tokens,
-        top_k].
+        """Add tokens: their router inputs and chosen experts.
+
+        Shapes are [layers of the model, tokens, hidden], and int [layers, tokens, top_k].
 
         Tokens with an unusable input count as zeros.
         """
@@ -100,8 +101,9 @@ def ask_next_gates(network: FoldedMLP, gates: GateWeights, top_k: int) -> Folded
 
 
 def _features(x: torch.Tensor, experts: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Return [one-hot(E), x] of tokens, float32 [tokens, num_experts + hidden]; ids outside of the experts are left
-    out.
+    """Return [one-hot(E), x] of tokens, float32 [tokens, num_experts + hidden].
+
+    Ids of no expert are left out.
     """
     chosen = torch.zeros(len(x), num_experts + 1, dtype=torch.float32, device=x.device)
     chosen.scatter_(1, experts.long().where((experts >= 0) & (experts < num_experts), num_experts), 1.0)

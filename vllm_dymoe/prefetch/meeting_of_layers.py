@@ -102,8 +102,9 @@ class MeetingOfLayers(Predictor):
 
 
 def _meet(gate: Gate, k: int, *meeting: torch.Tensor) -> Answer:
-    """Return the last layer's predictions, their scores, and whether all layers agree, [tokens, k] each (Eqs. 5 and
-    6).
+    """Return the last layer's predictions, their scores, and whether all layers agree.
+
+    Each is [tokens, k] (Eqs. 5 and 6).
     """
     layers, tokens = len(meeting), len(meeting[-1])
     scores = gate.scores(torch.cat(meeting))

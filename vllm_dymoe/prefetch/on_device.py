@@ -59,8 +59,9 @@ class AllExpertsOnDevice(DevicePredictor):
 
 
 class PopularityOnDevice(DevicePredictor):
-    """Predicts the experts that the next layer chose most often (DuoServe-MoE Eq. 2), like
-    ``popularity.Popularity``.
+    """Predicts the experts that the next layer chose most often (DuoServe-MoE Eq. 2).
+
+    Does the same as ``popularity.Popularity``.
 
     Old steps fade: after about 700 steps a step counts half. Counts are integers, like everything that a device
     compares.

@@ -37,8 +37,9 @@ class Popularity(Predictor):
         self._phase = routing.phase
 
     def predict(self, layer: int) -> Sequence[Candidate]:
-        """Return the next layer's favourites; in a prefill, which uses nearly all experts, every expert that was
-        ever used.
+        """Return the next layer's favourites.
+
+        In a prefill, which uses nearly all experts, that is every expert that was ever used.
         """
         following = layer + 1
         if following >= self._num_layers:

@@ -34,8 +34,9 @@ class Inline:
     def begin(
         self, compute: Callable[..., Answer], *inputs: torch.Tensor, lasting: bool = False
     ) -> Callable[[], Answer]:
-        """Start to compute from tensors of the main stream, without waiting; return a function that returns the
-        answer.
+        """Start to compute from tensors of the main stream, without waiting.
+
+        Returns a function that returns the answer.
 
         Inputs may be overwritten afterwards, unless they are ``lasting``.
         """

@@ -1,5 +1,6 @@
-"""The trained predictor (DuoServe-MoE 5.3): in decode a network predicts the next layers' experts from routing so
-far.
+"""The trained predictor (DuoServe-MoE 5.3).
+
+In decode a network predicts the next layers' experts from routing so far.
 
 A prefill uses nearly all experts, so the most popular ones are predicted (5.2). In a step with both phases the network
 is evaluated on the decoding rows, and its predictions come first.
@@ -18,8 +19,9 @@ from vllm_dymoe.prefetch.side_stream import Answer, Inline, make_side_stream
 
 
 class TrainedPredictor(Predictor):
-    """Evaluates a network on its device; in decode it predicts a fixed number of experts per token, nearest layers
-    first.
+    """Evaluates a network on its device.
+
+    In decode it predicts a fixed number of experts per token, nearest layers first.
     """
 
     tells_phases = True

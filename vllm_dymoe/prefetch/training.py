@@ -1,5 +1,6 @@
-"""Training of a predictor on a trace, by binary cross-entropy (DuoServe-MoE Eq. 6) or least squares, and a fair
-test.
+"""Training of a predictor on a trace, and a fair test.
+
+The method is binary cross-entropy (DuoServe-MoE Eq. 6) or least squares.
 
 Tokens of one request resemble each other, so whole requests are held out, never single tokens.
 """
@@ -86,8 +87,9 @@ def train(
     device: str = "cpu",
     held_out: torch.Tensor | None = None,
 ) -> Trained:
-    """Train on most requests, and stop when the others are predicted no better; TrainingError if there is too little
-    data.
+    """Train on most requests, and stop when the others are predicted no better.
+
+    Raises TrainingError if there is too little data.
 
     ``held_out`` marks the tokens to hold out, bool [tokens of answers in order]; random whole requests if None. Only
     tokens of answers count: a predictor is used in decode (5.3), and a prompt's tokens are routed differently.

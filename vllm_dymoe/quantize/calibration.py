@@ -62,8 +62,9 @@ class Calibration:
             )
 
     def rare(self, layer: int) -> list[int]:
-        """Return the experts with fewer tokens than inputs have columns: GPTQ is worse than HQQ there
-        (benchmarks/LOG.md).
+        """Return the experts with fewer tokens than inputs have columns.
+
+        GPTQ is worse than HQQ there (benchmarks/LOG.md).
         """
         tokens = self.tokens(layer).tolist()
         return [expert for expert, seen in enumerate(tokens) if seen < self.recording.hidden_size]
@@ -110,8 +111,9 @@ class Calibration:
         *,
         borrow: bool = False,
     ) -> tuple[Curvature, Curvature]:
-        """Return the curvature of the inputs of an expert's gate and up, and of down, rotated in blocks of
-        ``rotations``.
+        """Return the curvature of the inputs of an expert's gate and up, and of down.
+
+        It is rotated in blocks of ``rotations``.
 
         With ``borrow`` the inputs of gate and up are those of the whole layer. CalibrationError if they are not finite.
         """

@@ -108,8 +108,9 @@ class Checkpoint:
     def model_experts(
         self, bits: tuple[int, ...], group_size: int, dtype: torch.dtype, quantizer: str = "rtn"
     ) -> ModelExperts:
-        """Return the content of a store of this checkpoint; ``bits`` have the high precision first. CheckpointError
-        if impossible.
+        """Return the content of a store of this checkpoint.
+
+        ``bits`` start with the high precision. Raises CheckpointError if no store can hold it.
         """
         hidden, intermediate = self.config.size(*EXPERT_INPUTS), self.config.size(*INTERMEDIATE)
         biased = any("bias" in tensors.parts for tensors in self.experts)
@@ -137,8 +138,9 @@ class Checkpoint:
         return {projection: self._matrix(position, expert, projection) for projection in self.projections}
 
     def fingerprint(self) -> str:
-        """Return sixteen hex digits of the weights: names, shapes and a sample of each tensor (of each expert in a
-        stack).
+        """Return sixteen hex digits that identify the weights.
+
+        They hash names, shapes and a sample of each tensor (of each expert in a stack).
 
         Copying the folder does not change it, training the model further does.
         """
@@ -235,8 +237,9 @@ class Checkpoint:
 
     @cached_property
     def stacking(self) -> Stacking:
-        """Return the layout of stacked matrices, inferred from their shapes: [columns, rows] fits at most one of the
-        two.
+        """Return the layout of stacked matrices, inferred from their shapes.
+
+        [columns, rows] fits at most one of the two layouts.
         """
         transposed = False
         for tensors in self.experts:
@@ -255,8 +258,9 @@ class Checkpoint:
         return self.model_experts((16,), 64, torch.bfloat16).formats[16]
 
     def _check_shapes(self, tensors: ExpertTensors) -> None:
-        """Raise CheckpointError for shapes that differ from the configuration; readers check quantized tensors
-        themselves.
+        """Raise CheckpointError for shapes that differ from the configuration.
+
+        Readers check quantized tensors themselves.
         """
         matrices = [self._plain_format.matrices[projection] for projection in tensors.projections]
         rows = sum(matrix.rows for matrix in matrices)

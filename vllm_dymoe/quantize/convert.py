@@ -142,8 +142,9 @@ def _check_target(source: Path, out: Path, overwrite: bool) -> None:
 
 
 def _small_files(folder: Path) -> list[Path]:
-    """Return all files except the weights: tokenizer, chat templates, code, licence. CheckpointError for dangling
-    links.
+    """Return all files except the weights: tokenizer, chat templates, code, licence.
+
+    Raises CheckpointError for dangling links.
     """
     paths = sorted((*folder.iterdir(), *folder.glob(f"{_TEMPLATE_FOLDER}/*")))
     if lost := [path for path in paths if path.is_symlink() and not path.exists()]:

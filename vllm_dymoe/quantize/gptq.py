@@ -119,8 +119,9 @@ class _Grid:
         return torch.addcmul(self.zeros[self.group_of, :rows], middles, self.scales[self.group_of, :rows])
 
     def nearest(self, column: int, wanted: Tensor, out: Tensor) -> Tensor:
-        """Write the codes [rows] whose readings are nearest to ``wanted`` [rows or 2 rows] into ``out``; overwrites
-        ``wanted``.
+        """Write the codes [rows] whose values are nearest to ``wanted`` into ``out``.
+
+        ``wanted`` has [rows or 2 rows] and is overwritten.
         """
         group = self.group_of[column]
         code, read = self._choose(wanted.sub_(self.zeros[group]).div_(self.steps[group]))

@@ -96,8 +96,9 @@ class Held:
             pack_nested(format, self.codes, scales, zeros, base, section, order)
 
     def check_scales(self, dtype: torch.dtype) -> None:
-        """Raise ValueError for scales that are not finite, or that the model's dtype would round; floats are never
-        rounded.
+        """Raise ValueError for scales that are not finite, or that the model's dtype would round.
+
+        Floats are never rounded.
         """
         if self.zero_points is None:
             return

@@ -83,8 +83,9 @@ class ModelConfig:
 
     @cached_property
     def quantization(self) -> dict[str, Any] | None:
-        """Return how another tool has quantized the checkpoint; None if it has 16 bits, CheckpointError if it is
-        ours.
+        """Return how another tool has quantized the checkpoint; None for 16 bits.
+
+        Raises CheckpointError for a checkpoint in the plugin's own format.
         """
         beside = self._path.with_name("hf_quant_config.json")  # of ModelOpt before 0.31
         found = self.json.get("quantization_config") or self.json.get("compression_config")
@@ -152,8 +153,9 @@ class ModelConfig:
         return found if isinstance(found, str) else None
 
     def size(self, *keys: str) -> int:
-        """Return the first of some keys that it has, the largest if each layer has its own; CheckpointError if there
-        is none.
+        """Return the first of some keys that it has, the largest if each layer has its own.
+
+        Raises CheckpointError if there is none.
         """
         for key in keys:
             value = self._text.get(key)

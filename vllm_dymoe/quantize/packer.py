@@ -46,8 +46,9 @@ JOURNAL = "packed.jsonl"
 
 
 class Journal:
-    """A file next to the shards: a line with everything that determines them, then one for each complete, synced
-    layer.
+    """A file next to the shards that lists complete layers.
+
+    Its first line contains everything that determines the shards; each other line names a complete, synced layer.
 
     A journal with another purpose is started anew.
     """
@@ -93,8 +94,9 @@ def pack(
     journal: Journal | None = None,  # records packed layers, which are skipped; each that is packed and synced is added
     progress: Callable[[int], None] = lambda nbytes: None,  # called with numbers of source bytes done
 ) -> ErrorRecord:
-    """Pack every expert of a checkpoint, a whole one at a time, because down's inputs depend on the other
-    projections.
+    """Pack every expert of a checkpoint, a whole one at a time.
+
+    Down's inputs depend on the other projections.
 
     Args:
         calibration: for GPTQ and lattices. Experts with too few tokens are quantized with HQQ, or, for a lattice, with
@@ -202,8 +204,9 @@ def pack_projection(
 
 
 def _plain(weight: Tensor | Held, form: MatrixFormat) -> Tensor:
-    """Return the weights to quantize, rotated for a lattice; ValueError for codes whose scales the format cannot
-    hold.
+    """Return the weights to quantize, rotated for a lattice.
+
+    Raises ValueError for codes whose scales the format cannot hold.
     """
     if isinstance(weight, Held):
         weight.check_scales(form.dtype)

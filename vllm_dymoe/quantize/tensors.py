@@ -21,8 +21,9 @@ class CheckpointError(RuntimeError):
 
 
 def read_tensors(folder: Path) -> dict[str, TensorPlace]:
-    """Return every tensor of a checkpoint; CheckpointError if there is none, if a file is damaged, or if one exists
-    twice.
+    """Return every tensor of a checkpoint.
+
+    Raises CheckpointError if there is none, if a file is damaged, or if one exists twice.
     """
     files = weight_files(folder)
     if not files:
@@ -85,8 +86,9 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_own_files(folder: Path, files: Iterable[Path], *, hub: bool = False) -> None:
-    """Raise CheckpointError for a link that leads out of a checkpoint: its target would be copied, published or
-    served.
+    """Raise CheckpointError for a link that leads out of a checkpoint.
+
+    Its target would be copied, published or served.
 
     A snapshot of the Hugging Face hub has links to the blobs next to it, which belong to it. With ``hub`` other blobs
     of the hub's cache are allowed, too: `hf download --local-dir` linked to them before huggingface_hub 0.23.

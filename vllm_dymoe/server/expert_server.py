@@ -201,8 +201,9 @@ class ExpertServer:
     # -- what can change between two steps --------------------------------------------------------
 
     def resize(self, budget: Any) -> None:
-        """Change the expert budget, given as for the option; the cache starts empty and freed memory returns to the
-        device.
+        """Change the expert budget, given as for the option.
+
+        The cache starts empty and freed memory returns to the device.
 
         On a ValueError the old budget stays: the value is invalid, cannot hold one expert of each precision, exceeds
         the device's memory, or a read that was given up has not ended yet.
@@ -211,8 +212,9 @@ class ExpertServer:
         self._replace("expert_budget", self.options, self.policy, plan)
 
     def resize_host_memory(self, wanted: Any) -> None:
-        """Change the budget of host memory, given as for the option; the tier starts empty. On a CPU it is the expert
-        budget.
+        """Change the budget of host memory, given as for the option; the tier starts empty.
+
+        On a CPU it is the expert budget.
 
         On a ValueError the old budget stays: there is no such tier, or the value is too small or too large.
         """
@@ -309,8 +311,9 @@ class ExpertServer:
             self.asleep = 0
 
     def _check_awake(self, what: str) -> None:
-        """Raise ConfigError if slots cannot be freed now: they have been already, or a read that was given up writes
-        into one.
+        """Raise ConfigError if slots cannot be freed now.
+
+        They may have been freed already, or an abandoned read may still write into one.
         """
         if self.asleep:
             raise ConfigError(f"vllm-dymoe: {what} is impossible while the engine sleeps; wake it up first.")
@@ -342,8 +345,9 @@ class ExpertServer:
             raise
 
     def _allocate(self, options: Options, policy: Policy, plan: SlotPlan, before: _Serving | None = None) -> _Serving:
-        """Return the objects that serve a plan, after ``before`` has freed its slots; ConfigError if memory is
-        short.
+        """Return the objects that serve a plan, after ``before`` has freed its slots.
+
+        Raises ConfigError if memory is short.
         """
         bits, migrating = slot_bits(self.experts, options, policy.precision.precisions), policy.residency.migrating
         pools = self._parts.pools(plan, {precision: self.experts.formats[bits[precision]] for precision in plan.slots})
@@ -505,8 +509,9 @@ class ExpertServer:
         self.host_planned.reset_stats()
 
     def close(self, *, keep_store: bool = False) -> None:
-        """Stop the transfer threads, free the slots' memory, and close the store, or keep it open for another
-        server.
+        """Stop the transfer threads, free the slots' memory, and close the store.
+
+        The store stays open if another server uses it.
         """
         if self.small_batches is not None:
             self.small_batches.settle()
@@ -517,8 +522,9 @@ class ExpertServer:
             self.store.close()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless nothing is pinned, no slot is lost and the budget is kept; call it between
-        steps.
+        """Raise AssertionError unless nothing is pinned, no slot is lost and the budget is kept.
+
+        Call it between steps.
         """
         self.host_planned.fetcher.collect()
         flying = ((fetch.precision, fetch.slot, fetch.kept) for fetch in self.host_planned.on_their_way())
@@ -556,8 +562,9 @@ def _check_misses(options: Options, store: HostStore, *, on_cpu: bool) -> None:
 def _make_decode_kernel(
     parts: Parts, kernel: ExpertKernel, experts: ModelExperts, options: Options
 ) -> tuple[SmallBatchKernel | None, str]:
-    """Return the decode kernel, or None and the reason why the host has to plan; ConfigError if ``planning`` is
-    "device".
+    """Return the decode kernel, or None and the reason why the host has to plan.
+
+    Raises ConfigError if ``planning`` is "device".
     """
     try:
         return parts.decode_kernel(kernel, experts, options.link_gbps), ""

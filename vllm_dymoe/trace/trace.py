@@ -165,8 +165,9 @@ def write_file(path: Path, header: ModelIdentity, tensors: Mapping[str, torch.Te
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[tuple[Any, Mapping[str, str], ModelIdentity]]:
-    """Open a file of a trace; yields the file, its metadata and its model; errors inside become a TraceError with
-    its path.
+    """Open a file of a trace; yields the file, its metadata and its model.
+
+    Errors inside become a TraceError with its path.
     """
     try:
         with safe_open(path, framework="pt") as file:

@@ -48,8 +48,9 @@ class DecodeSteps:
         self, layer: RankLayer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, here: torch.Tensor,
         *, capturing: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """Run a layer of a large batch, and tell observers; ids are given for all ranks' experts, and for this
-        one's.
+        """Run a layer of a large batch, and tell observers.
+
+        Takes the ids for all ranks' experts, and for this rank's.
         """
         step, rows, path = self._step, len(x), self.path
         self._large = True
@@ -69,8 +70,9 @@ class DecodeSteps:
         return out
 
     def _known(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return ids with -1 for those that are no experts: observers use them as indices before the step is known
-        to fail.
+        """Return ids with -1 for those of no expert.
+
+        Observers use ids as indices before the step is known to fail.
         """
         return torch.where(ids < self._table.experts, ids, -1)
 

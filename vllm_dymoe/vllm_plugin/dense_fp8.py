@@ -35,8 +35,9 @@ def linear_method() -> QuantizeMethodBase:
 
 
 class Fp8HeadMethod(UnquantizedEmbeddingMethod):
-    """The method of an LM head: loaded at 16 bits, then passed to a linear layer's method, because vLLM has none for
-    heads.
+    """The method of an LM head, which is loaded at 16 bits.
+
+    It is then passed to a linear layer's method, because vLLM has none for heads.
     """
 
     def __init__(self) -> None:

@@ -86,8 +86,9 @@ class IntegerKernel(MPLinearKernel):
         return not getattr(c, "has_g_idx", False), "columns are reordered"
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Pack w_q, whose words hold adjacent inputs: [columns / n, rows] or transposed, according to its
-        dimensions.
+        """Pack w_q, whose words hold adjacent inputs.
+
+        It is [columns / n, rows] or transposed, according to its dimensions.
         """
         columns, rows = self.config.partition_weight_shape
         words, scales, zeros = self._get_weight_params(layer)

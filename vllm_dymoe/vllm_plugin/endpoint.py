@@ -21,8 +21,9 @@ _INTERVAL_S = 1.0  # seconds between two requests of the live page to the worker
 
 
 class DymoeEndpoint:
-    """``GET`` returns what is in force, ``POST`` with an object of changes makes them; answers are lists over all
-    ranks.
+    """``GET`` returns the values in force; ``POST`` with an object changes them.
+
+    Answers are lists over all ranks.
 
     See ``dymoe_precision``, ``dymoe_resize``, ``dymoe_predictor`` and ``dymoe_live`` of
     :class:`~.worker.DymoeWorkerExtension`.

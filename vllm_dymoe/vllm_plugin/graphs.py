@@ -28,8 +28,9 @@ def settle_graphs(
     recorded: bool = False,  # routing is recorded, which only graphs of small-batch steps do
     complete: bool = False,  # every expert is resident in some version, and prompts are computed like other tokens
 ) -> None:
-    """Set the graphs of a finished configuration, with all values that vLLM has derived from them, and log the
-    choice.
+    """Set the graphs of a finished configuration, and log the choice.
+
+    This includes all values that vLLM has derived from them.
     """
     settings = config.compilation_config
     asked = settings.cudagraph_mode

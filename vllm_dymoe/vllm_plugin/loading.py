@@ -267,8 +267,9 @@ class Loading:
     def _make_training(
         self, header: Callable[[], ModelIdentity], predictor: Predictor | None, device: torch.device
     ) -> ServedTraining | None:
-        """Return the training of a predictor on this rank, if requested; ConfigError for a file that cannot be
-        continued.
+        """Return the training of a predictor on this rank, if requested.
+
+        Raises ConfigError for a file that cannot be continued.
         """
         if (wanted := self.options.train_predictor) is None:
             return None
@@ -335,8 +336,9 @@ def _computes_in_place(options: Options, device: torch.device) -> bool:
 
 
 def _agreement(config: VllmConfig) -> Agree:
-    """Return the exchange between ranks with parts of the same experts, so that they change versions in the same
-    step.
+    """Return the exchange between ranks with parts of the same experts.
+
+    With it they change versions in the same step.
 
     Otherwise a sum would mix precisions.
     """

@@ -173,8 +173,9 @@ def _fill_worker(worker: Any) -> None:
 
 
 def fill(server: ExpertServer) -> None:
-    """Fetch every expert to the device, so that full residency is measured without fetching experts that prompts
-    left out.
+    """Fetch every expert to the device, to measure full residency.
+
+    Otherwise experts that no prompt used would be fetched during the measurement.
     """
     if Precision.HIGH not in server.policy.precision.precisions or not server.policy.residency.keeps:
         return

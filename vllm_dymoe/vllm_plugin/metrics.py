@@ -97,8 +97,9 @@ class Statistics:
 
 
 def statistics_of(engine: Any) -> Statistics | None:
-    """Return the statistics of an AsyncLLM or LLMEngine; None for other models, or if they are off or in another
-    process.
+    """Return the statistics of an AsyncLLM or LLMEngine.
+
+    None for other models, or if statistics are off or in another process.
     """
     config = engine.vllm_config.model_config
     if engine.logger_manager is None or config.quantization != "dymoe":
@@ -128,8 +129,9 @@ async def _publish_later(engine: Any, logged: Awaitable[None]) -> None:
 
 
 def _patience() -> float:
-    """Return the timeout for counts in seconds, that of vLLM's steps: a dead node never answers, and requests wait,
-    too.
+    """Return the timeout for counts in seconds, which is vLLM's for steps.
+
+    A dead node never answers, and requests wait, too.
     """
     return float(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
 

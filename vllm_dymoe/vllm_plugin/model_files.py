@@ -54,8 +54,9 @@ def read_dtypes(model: str, revision: str | None) -> dict[str, str]:
 
 
 def check_checkpoint(vllm_config: VllmConfig, reader: Reader) -> None:
-    """Raise CheckpointError for truncated files, mismatches with config.json, or links elsewhere, if all files are
-    local.
+    """Raise CheckpointError for truncated files, mismatches with config.json, or foreign links.
+
+    Checks nothing unless all files are local.
     """
     folder = Path(vllm_config.model_config.model)
     if vllm_config.load_config.load_format not in ("auto", "hf", "safetensors"):

@@ -255,8 +255,9 @@ class ModelStore:
 
     @cached_property
     def _content(self) -> str:
-        """Return the digest of the model's files; empty if its weights come from elsewhere. CheckpointError if
-        unreadable.
+        """Return the digest of the model's files; empty if its weights come from elsewhere.
+
+        Raises CheckpointError if they cannot be read.
         """
         if self._vllm_config.load_config.load_format not in _READ_FILES:
             return ""
@@ -357,8 +358,9 @@ class ModelStore:
         return store
 
     def _reading(self, files: FileStore) -> Reading:
-        """Return how to read the files: past the page cache if that is faster, or if the page cache may hold
-        nothing.
+        """Return how to read the files.
+
+        Reads bypass the page cache if that is faster, or if the page cache may hold nothing.
 
         A CPU whose page cache can hold all experts computes from it, so no disk's rate matters.
         """

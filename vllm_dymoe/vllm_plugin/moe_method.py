@@ -51,8 +51,9 @@ class DymoeMoEMethod(FusedMoEMethodBase):
 
     @property
     def supports_internal_mk(self) -> bool:
-        """Return True: data-parallel ranks exchange their rows inside ``apply``, where it is known which rows are
-        tokens.
+        """Return True: data-parallel ranks exchange their rows inside ``apply``.
+
+        Only there is it known which rows are tokens.
         """
         return True
 
@@ -63,8 +64,9 @@ class DymoeMoEMethod(FusedMoEMethodBase):
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
     ) -> tuple[int, int]:
-        """Round sizes up to whole groups per rank if vLLM's loader cuts a checkpoint that way; else return them
-        unchanged.
+        """Round sizes up to whole groups per rank if vLLM's loader cuts a checkpoint that way.
+
+        Otherwise return them unchanged.
         """
         reader = self.loading.reader
         if reader.ranks_take_groups and reader.group_size is not None:
@@ -152,16 +154,18 @@ class DymoeMoEMethod(FusedMoEMethodBase):
 
 
 def loading_of(config: VllmConfig) -> Loading | None:
-    """Return the engine's existing loader, if it has one; some drafts (Step-3.5's) have their own quantization
-    config.
+    """Return the engine's existing loader, if it has one.
+
+    Some drafts (Step-3.5's) have their own quantization config.
     """
     layers = config.compilation_config.static_forward_context.values()
     return next((layer.loading for layer in layers if isinstance(layer, DymoeMoEMethod)), None)
 
 
 def model_made(config: VllmConfig, model: torch.nn.Module, *, draft: bool) -> None:
-    """Handle a model that vLLM has made; ConfigError if none of its layers uses our method (drafts and stages may
-    not).
+    """Handle a model that vLLM has made.
+
+    Raises ConfigError if none of its layers uses our method (drafts and stages may not).
     """
     loading, ours = loading_of(config), config.model_config.quantization == "dymoe"
     stages = ours and config.parallel_config.pipeline_parallel_size > 1
@@ -209,8 +213,9 @@ def entry_with_buffers(runner: Any) -> Callable[..., Any] | None:
 
 
 def _entry(*, shared: bool) -> Callable[..., Any]:
-    """Return the replacement of ``vllm::moe_forward``, or of ``vllm::moe_forward_shared``, which also returns shared
-    output.
+    """Return the replacement of ``vllm::moe_forward`` or ``vllm::moe_forward_shared``.
+
+    The latter also returns shared output.
     """
     allocate = _moe_forward_shared_fake if shared else _moe_forward_fake  # vLLM's rule for the shapes
 

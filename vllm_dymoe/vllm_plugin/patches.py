@@ -243,8 +243,9 @@ def _shutdown(original: Original, self: Any) -> None:
     "an error of vLLM's for an adapter of which a part would be left out",
 )  # fmt: skip
 def _load_adapter(original: Original, self: Any, request: Any) -> Any:
-    """Refuse adapters for layers that --lora-target-modules does not name; vLLM would leave these parts out
-    silently.
+    """Refuse adapters for layers that --lora-target-modules does not name.
+
+    Without this, vLLM leaves these parts out silently.
     """
     adapter = original(self, request)
     prepare.refuse_adapted_experts(self._adapter_manager.model, request.lora_path, adapter)
@@ -277,8 +278,9 @@ def _process_attention(original: Original, self: Any, act_dtype: Any) -> None:
     "an operator of MoE layers with output arguments, or experts that are chosen inside of the graph",
 )  # fmt: skip
 def _select_forward(original: Original, self: Any) -> Original:
-    """Give the operator outputs that the caller allocates; after vLLM's a CUDA graph would read the tensors of its
-    capture.
+    """Give the operator outputs that the caller allocates.
+
+    With vLLM's own outputs a CUDA graph would read the tensors of its capture.
 
     See vLLM issue 37363.
     """
@@ -290,8 +292,9 @@ def _select_forward(original: Original, self: Any) -> Original:
 @_replaces("vllm.v1.engine.async_llm.AsyncLLM", "do_log_stats", _STATS_FIELD)
 @_replaces("vllm.v1.engine.llm_engine.LLMEngine", "do_log_stats", _STATS_FIELD)
 def _do_log_stats(original: Original, self: Any) -> Awaitable[None] | None:
-    """Publish the workers' counts to the server's /metrics and log, and to the log of LLM(), whenever vLLM's own
-    are.
+    """Publish the workers' counts to the server's /metrics and log, and to the log of LLM().
+
+    This happens whenever vLLM publishes its own.
     """
     from vllm_dymoe.vllm_plugin.metrics import publish  # not before vLLM has imported prometheus_client
 

@@ -69,8 +69,9 @@ class DymoeConfig(QuantizationConfig):
 
     @property
     def reader(self) -> Reader:
-        """The reader for the model's experts; quantized experts of another tool keep their codes. ConfigError if
-        unsupported.
+        """The reader for the model's experts; quantized experts of another tool keep their codes.
+
+        Raises ConfigError for an unsupported format.
         """
         if self._reader is None:
             with _as_config_error():
@@ -205,8 +206,9 @@ class DymoeConfig(QuantizationConfig):
         return super().get_cache_scale_mapper() if self._dense is None else self._dense.get_cache_scale_mapper()
 
     def get_checkpoint_weight_mapper(self) -> Any:
-        """Return the tensors that vLLM (0.32 and newer) leaves out: g_idx, except that of experts, whose reader uses
-        it.
+        """Return the tensors that vLLM (0.32 and newer) leaves out.
+
+        That is g_idx, except for experts, whose reader uses it.
         """
         from vllm.model_executor.models.utils import WeightsMapper
 

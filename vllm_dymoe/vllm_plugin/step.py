@@ -1,5 +1,6 @@
-"""The running step of a rank: which of its rows are requests' tokens, its phase, and the heavy hitters of its
-prompts.
+"""The running step of a rank.
+
+It knows which rows are tokens of requests, its phase, and the heavy hitters of its prompts.
 
 vLLM also runs the model without requests: to profile, compile, capture graphs and warm up kernels. Requests' steps come
 through the worker's wrapper, and nothing else does: a step begins there, and what runs outside of one is warm-up.
@@ -128,8 +129,9 @@ class PromptTap:
         self._longest_decode = 1 + drafted
 
     def attend(self, layer: Any, query: torch.Tensor, key: torch.Tensor | None) -> None:
-        """Take the queries [rows, heads, dim] and keys [rows, kv_heads, dim] of an attention layer, padding
-        included.
+        """Take the queries and keys of an attention layer, padding included.
+
+        Shapes are [rows, heads, dim] and [rows, kv_heads, dim].
         """
         share = self._share
         prompts = self.running() if share is not None and share < 1 else None
@@ -147,8 +149,9 @@ class PromptTap:
             mark_heavy_hitters(mass, share, prompts.heavy[first:last])
 
     def tokens(self, count: int, device: torch.device) -> PromptTokens | None:
-        """Return the prompt tokens among a MoE layer's; None if there are none, if no policy needs them, or for part
-        of a step.
+        """Return the prompt tokens among a MoE layer's tokens.
+
+        None if there are none, if no policy needs them, or for part of a step.
         """
         prompts = self.running() if self._share is not None or self._asked() else None
         if prompts is None or not prompts.spans or count != self._step.tokens:
@@ -167,8 +170,9 @@ class PromptTap:
         return self._policy().precision.heavy_hitters is not None and len(self._policy().precision.precisions) > 1
 
     def marks(self, rows: int, device: torch.device) -> torch.Tensor | None:
-        """Return :meth:`tokens` as marks, without waiting for the device: int8 [rows], 2 for heavy hitters, 1 for
-        others.
+        """Return :meth:`tokens` as marks, without waiting for the device.
+
+        Marks are int8 [rows]: 2 for heavy hitters, 1 for others.
 
         None in a step that only decodes, or if the policy does not need them.
         """

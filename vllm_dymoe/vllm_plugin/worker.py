@@ -37,8 +37,9 @@ class DymoeWorkerExtension:
         return {**server.stats().to_dict(), "free_device_bytes": server.cache.pools.available}
 
     def dymoe_precision(self, /, **changes: Any) -> dict[str, Any]:
-        """Change ``high`` or ``low`` among the stored bit-widths, or a parameter of the policy, from the next step
-        on.
+        """Change ``high`` or ``low`` among the stored bit-widths, or a parameter of the policy.
+
+        The change applies from the next step on.
 
         Returns what is in force now. On a ValueError nothing changes.
         """
@@ -57,8 +58,9 @@ class DymoeWorkerExtension:
         return _rank(self).observation.recordable
 
     def dymoe_record(self, path: str, tokens: int) -> str | None:
-        """Record the experts' inputs of the next tokens as one part of a calibration; return an error message or
-        None.
+        """Record the experts' inputs of the next tokens as one part of a calibration.
+
+        Return an error message or None.
         """
         rank = _rank(self)
         if rank.server.small_batches is not None:

@@ -66,8 +66,9 @@ def make_expert(shape: ExpertShape, bits: int, seed: int) -> tuple[list[PackedMa
 
 
 def check_forward(shape: ExpertShape, activation: Activation, precisions: Sequence[int]) -> list[str]:
-    """Return as sentences what is wrong with steps of a TritonKernel, with every precision and class of tokens in
-    one call.
+    """Return what is wrong with steps of a TritonKernel, as sentences.
+
+    Every precision and class of tokens occurs in one call.
     """
     dtype, hidden = shape.dtype, shape.hidden
     wrong = []

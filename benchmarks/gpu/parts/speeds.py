@@ -32,8 +32,9 @@ WARM = 20
 
 
 class OfAllLayers(Exact):
-    """Has as many staging slots as the whole model would: a prompt's experts are streamed in groups of eight instead
-    of two.
+    """Has as many staging slots as with the whole model.
+
+    So a prompt's experts are streamed in groups of eight instead of two.
     """
 
     def staging_slots(self, slots: int) -> int:

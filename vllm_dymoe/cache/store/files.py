@@ -142,8 +142,9 @@ class FileStore(HostStore):
 
     @property
     def depth(self) -> int:
-        """One thread more than the disk's best number of concurrent reads, because each thread also verifies its
-        bytes.
+        """One thread more than the disk's best number of concurrent reads.
+
+        Each thread also verifies its bytes, so one more keeps the disk busy.
         """
         return self.reading.depth + self._direct
 
@@ -445,8 +446,9 @@ def _locate(path: Path, places: Mapping[str, TensorPlace], name: str, nbytes: in
 
 
 def _cannot_read(path: Path, error: OSError, where: str = "") -> StoreError:
-    """Return a StoreError for a fault that may be temporary or specific to this process, so nothing is written
-    again.
+    """Return a StoreError for a fault that may be temporary or specific to this process.
+
+    Such a fault is no reason to write the store again.
     """
     advice = "check its disk; the store is left as it is"
     if error.errno in (errno.EMFILE, errno.ENFILE):

@@ -142,8 +142,9 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Read the manifest of a store; DamagedStoreError if it is invalid, StoreError if unreadable or of another
-        version.
+        """Read the manifest of a store.
+
+        Raises DamagedStoreError if it is invalid, StoreError if unreadable or of another version.
         """
         path = folder / MANIFEST
         try:

@@ -1,5 +1,6 @@
-"""Mapped files, from which a CPU computes experts in the page cache: copying one into a slot takes longer than
-reading it once.
+"""Mapped files, from which a CPU computes experts that are in the page cache.
+
+Copying one into a slot would take longer than reading it once.
 
 A failing read is an error that a request can report, but a failing page of a mapping would kill the process. So the
 native library guards mappings: a page that cannot be read becomes zeros and is counted, and from then on files are read
@@ -63,8 +64,9 @@ class MappedFile:
 def map_file(
     file: int, nbytes: int, offset: int = 0, *, writable: bool = False, end: Callable[[], object] = lambda: None
 ) -> torch.Tensor:
-    """Map a part of a file, shared with other processes, as uint8 [nbytes]; unlike ``mmap.mmap`` it keeps no
-    descriptor.
+    """Map a part of a file, shared with other processes, as uint8 [nbytes].
+
+    Unlike ``mmap.mmap`` it keeps no descriptor.
 
     The mapping lasts until the last tensor over it is gone; ``end`` is called before it is removed. Raises OSError.
     """

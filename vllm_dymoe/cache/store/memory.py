@@ -20,8 +20,9 @@ def smallest_host_cache(experts: ModelExperts) -> int:
 
 
 def whole_host_cache(experts: ModelExperts) -> int:
-    """Return the budget of a host cache that holds everything; slices take whole pages, so that disks write directly
-    to them.
+    """Return the budget of a host cache that holds everything.
+
+    Slices take whole pages, so that disks write directly to them.
     """
     return len(experts.layers) * experts.num_experts * smallest_host_cache(experts) // 2
 

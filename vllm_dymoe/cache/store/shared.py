@@ -36,16 +36,18 @@ _CREDENTIALS = struct.Struct("3i")  # process, user and group, ``struct ucred`` 
 
 
 class Turn:
-    """Excludes other processes from writing a store, or reading it into memory, from ``begin`` to ``end`` or process
-    death.
+    """Excludes other processes from writing a store, or reading it into memory.
+
+    Lasts from ``begin`` to ``end``, or to the process's death.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._path, self._file = folder, folder.with_name(f"{folder.name}.lock"), -1
 
     def begin(self) -> None:
-        """Wait for the turn, unless this process has it; StoreError if the folder cannot be written, or has no
-        locks.
+        """Wait for the turn, unless this process has it.
+
+        Raises StoreError if the folder cannot be written, or has no locks.
 
         If a store exists but its folder may not be written, all processes lock the store's folder itself.
         """
@@ -166,8 +168,9 @@ def _user_of(connected: socket.socket) -> int:
 
 
 class SharedMemory:
-    """The copy that a store's processes share: call ``begin``, ``map`` all of it in order, and ``publish`` when
-    filled.
+    """The copy that a store's processes share.
+
+    Call ``begin``, ``map`` all of it in order, and ``publish`` once it is filled.
 
     The seals of a found copy prove that it is this user's, cannot be truncated and was published. The caller must
     verify its bytes against checksums: a process with this user's rights can make such a file.

@@ -37,8 +37,9 @@ class Delivery(ABC):
 
     @abstractmethod
     def deliver(self, ticket: Ticket, projections: range, destination: torch.Tensor, *, wait: bool = True) -> Any:
-        """Move some projections of a ticket's packed expert into their part of the slot, uint8 [bytes of the
-        projections].
+        """Move some projections of a ticket's packed expert into their part of the slot.
+
+        The part is uint8 [bytes of the projections].
 
         Returns the event of the copy, or None without streams. Raises BlockingIOError if ``wait`` is not set and the
         bytes are not in memory.

@@ -79,8 +79,9 @@ class TransferEngine:
     def submit(
         self, key: SliceKey, destination: torch.Tensor, reason: Reason, after: Any = None, projections: int = ALL
     ) -> Ticket:
-        """Request a transfer and return at once; arguments as for :class:`Ticket`. RuntimeError if the engine is
-        closed.
+        """Request a transfer and return at once.
+
+        Takes the arguments of :class:`Ticket`. Raises RuntimeError if the engine is closed.
         """
         at_once = self._delivery.demanded_at_once
         ticket = Ticket(key, destination, reason, after, projections, at_once, ready=time.perf_counter())
@@ -95,8 +96,9 @@ class TransferEngine:
             self._run(ticket, self._queue.demand(ticket))
 
     def wait(self, ticket: Ticket, projections: int = ALL) -> None:
-        """Wait until computation issued from now on will see the first ``projections``; demands the whole packed
-        expert.
+        """Wait until computation issued from now on will see the first ``projections``.
+
+        Demands the whole packed expert.
 
         Computation is ordered after the copies of these projections only. TransferError if the transfer failed, was
         cancelled, or took longer than the timeout.

@@ -88,8 +88,9 @@ class TicketQueue:
             return None if over() else self._begin(ticket)
 
     def arrived(self, ticket: Ticket, piece: Piece, nbytes: int, fence: Any) -> Piece | None:
-        """Record that a piece has arrived, or will have after ``fence``; return the next one if the caller should
-        move it.
+        """Record that a piece has arrived, or will have after ``fence``.
+
+        Return the next one if the caller should move it.
         """
         with self.lock:
             ticket.arrived = piece.projections.stop

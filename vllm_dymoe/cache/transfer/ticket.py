@@ -24,8 +24,9 @@ class Reason(IntEnum):
 
 
 class State(Enum):
-    """State of a ticket. A resting ticket has everything requested so far, but not the whole packed expert; the last
-    three states are final.
+    """State of a ticket; the last three are final.
+
+    A resting ticket has everything requested so far, but not the whole packed expert.
     """
 
     PENDING = "pending"

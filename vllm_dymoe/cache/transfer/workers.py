@@ -48,8 +48,9 @@ class Workers:
             self._must_wait.notify()
 
     def orphan(self, ticket: Ticket) -> bool:
-        """Let a moving ticket end in its own time, and replace its thread; return False if it is not moving any
-        more.
+        """Let a moving ticket end in its own time, and replace its thread.
+
+        Return False if it is not moving any more.
         """
         with self._queue.lock:
             if ticket.state is not State.RUNNING:

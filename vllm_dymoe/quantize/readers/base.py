@@ -71,8 +71,9 @@ class Reader:
         return False
 
     def read(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> Held:
-        """Read one whole matrix, after checking the tensors that accompany it; a ValueError begins with a tensor's
-        ending.
+        """Read one whole matrix, after checking the tensors that accompany it.
+
+        The message of a ValueError begins with the ending of a tensor's name.
         """
         for part, check in self.checks.items():
             if part in tensors:
@@ -166,8 +167,9 @@ def choose_bits(method: str, value: Any, choices: tuple[int, ...]) -> int:
 
 
 def choose_group_size(method: str, value: Any) -> int | None:
-    """Return a configuration's group size, None if a row is one group; CheckpointError if a store does not support
-    it.
+    """Return a configuration's group size, None if a row is one group.
+
+    Raises CheckpointError if a store does not support it.
     """
     if value in (None, -1):
         return None
@@ -208,8 +210,9 @@ def store_group_sizes(reader: Reader, rank_columns: int, ranks: int) -> tuple[in
 
 
 def check_compatible(reader: Reader, bits: Sequence[int], group_size: int, rank_columns: int, ranks: int) -> None:
-    """Raise CheckpointError if a store could not hold the checkpoint's numbers; ``bits`` have the high precision
-    first.
+    """Raise CheckpointError if a store could not hold the checkpoint's numbers.
+
+    ``bits`` start with the high precision.
     """
     if not reader.held:
         return

@@ -294,8 +294,9 @@ def _quark(weights: Config) -> Reader:
 
 
 def _auto_round_rule(config: Config, names: Names) -> Config | None:
-    """Return the rule of AutoRound's ``extra_config``, whose keys are modules or expressions, merged into the
-    defaults.
+    """Return the rule of AutoRound's ``extra_config``, merged into the defaults.
+
+    Its keys are modules or expressions.
     """
     plain = {key: value for key, value in config.items() if key != "extra_config"}
     rules: Config = config.get("extra_config") or {}
@@ -312,8 +313,9 @@ def _auto_round_rule(config: Config, names: Names) -> Config | None:
 
 
 def _auto_round(config: Config) -> Reader:
-    """Return the reader for AutoRound, which wraps the layouts of AutoGPTQ, AutoAWQ, FP8 blocks and MXFP
-    (auto_round/export).
+    """Return the reader for AutoRound (auto_round/export).
+
+    AutoRound wraps the layouts of AutoGPTQ, AutoAWQ, FP8 blocks and MXFP.
     """
     bits, group_size, kind = config.get("bits"), config.get("group_size"), str(config.get("data_type") or "int")
     layout = str(config.get("packing_format") or _AUTO_ROUND_FORMATS.get(kind, "auto_round:llm_compressor"))

@@ -29,8 +29,9 @@ _INPUT_SCALE: dict[str, Any] = {"checks": {"input_scale": ignore}}
 
 
 def fp8(method: str, scale: str = "weight_scale", block: Any = None, **fields: Any) -> Reader:
-    """Return the reader for E4M3 with a scale for each block (rows, columns) of a matrix, for each row, or for all
-    of it.
+    """Return the reader for E4M3 with scales.
+
+    There is a scale for each block (rows, columns) of a matrix, for each row, or for all of it.
 
     ``weight`` is float8_e4m3fn [rows, columns]; the scales are [rows / block, columns / block], rounded up (ModelOpt's
     have two more dimensions of 1), or without a block one number or one for each row. DeepSeek's ``weight_scale_inv``
@@ -49,8 +50,9 @@ def mxfp8(method: str, **fields: Any) -> Reader:
 
 
 def mxfp4(method: str, parts: tuple[str, str] = ("weight", "weight_scale"), **fields: Any) -> Reader:
-    """Return the reader for int8 or uint8 codes [rows, columns / 2], and uint8 or e8m0 exponents [rows, columns /
-    32].
+    """Return the reader for codes in bytes, with exponents as scales.
+
+    Codes are int8 or uint8 [rows, columns / 2], exponents uint8 or e8m0 [rows, columns / 32].
 
     An exponent means 2^(byte - 127).
     """
@@ -68,8 +70,9 @@ def gpt_oss() -> Reader:
 
 
 def nvfp4(method: str, parts: tuple[str, str, str], *, divides: bool, **fields: Any) -> Reader:
-    """Return the reader for E2M1 codes uint8 [rows, columns / 2], scales float8_e4m3fn [rows, columns / 16], and a
-    factor.
+    """Return the reader for E2M1 codes, with scales and a factor.
+
+    Codes are uint8 [rows, columns / 2], scales float8_e4m3fn [rows, columns / 16].
 
     The factor is one float32 for the matrix. ModelOpt multiplies the scales by it (qtensor/nvfp4_tensor.py),
     compressed-tensors divides them by it (compressors/nvfp4/base.py).

@@ -92,8 +92,9 @@ def modules_of(tensors: Mapping[str, str], layers: int) -> tuple[list[ExpertModu
 
 
 def representatives(config: Mapping[str, Any], modules: Iterable[ExpertModule]) -> list[ExpertModule]:
-    """Return modules that stand for all: one expert of each layer and projection, and those that rules name by
-    number.
+    """Return modules that represent all others.
+
+    These are one expert of each layer and projection, and those that rules name by number.
     """
     named = {int(number) for number in re.findall(r"experts\\*\.(\d+)", str(config))}
     kept: dict[object, ExpertModule] = {}
@@ -104,8 +105,9 @@ def representatives(config: Mapping[str, Any], modules: Iterable[ExpertModule]) 
 
 
 def matches(pattern: str, names: Collection[str], *, anywhere: bool = False) -> bool:
-    """Return whether an expression matches one of the names, from its beginning or ``anywhere``; False if it is
-    invalid.
+    """Return whether an expression matches one of the names, from its beginning or ``anywhere``.
+
+    An invalid expression matches nothing.
     """
     compiled = _compiled(pattern)
     if compiled is None:
@@ -115,8 +117,9 @@ def matches(pattern: str, names: Collection[str], *, anywhere: bool = False) -> 
 
 
 def excluded(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Return whether a configuration leaves a module at 16 bits: by "re:" and an expression, wildcards, or parts of
-    names.
+    """Return whether a configuration leaves a module at 16 bits.
+
+    It may use "re:" and an expression, wildcards, or parts of names.
 
     For modules whose tensors are not known; otherwise the tensors decide.
     """

@@ -35,7 +35,7 @@ def test_dynaexq_measures_it_once():
         server.host_planned.begin_step(Phase.DECODE)
         for layer in range(3):
             x, weights, ids = random_step(step, 64, experts)
-            if layer:  # the first layer turns its tokens, the second hardly does
+            if layer:  # the first layer changes the direction of its tokens, the second hardly does
                 x = random_step(step + 100, 64, experts)[0] * (1 if layer == 1 else 1.01)
             server.host_planned.forward(Routing(layer, 3, x, ids, weights))
     first, second, third = migration._worth[:, 0].tolist()

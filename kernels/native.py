@@ -35,6 +35,7 @@ _CURVES = {curve: number for number, curve in enumerate(Curve)}
 _SCALES = {torch.float8_e8m0fnu: 1, torch.float8_e4m3fn: 2, torch.float32: 3}
 READ, GATE_UP, DOWN = 0, 1, 2
 AFFINE, E2M1, E4M3, PLAIN, LATTICE = 0, 1, 2, 3, 4
+FLOATS = (E4M3, PLAIN)  # codes that are multiplied as floats; the others are multiplied as integers
 
 
 def _integers(names: str) -> list[tuple[str, Any]]:

@@ -41,7 +41,7 @@ struct Layer {
     i64 width;             // columns of such a row, a multiple of 256 that no matrix exceeds
     i64 phase, last;       // first and last phase of a call
     i64 has_gate, curve;
-    i64 digits;            // 8-bit digits of an activation, 2 or 1
+    i64 digits;            // 8-bit digits of an activation: 2, 1, or 0 if all experts have floats
     i64 outer, inner;      // adjacent inputs of gate and up, and of down, that are rotated together, or 0
     i64 floats;            // whether experts have floats, and the processor multiplies pairs of bfloat16
     i64 tiles;             // whether the processor multiplies tiles

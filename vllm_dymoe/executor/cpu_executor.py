@@ -107,9 +107,10 @@ class CpuExecutor:
         layer, fmt = call.kernel, self._any
         layer.hidden, layer.inter, layer.dtype = fmt.hidden, fmt.intermediate, fmt.dtype is torch.float16
         layer.width = -(-columns // 256) * 256
-        layer.floats = any(matrix.code in (native.E4M3, native.PLAIN) for matrix in described)
+        floats = [matrix.code in native.FLOATS for matrix in described]
+        layer.floats = any(floats)
         layer.outer, layer.inner = fmt.matrices[1].rotation, fmt.matrices[2].rotation
-        layer.matrices, layer.digits = ctypes.addressof(self._matrices), self._kernel.activations // 8
+        layer.matrices, layer.digits = ctypes.addressof(self._matrices), 0 if all(floats) else self._kernel.activations // 8
         self._row_floats = self._library.row_floats(layer.width)
         call.piece_positions = self._kernel.most_positions(self._row_floats)
 

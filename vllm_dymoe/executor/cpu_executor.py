@@ -110,7 +110,8 @@ class CpuExecutor:
         floats = [matrix.code in native.FLOATS for matrix in described]
         layer.floats = any(floats)
         layer.outer, layer.inner = fmt.matrices[1].rotation, fmt.matrices[2].rotation
-        layer.matrices, layer.digits = ctypes.addressof(self._matrices), 0 if all(floats) else self._kernel.activations // 8
+        layer.matrices = ctypes.addressof(self._matrices)
+        layer.digits = 0 if all(floats) else self._kernel.activations // 8
         self._row_floats = self._library.row_floats(layer.width)
         call.piece_positions = self._kernel.most_positions(self._row_floats)
 

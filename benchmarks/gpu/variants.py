@@ -163,7 +163,7 @@ def variants(architecture: int) -> Iterator[Variant]:
 
 
 def _experts(architecture: int, kernel: str, case: Case) -> Variant:
-    """Return the variant for one token of one expert, at no address, with indices as in the server."""
+    """Return the variant for one token of one expert, without addresses, with indices as in the server."""
     grouped, tile = kernel.startswith("grouped"), getattr(choose_tiles(architecture, *SIZES), kernel)
     tile = tile[-1] if grouped else tile
     addresses, bits = torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int32)

@@ -190,7 +190,7 @@ def main() -> None:
             found[label] = json.loads(out.read_text())
     answers = {json.dumps(run["one"].pop("answers")) for label, run in found.items() if label.startswith("dymoe")}
     if len(answers) > 1:
-        raise SystemExit("two policies of this plugin gave different answers; nothing is reported")
+        raise SystemExit("two policies of this plugin gave different answers; no report was written")
     for run in found.values():
         for part in (run["one"], run["eight"]):
             part.pop("answers", None)

@@ -647,7 +647,7 @@ def outside_of(ids, pair, count, EXPERTS: tl.constexpr):
 
 @triton.jit
 def tell_outside(outside, wrong):
-    """Store the highest of such ids, if there are any."""
+    """Store the highest id of no expert, if there is one."""
     highest = tl.max(wrong, 0)
     if highest >= 0:
         tl.atomic_max(outside, highest)

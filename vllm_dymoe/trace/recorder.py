@@ -28,7 +28,7 @@ class Span(NamedTuple):
     """Tokens of a step that belong to one request, in order."""
 
     request: int  # its number
-    tokens: int  # number of tokens
+    tokens: int
     prompt: int  # number of tokens of its whole prompt
 
 

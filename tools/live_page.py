@@ -91,8 +91,14 @@ def main() -> None:
         port, stop = free_port(), threading.Event()
         url = f"http://127.0.0.1:{port}"
         command = [tools / "vllm", "serve", folder, "--port", str(port), "--served-model-name", "tiny"]
-        command += ["--max-model-len", "1024", "--enforce-eager", "--additional-config", json.dumps({"dymoe": OPTIONS})]
-        alone = {"VLLM_PLUGINS": "dymoe", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        command += ["--max-model-len", "1024", "--enforce-eager", "--gpu-memory-utilization", "0.2"]
+        command += ["--additional-config", json.dumps({"dymoe": OPTIONS})]
+        alone = {
+            "VLLM_PLUGINS": "dymoe",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
         with log.open("wb") as output:
             server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | alone)
         try:

@@ -170,7 +170,9 @@ class Library:
         self.post, self.wait, self.give_up = library.dymoe_post, library.dymoe_await, library.dymoe_give_up
         self.give_up.argtypes, self.give_up.restype = [c_void_p], c_int64
         self.wait.argtypes = self.post.argtypes = [c_void_p, c_int64]
-        library.dymoe_answer.argtypes = [c_void_p, c_void_p, c_void_p, c_int64, c_int64, ctypes.c_int, c_void_p]
+        library.dymoe_answer.argtypes = [
+            c_void_p, c_void_p, c_void_p, c_int64, c_int64, ctypes.c_int, c_void_p, c_int64
+        ]  # fmt: skip
         library.dymoe_answer.restype = self.post.restype = None
         # Arguments: a mapping's address and bytes, and -1; returns the number of its guard. With no bytes, removes a
         # guard. ``lost_pages`` counts those of all mappings.
@@ -190,15 +192,19 @@ class Library:
         if self._library.dymoe_experts(ctypes.addressof(layer), self.isa, self.parallel):
             raise IndexError(f"work names a row beyond the {layer.tokens} of x or the {layer.out_rows} of out")
 
-    def answer(self, control: int, layer: Layer, forms: Sequence[tuple[int, int]], tokens: int) -> None:
+    def answer(
+        self, control: int, layer: Layer, forms: Sequence[tuple[int, int]], tokens: int, spin_ns: int = 0
+    ) -> None:
         """Compute what is posted to the queue at an address until it is stopped; releases the interpreter lock.
 
         ``layer`` describes what all steps have in common and has scratch for ``tokens`` tokens. ``forms`` holds the
-        tags of encodings and the positions of their matrices.
+        of encodings and where their matrices begin. With ``spin_ns``, ``layer.threads`` threads spin for so long after
+        each answer; otherwise OpenMP's compute, which sleep between two answers.
         """
         listed = (c_int64 * (2 * len(forms)))(*(number for form in forms for number in form))
         parallel = self.parallel if layer.threads > 1 else None
-        self._library.dymoe_answer(control, ctypes.addressof(layer), listed, len(forms), tokens, self.isa, parallel)
+        given = control, ctypes.addressof(layer), listed, len(forms), tokens, self.isa, parallel, spin_ns
+        self._library.dymoe_answer(*given)
 
     def weighted_sum(self, rows: torch.Tensor, weights: torch.Tensor, into: torch.Tensor) -> None:
         """Write the sum over k of weights [tokens, top_k] times rows [tokens * top_k, hidden] into [tokens, hidden]."""

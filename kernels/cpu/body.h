@@ -50,10 +50,11 @@ INLINE F least(F a, F b) { return choose(b < a, b, a); }   // NaN in a stays
 INLINE F most(F a, F b) { return choose(b > a, b, a); }
 
 INLINE float sum_of_lanes(F v) {  // from a copy, or the compiler keeps sums in memory for their lanes
-    float lanes[W], total = 0;
+    float lanes[W];
     memcpy(lanes, &v, sizeof(lanes));
-    for (int i = 0; i < W; i++) total += lanes[i];
-    return total;
+    for (int half = W / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+    return lanes[0];
 }
 template <class Function> INLINE F each(F v, Function function) {
     for (int i = 0; i < W; i++) v[i] = function(v[i]);

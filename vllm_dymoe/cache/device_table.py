@@ -36,7 +36,7 @@ class DeviceTable:
         self.table = Table.allocate(
             len(experts.layers),
             experts.num_experts,
-            nested=any(fmt.nested for fmt in experts.formats.values()),
+            nested=any(fmt.nested for fmt in experts.all_formats),
             rows=SMALL_BATCH_ROWS,
             top_k=experts.top_k,
             depth=_RING,
@@ -44,9 +44,12 @@ class DeviceTable:
         )
         self._sources: tuple[tuple[int, int], ...] = ()
 
-    def fill(self, pools: Mapping[Precision, SlotPool], quotas: Mapping[Precision, Sequence[int]]) -> None:
+    def fill(
+        self, pools: Mapping[Precision, SlotPool], bits: Mapping[Precision, int],
+        quotas: Mapping[Precision, Sequence[int]],
+    ) -> None:  # fmt: skip
         """Fetch every expert, if each has a slot; then no step ever has a miss."""
-        table, experts = self.table, self._store.experts
+        table = self.table
         everything = table.layers * table.experts
         whole = [precision for precision in pools if sum(quotas[precision]) == everything]
         if table.nested:
@@ -56,11 +59,13 @@ class DeviceTable:
                 if precision in whole and Precision.LOW in whole
             ]
         for precision in whole if table.nested else whole[:1]:
-            slots, bits = pools[precision].slots, pools[precision].format.bits
-            for number, (layer, expert) in enumerate(np.ndindex(table.layers, table.experts)):
-                slots[number].packed.copy_(self._store.packed(SliceKey(layer, expert, bits)), non_blocking=True)
+            slots, width = pools[precision].slots, bits[precision]
+            first = table.first_slot[:, CODES[precision]].cpu()
+            named = first[:, None] + torch.arange(table.experts, dtype=torch.int32)
+            for layer, expert in np.ndindex(table.layers, table.experts):
+                slot = slots[int(named[layer, expert])].packed
+                slot.copy_(self._store.packed(SliceKey(layer, expert, width)), non_blocking=True)
             # After the bytes, on the same stream.
-            named = torch.arange(everything, dtype=torch.int32).view(len(experts.layers), -1)
             table.slot[int(table.nested and precision is Precision.HIGH)].copy_(named)
             table.precision.fill_(CODES[precision])
 
@@ -70,13 +75,15 @@ class DeviceTable:
         ``bits`` are those of each precision, 0 for one that is skipped; ``of_slices`` are those in the slots of each.
         """
         table, experts = self.table, self._store.experts
-        formats = {
-            CODES[precision]: experts.formats.get(bits[precision]) for precision in (Precision.HIGH, Precision.LOW)
-        }
+        served = Precision.HIGH, Precision.LOW
+        formats = [
+            {CODES[precision]: of_layer.get(bits[precision]) for precision in served} for of_layer in experts.of_layers
+        ]
         critical = policy.precision.critical_counts(table.layers, table.experts)
         set_precision(table, formats, critical, policy.precision.thresholds)
         table.reuse_high.fill_(policy.precision.reuses_high)
-        sources = tuple((code, fmt.bits) for code, fmt in formats.items() if fmt is not None)
+        table.fetched_ahead.copy_(torch.from_numpy(policy.precision.counts_ahead(table.layers, table.experts)))
+        sources = tuple((CODES[precision], bits[precision]) for precision in served if bits[precision])
         if table.nested:
             sources = tuple((CODES[precision], width) for precision, width in of_slices.items())
         addresses = np.zeros(table.source.shape, np.int64)  # a store that slept has new addresses
@@ -92,11 +99,13 @@ class DeviceTable:
         An expert that is read again for every two tokens counts as one transfer, and so does one that partly came
         ahead.
         """
-        values = counts.take(self.table.counters)
-        fetched = {HIGH: values[Counter.FETCHED_HIGH], LOW: values[Counter.FETCHED_LOW]}
-        transfers.transfers[Reason.DEMAND] += sum(fetched.values())
+        of_layers = counts.take(self.table.counters)
+        values = of_layers.sum(0).tolist()
+        which = {HIGH: Counter.FETCHED_HIGH, LOW: Counter.FETCHED_LOW}
+        transfers.transfers[Reason.DEMAND] += sum(values[counter] for counter in which.values())
         for code, bits in self._sources:
-            transfers.bytes_moved[Reason.DEMAND] += fetched[code] * self._store.experts.formats[bits].nbytes
+            sizes = [formats[bits].nbytes for formats in self._store.experts.of_layers]
+            transfers.bytes_moved[Reason.DEMAND] += int(of_layers[:, which[code]] @ np.array(sizes))
         transfers.bytes_moved[Reason.DEMAND] -= values[Counter.AHEAD_USED_BYTES]
         transfers.bytes_moved[Reason.PREFETCH] += values[Counter.AHEAD_BYTES]
         transfers.transfers[Reason.PREFETCH] += values[Counter.AHEAD]

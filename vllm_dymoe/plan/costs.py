@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -17,13 +18,24 @@ class Costs:
     launch: float  # host seconds for a device-planned layer of a prompt
     # Host seconds of a prediction, by the predictor's name.
     questions: Mapping[str, float] = field(default_factory=dict)
+    step: float = 0.0  # of vLLM's own work for a step, which no layer has
 
     @classmethod
     def measured(cls) -> "Costs":
-        found = json.loads(resources.files("vllm_dymoe.plan").joinpath("costs.json").read_text())
-        return cls(**{name: value for name, value in found.items() if name != "sources"})
+        found = _read()
+        return cls(**{name: value for name, value in found.items() if name not in ("sources", "cpu")})
+
+    @classmethod
+    def on_cpu(cls) -> "Costs":
+        """Those of a CPU that computes experts in place."""
+        return cls(**_read()["cpu"])
 
     @classmethod
     def nothing(cls) -> "Costs":
         """Return costs of zero, so that only data sheets count."""
         return cls(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def _read() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(resources.files("vllm_dymoe.plan").joinpath("costs.json").read_text())
+    return found

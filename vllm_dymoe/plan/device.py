@@ -7,7 +7,7 @@ same shares of its own data sheet.
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from vllm_dymoe.options import ConfigError
-from vllm_dymoe.plan.costs import Costs
 
 _PCIE4, _PCIE5 = 31.51e9, 63.02e9
 
@@ -44,8 +43,8 @@ _SHEETS: dict[str, tuple[float, float, float, float]] = {
 _WEIGHTS = {"Mixtral-8x7B": 3 * 4096 * 14336, "Qwen3-30B-A3B": 3 * 2048 * 768}
 # Shares of bandwidth, and of operations in a prompt, that vLLM's dense kernels reach; an assumption.
 _MEMORY_SHARE, _COMPUTE_SHARE = 0.75, 0.5
+_SHARE_MEASURED = 0.9  # of a data sheet, that torch's sum and product reach; an assumption
 _LINK_SHARE = 0.85  # share of the link that its protocol leaves
-_COSTS = Costs.measured()
 
 
 @dataclass(frozen=True)
@@ -69,9 +68,6 @@ class Device:
     bandwidth: float  # bytes per second that kernels read
     compute: float  # operations per second
     link: float  # bytes per second from the host
-    layer_seconds: float = _COSTS.host_layer  # host seconds for each host-planned MoE layer
-    launch_seconds: float = 0.0  # host seconds for each device-planned MoE layer of a prompt
-    miss: float = 0.0  # host seconds of each miss, in addition to its transfer
     decides: bool = False  # the device plans: decode steps are graphs, and prompts do not wait for the host
     host_memory: int | None = None  # bytes for experts; None if all of them fit
     disk: float = float("inf")  # bytes per second of the disk, for experts that are not in memory
@@ -82,12 +78,6 @@ class Device:
     def key(self) -> str:
         """The device's name in data sheets and measurements."""
         return _key(self.name)
-
-    def in_a_graph(self) -> "Device":
-        """Return the device for steps that it plans itself."""
-        if not self.decides:
-            return self
-        return replace(self, layer_seconds=_COSTS.graph_layer, launch_seconds=_COSTS.launch, miss=_COSTS.graph_miss)
 
     def expert_rate(self, weights: int, tokens: float, *, nested: bool) -> ExpertRate:
         """Return the rate that was measured nearest to a size of experts, and then to a number of tokens."""
@@ -124,12 +114,27 @@ def _measured(card: str, report: Path | None) -> Iterator[ExpertRate]:
         if not found or found[0].card != card:
             raise ConfigError(f"{report} has no speeds for {card}; give the report that make gpu wrote on it.")
     else:
-        shipped = resources.files("vllm_dymoe.plan").joinpath("measured.json").read_text()
-        found = TypeAdapter(list[ExpertRate]).validate_json(shipped)
+        found = _shipped()
         found = [rate for rate in found if rate.card == card] or found
-    for rate in found:
-        (_, own_read, own_compute, _), (_, read, compute, _) = _SHEETS[card], _SHEETS[rate.card]
+    _, read, compute, _ = _SHEETS[card]
+    yield from _scaled(found, read, compute)
+
+
+def _scaled(rates: Iterable[ExpertRate], own_read: float, own_compute: float) -> Iterator[ExpertRate]:
+    """Yield the rates that a card reaches by the same shares of its own memory's and multipliers' rates."""
+    for rate in rates:
+        _, read, compute, _ = _SHEETS[rate.card]
         yield replace(rate, read=rate.read * own_read / read, compute=rate.compute * own_compute / compute)
+
+
+def shares_of_cards(read: float, compute: float) -> tuple[ExpertRate, ...]:
+    """Return the rates of a card without a data sheet, by what it was measured to read and compute per second."""
+    return tuple(_scaled(_shipped(), read / _SHARE_MEASURED, compute / _SHARE_MEASURED))
+
+
+def _shipped() -> list[ExpertRate]:
+    found = resources.files("vllm_dymoe.plan").joinpath("measured.json").read_text()
+    return TypeAdapter(list[ExpertRate]).validate_json(found)
 
 
 def find_device(name: str, link: str | None, report: Path | None = None) -> Device:
@@ -145,7 +150,7 @@ def find_device(name: str, link: str | None, report: Path | None = None) -> Devi
     memory, bandwidth, compute, sheet = _SHEETS[key]
     return Device(
         name, int(memory * 2**30), bandwidth * _MEMORY_SHARE, compute * _COMPUTE_SHARE,
-        sheet * _LINK_SHARE if link is None else parse_rate(link), miss=_COSTS.host_miss, decides=True,
+        sheet * _LINK_SHARE if link is None else parse_rate(link), decides=True,
         rates=tuple(_measured(key, report)),
     )  # fmt: skip
 

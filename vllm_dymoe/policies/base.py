@@ -20,7 +20,6 @@ from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.routing import Routing
 from vllm_dymoe.planner.rule import Ints
 from vllm_dymoe.prefetch import Predictor, RoutedModel
-from vllm_dymoe.prefetch.on_device import MakeDevicePredictor
 
 # Number of staging slots. Two keep the link busy within a layer: one is computed while the other fills. Between a
 # layer's last transfer and the next layer's first one the link is idle unless predictions have slots. Four suffice
@@ -90,6 +89,11 @@ class PrecisionPolicy:
     def begin(self, curves: Sequence[Sequence[float]]) -> None:
         """Set thresholds that have not moved yet to a calibration's start values, if there are any."""
 
+    def count_ahead(self, layer: int, num_layers: int, named: int) -> tuple[int, int]:
+        """Of so many experts that a predictor names for a coming layer, the best first, how many are fetched high, and
+        how many at all."""
+        return named if Precision.HIGH in self.precisions else 0, named
+
     def precisions_ahead(self, layer: int, num_layers: int, named: Sequence[int]) -> Mapping[int, Precision]:
         """Return the precision in which to fetch each predicted expert of a later layer.
 
@@ -97,7 +101,13 @@ class PrecisionPolicy:
 
         ``named`` lists the experts, the most probable first.
         """
-        return dict.fromkeys(named, Precision.HIGH if Precision.HIGH in self.precisions else Precision.LOW)
+        high, fetched = self.count_ahead(layer, num_layers, len(named))
+        return {e: Precision.HIGH if place < high else Precision.LOW for place, e in enumerate(named[:fetched])}
+
+    def counts_ahead(self, num_layers: int, experts: int) -> NDArray[np.int32]:
+        """``count_ahead`` for a device, int32 [2, num_layers, experts + 1]."""
+        counts = [[self.count_ahead(layer, num_layers, n) for n in range(experts + 1)] for layer in range(num_layers)]
+        return np.array(counts, np.int32).transpose(2, 0, 1)
 
 
 Evicts = Literal["coldest", "least recent", "first in"]
@@ -178,7 +188,6 @@ class PrefetchPolicy:
     layers: int = 1  # how many layers ahead are predicted
     needs_gates: bool = False  # the predictor evaluates the model's gates
     takes_predictor: bool = False  # a trained predictor can replace it
-    on_device: MakeDevicePredictor | None = None  # predictor of device-planned steps; None if there is none
     first_layer: bool = False  # predict a prompt's first MoE layer before it is reached
     paced: bool = False  # act on predictions only as often as they pay
     needs_predictor: bool = False  # a trained predictor is required
@@ -241,8 +250,6 @@ class Policy(BaseModel):
             return "evicts ranks experts by last use or arrival, but a device can only evict the coldest"
         if residency.rescues:
             return f'policy "{self.name}" limits the time that steps wait for the link, which only the host measures'
-        if self.prefetch is not None and self.prefetch.needs_predictor:
-            return f'policy "{self.name}" evaluates a trained network, which only the host does'
         if not residency.overlaps:
             return "overlap = false waits for each transfer before it computes the next expert"
         return ""

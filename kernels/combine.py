@@ -9,8 +9,8 @@ from torch import Tensor
 from vllm_dymoe.experts.checks import check_tensor
 from vllm_dymoe.kernels import native
 
-# Products held at a time, in float32: small enough for a cache, and a bound on
-# memory when a prefill brings thousands of tokens.
+# Products held at a time, in float32: small enough for a cache, and a bound on memory when a prefill has thousands of
+# tokens.
 _CHUNK_ELEMENTS = 1 << 18
 
 # On a CPU torch's reduction adds in ascending order as long as one thread does it, in whole vectors.
@@ -23,7 +23,7 @@ class Pairs(NamedTuple):
     out: Tensor  # [tokens * top_k, hidden] bfloat16 or float16
     weights: Tensor  # float32 [tokens, top_k]
     expert_ids: Tensor | None  # int [tokens, top_k], or None
-    skipped: Tensor | None  # int32 [any], 1 for experts that were skipped; those behind its end were not
+    skipped: Tensor | None  # int32 [any], 1 for experts that were skipped; experts after its end were not
     renormalize: bool  # whether a token's other experts take over the weights of its skipped ones
 
 
@@ -70,7 +70,7 @@ def combine(
         into = out.new_empty(tokens, out.shape[1]) if into is None else into
         library.weighted_sum(out, topk_weights.contiguous(), into)
         return into
-    # Here and not above: only a GPU needs Triton, whose import takes a second.
+    # Imported here, because only a GPU needs Triton, whose import takes a second.
     from vllm_dymoe.kernels.triton.combine import combine_on_gpu
 
     if into is None:
@@ -80,7 +80,7 @@ def combine(
 
 
 def combine_with_torch(pairs: Pairs, into: Tensor | None = None) -> Tensor:
-    """Compute the same sum with torch operations: used on a CPU, and the plain twin of the kernel."""
+    """Return the sum computed with torch operations, on a CPU; the plain twin of the Triton kernel."""
     tokens, top_k = pairs.weights.shape
     hidden = pairs.out.shape[1]
     outputs, weights, absent = pairs.out.view(tokens, top_k, hidden), pairs.weights, None
@@ -104,7 +104,7 @@ def combine_with_torch(pairs: Pairs, into: Tensor | None = None) -> Tensor:
 
 
 def _marked(skipped: Collection[int], device: torch.device) -> Tensor:
-    """Return int32 [highest expert + 1], ones for the given experts, in one copy that the host does not wait for."""
+    """Return int32 [highest expert + 1], ones for the given experts, copied without waiting."""
     marks = [0] * (max(skipped) + 1)
     for expert in skipped:
         marks[expert] = 1

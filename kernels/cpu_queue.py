@@ -1,6 +1,6 @@
 """A ring of entries through which a device asks the CPU to compute experts: its layout and the device's side.
 
-Both sides map the memory. A step on the device fills the next entry, writes the entry's number, and goes on; it waits
+Both sides map the memory. A step on the device fills the next entry, writes the entry's number, and continues; it waits
 for the answer only before it sums a token's experts. An entry holds everything that belongs to a step, and is reused
 only after all other entries of the ring. ``cpu/cpu_queue.h`` is the CPU's side, ``triton/cpu_queue.py`` is what a GPU
 runs, and the functions here are its plain twins.
@@ -46,9 +46,10 @@ class Entry(NamedTuple):
 class QueueShape:
     """The sizes that determine the layout of a ring."""
 
-    depth: int  # entries; more than two steps post, since one may begin while one that has failed still runs
-    tokens: int  # of a step at most
-    top_k: int  # experts of a token
+    # Number of entries; more than two steps may be posted, since one may begin while a failed one still runs.
+    depth: int
+    tokens: int  # most tokens of a step
+    top_k: int  # experts per token
     experts: int
     hidden: int
     dtype: torch.dtype
@@ -102,8 +103,8 @@ class QueueMemory:
 def post_plain(queue: QueueMemory, turn: Tensor, layer: int, x: Tensor, ids: Tensor, plan: LayerPlan) -> None:
     """Post the experts that a layer's plan leaves to the CPU, with x [tokens, hidden] and ids int [tokens, top_k].
 
-    turn is int64 [3] and is updated: the last number that was posted, this layer's number (0 if nothing is posted), and
-    the address of the ring.
+    ``turn`` is int64 [3] and is updated: the last number that was posted, this layer's number (0 if nothing is posted),
+    and the address of the ring.
     """
     on_cpu = (plan.action[0, : int(plan.count)] == Action.CPU).nonzero().flatten()
     turn[1] = 0
@@ -122,10 +123,10 @@ def post_plain(queue: QueueMemory, turn: Tensor, layer: int, x: Tensor, ids: Ten
 
 
 def collect_plain(queue: QueueMemory, turn: Tensor, out: Tensor, computed: Tensor) -> bool:
-    """Wait for the answer to what the layer has posted, and add its rows to out [tokens * top_k, hidden].
+    """Wait for the answer to what the layer has posted, and copy its rows to out [tokens * top_k, hidden].
 
-    Only rows where computed, int32 [tokens, top_k], is 2 are written. ``turn`` is as ``post_plain`` left it. Returns
-    False if the CPU gave up.
+    Only rows whose ``computed``, int32 [tokens, top_k], is 2 are written. ``turn`` is as ``post_plain`` left it.
+    Returns False if the CPU gave up.
     """
     number = int(turn[1])
     if not number:
@@ -137,8 +138,8 @@ def collect_plain(queue: QueueMemory, turn: Tensor, out: Tensor, computed: Tenso
 
 
 def native_library() -> native.Library:
-    """Return the native library, which answers the queue. Raises ValueError if it was not built."""
+    """Return the native library, which answers the queue; ValueError if it was not built."""
     library = native.load()
     if library is None:
-        raise ValueError("the host computes beside a device with the native library only, and it was not built here")
+        raise ValueError("CPU execution of misses needs the native library, which was not built here")
     return library

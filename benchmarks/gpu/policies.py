@@ -2,10 +2,10 @@
 
     python benchmarks/gpu/policies.py [FILE]
 
-Prints a table, and writes it to FILE as JSON. Needs no GPU: a cell is run on the emulated card behind a link of
-8 GB/s, and refused if its outputs are not those of the same precisions with every expert resident. Waits are uses of a
-number that only the device has, before a layer is enqueued. Launches and the host's time are those of the Triton way
-with launches that do nothing, for a layer in the middle of a step. Prompts have 64 tokens; a quarter of the experts has
+Prints a table, and writes it to FILE as JSON. Needs no GPU: each cell runs on the emulated card with a link of 8 GB/s,
+and is refused if its outputs differ from those of the same precisions with every expert resident. Waits are uses of a
+number that only the device has, before a layer is enqueued. Launches and host time are measured in the Triton path with
+launches that do nothing, for a layer in the middle of a step. Prompts have 64 tokens; a quarter of the experts has
 slots.
 """
 
@@ -59,7 +59,7 @@ _NO_LAUNCH = (
 
 
 def options_of(name: str) -> dict:
-    """Precisions and budget of a policy's cells."""
+    """Return precisions and budget of a policy's cells."""
     if name == "dynaexq":
         return {"low": 2, "budget": "75%"}
     if name == "dymoe":
@@ -72,11 +72,11 @@ def options_of(name: str) -> dict:
 
 
 def bits_are_equal(name: str, tokens: int) -> bool:
-    """Run a cell on the emulated card, and with every expert resident where the host plans."""
+    """Return whether a cell on the emulated card gives the bits of host-side planning with every expert resident."""
     given = options_of(name)
     budget = given.pop("budget")
     steps = [(seed, layer, tokens) for seed in range(STEPS) for layer in range(LAYERS)]
-    everything = budget if name == "dynaexq" else "100%"  # which serves what is resident
+    everything = budget if name == "dynaexq" else "100%"  # dynaexq serves what is resident
     want = run(make_server(STORE, everything, name, **given), steps)
     server = device_planned_server(STORE, budget, name, link_gbps=LINK_GBPS, **given)
     step = decode if tokens <= SMALL_BATCH_ROWS else run_large_batch
@@ -85,7 +85,7 @@ def bits_are_equal(name: str, tokens: int) -> bool:
 
 
 def host_waits(name: str, tokens: int) -> list[str]:
-    """What waits for the device in a step, where kernels do nothing and only the device has numbers."""
+    """Return what waits for the device in a step, when kernels do nothing and only the device has numbers."""
     given = options_of(name)
 
     class Nothing(PlainLargeBatch):
@@ -127,10 +127,10 @@ class Launches(TorchDispatchMode):
 
 
 class OnTriton(Parts):
-    """Kernels of a GPU, whose launches the host does not make."""
+    """Kernels of a GPU, whose launches are not made."""
 
     def decode_kernel(self, kernel, experts, link_gbps=None):
-        """Those of a GPU, with scratch of their own."""
+        """Return a GPU's kernel, with its own scratch."""
         on_card = TritonKernel("cpu", formats=[m for fmt in experts.formats.values() for m in fmt.matrices])
         return TritonKernels(on_card, experts, SMALL_BATCH_ROWS)
 
@@ -166,7 +166,7 @@ def work_of_the_host(name: str, tokens: int) -> tuple[int, float]:
 
 
 def elsewhere(policy: Policy) -> dict[str, str]:
-    """Why other kinds of steps are planned on the host; empty for those that are not."""
+    """Return why other kinds of steps are planned on the host; empty for those that are not."""
     kinds = {"drafts": (True, DRAFTED), "DP+EP": (True, MET), "disk": (False, "")}
     return {
         kind: plans_on_device(Options(low=2), policy, "cuda", readable=readable, obstacle=obstacle)[1]

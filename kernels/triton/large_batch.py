@@ -1,9 +1,10 @@
-"""What is launched around a large-batch step's products: counting, lists of groups, places of pairs; no host in any of
-it.
+"""The launches around a large-batch step's products; all of them without the host.
 
-Plain twin, bit for bit: ``vllm_dymoe.planner.large_batch``, which says what groups are. Names are those of ``Table``,
-``LayerPlan`` and ``LargeBatchWork``. Pairs are counted in chunks, side by side, and the program that decides any step
-adds chunks up; another program for each list makes it, out of the same few numbers.
+They count, write lists of groups, and place pairs.
+
+Plain twin, bit for bit: ``vllm_dymoe.planner.large_batch``, which explains groups. Names are those of ``Table``,
+``LayerPlan`` and ``LargeBatchWork``. Pairs are counted in parallel chunks, and the program that plans any step adds
+them up; then one program per list writes it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,22 +39,21 @@ def plan_large_batch_on_gpu(
     shape: LargeBatchShape, half: int, ahead: int, steps: Sequence[int], large: Mapping[str, Tensor],
     marks: Tensor | None = None, *, start: Start = run_kernel,
 ) -> None:  # fmt: skip
-    """What ``plan_small_batch`` and then ``plan_large_batch`` do, in four launches.
+    """Run ``plan_small_batch`` and then ``plan_large_batch`` on the device, in four launches.
 
     Args:
         table: the tensors of a Table, by name.
-        layer: which of its layers.
+        layer: index of the layer.
         ids: int32 or int64 [tokens, top_k].
         weights: float32 [tokens, top_k].
         rows: int32 [1], how many tokens are real.
-        decision: the tensors of a Decision of the shape, by name.
+        plan: the tensors of a LayerPlan of the shape, by name.
         shape: of the step.
-        half: see ``plan_large_batch``, as for what follows.
-        ahead: a version, or 0.
-        steps: positions of an item of each class, two or more.
-        wide: the tensors of a LargeBatchWork, by name, for two of the classes or more; the last has all larger experts,
-            too.
-        marks: int8 [tokens], of tokens of prompts, if the shape has them.
+        half: see ``plan_large_batch``.
+        ahead: LOW, HIGH or 0, see ``plan_large_batch``.
+        steps: most positions of an item in each class, two classes or more.
+        large: the tensors of a LargeBatchWork, by name; its last class also has all larger experts.
+        marks: int8 [tokens], marks of prompts' tokens, if the shape has them.
         start: launch, or only compile.
     """
     width, scratch = experts_width(shape.experts), plan["scratch"]
@@ -93,14 +93,14 @@ def count_kernel(
     ids, weights, rows, scratch, chunk: tl.int32, chunks: tl.int32, positions: tl.int32, counted: tl.int32,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Of each chunk of pairs every expert's positions and weights, and a pair's number among its expert's.
+    """Count each expert's positions and weights in a chunk of pairs, and number the pairs of each expert.
 
-    Grid [chunks, parts]: of all pairs, those of prompts, and those of heavy hitters.
+    Grid [chunks, parts]; the parts are all pairs, those of prompts, and those of heavy hitters.
 
     Args:
         ids: [parts, pairs].
-        scratch: as in ``LargeBatchShape.scratch``: 3 * WIDTH that the deciding program uses, sizes int32 [chunks,
-            WIDTH], sums int64 [chunks, WIDTH], numbers int32 [pairs].
+        scratch: as in ``LargeBatchShape.scratch``: 3 * WIDTH for the planning program, sizes int32 [chunks, WIDTH],
+            sums int64 [chunks, WIDTH], numbers int32 [pairs].
         chunk: pairs of a program.
         counted: elements of scratch for a part.
     """
@@ -141,13 +141,14 @@ def list_kernel(
     EXPERTS: tl.constexpr, WIDTH: tl.constexpr, COUNTERS: tl.constexpr, SLICES: tl.constexpr, STEPS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Groups, copies and work; grid [groups, classes], a list for each program, copies for the first, and what is
-    copied ahead for the second.
+    """Write the lists of groups, copies and work; grid [groups, classes], a list for each program.
+
+    The first class also writes copies, and the second what is copied ahead.
 
     Args:
         room: staging slots of a group.
         ahead: see ``plan_large_batch_on_gpu``.
-        most: items.
+        most: most items.
         long: elements of a list.
         apart: items from one slice to the next.
         addresses_apart: numbers from one slice's addresses to the next one's.
@@ -264,7 +265,7 @@ def _list_copy(span, begin, to, nbytes, copied):
 
 @triton.jit
 def _fill(rows, value, first, stop, lane, WIDTH: tl.constexpr):
-    """Rows from the first one on are (value, 0, 0)."""
+    """Set rows from the first one on to (value, 0, 0)."""
     for at in range(first // WIDTH * WIDTH, stop, WIDTH):
         inside = (at + lane >= first) & (at + lane < stop)
         _list_copy(rows + 3 * (at + lane), value, 0, 0, inside)
@@ -288,7 +289,7 @@ def place_pairs_kernel(
     chunk: tl.int32, chunks: tl.int32, positions: tl.int32, layer: tl.int32,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The position of every pair, and the experts of those that have one; grid [chunks].
+    """Write the position of every pair, and the experts of those that have one; grid [chunks].
 
     Args:
         computed: int32 [pairs], experts, -1 for a pair that is not computed.

@@ -1,8 +1,8 @@
 """A large-batch step of one MoE layer as launches without the host: lists, copies, and products for each row class.
 
-How an expert is computed depends on the number of its tokens, as in the host-planned path (``plan.py``): the same bits.
-A class without work in a group is a launch of programs that end at once; a class of more tokens than the step has is
-not launched.
+How an expert is computed depends on the number of its tokens, as with host-side planning (``plan.py``), so the bits are
+the same. A class without work in a group is a launch of programs that end at once; a class of more tokens than the step
+has is not launched.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -32,7 +32,7 @@ class SmallBatchStep:
     """What the decode steps of all layers share."""
 
     shape: ExpertShape
-    precisions: frozenset[int]  # bit-widths, or codes' tags, that may occur
+    precisions: frozenset[int]  # bit-widths, or encodings' tags, that may occur
     tiles: Tiles
     activation: Activation
     memory: Tensor  # uint8, at least :meth:`nbytes`; one layer at a time uses it
@@ -63,7 +63,9 @@ class SmallBatchStep:
         *,
         start: Start = run_kernel,
     ) -> None:
-        """out[token] = weighted sum over the token's experts, zero without any; misses are fetched on the way.
+        """Compute out[token] = weighted sum over the token's experts, zero without any.
+
+        Misses are fetched on the way.
 
         Args:
             table: the tensors of a Table, by name.
@@ -72,7 +74,7 @@ class SmallBatchStep:
             ids: int32 or int64 [tokens, top_k], negative where another rank has the expert.
             weights: float32 [tokens, top_k].
             rows: int32 [1], the number of real tokens; they come first.
-            plan: the tensors of a LayerPlan for so many tokens, by name.
+            plan: the tensors of a LayerPlan for these tokens, by name.
             out: [tokens, hidden], dtype of x, overwritten.
             device_queue: the queue of the CPU worker, waited for before tokens are summed; None if all misses are
                 fetched.

@@ -1,4 +1,4 @@
-"""Host memory as a level: the bytes of the files, within a budget, whatever is asked for, in whatever order."""
+"""The host cache returns the bytes of the files, within its budget, for any order of requests."""
 
 import random
 import threading
@@ -280,7 +280,7 @@ def test_a_level_below_a_device_changes_no_bit(make_host_cache, part):
 
 @pytest.mark.parametrize("planning", ["host", "device"])
 def test_all_in_memory_is_a_store_that_the_device_reads_by_itself(make_host_cache, folder, planning):
-    """And what holds a part leaves small and large batches alike to the host: no device waits for a disk."""
+    """With only part of the experts in host memory, the host plans all batches: no device waits for a disk."""
     want = run(make_server(FileStore(folder), "100%"), STEPS)
     host_cache = make_host_cache(share(1))
     with refused("host_store", option="planning"):
@@ -301,7 +301,9 @@ def test_all_in_memory_is_a_store_that_the_device_reads_by_itself(make_host_cach
 
 @pytest.mark.parametrize(("model", "draft"), [(1, 1), (0.5, 0.5), (0.5, 0), (0, 0.5), (1, 0)])
 def test_a_drafts_level_is_the_models(make_host_cache, model, draft):
-    """What is whole stays so and is not read again; elsewhere stats and resizing see one level of both."""
+    """A complete host cache stays complete and is not read again; otherwise stats and resizing use one level for
+    both.
+    """
     stores = []
     for part in (model, draft):
         host_cache = make_host_cache(share(part or 1))

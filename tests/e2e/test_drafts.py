@@ -1,4 +1,4 @@
-"""Layers of multi-token prediction whose experts have another format than the model's, through the real engine."""
+"""Multi-token prediction layers whose experts have another format than the model's, through the real engine."""
 
 import json
 
@@ -20,8 +20,9 @@ SPECULATION = {"speculative_config": {"method": "mtp", "num_speculative_tokens":
 
 
 def add_drafts(folder):
-    """A layer of drafts at 16 bits, as published checkpoints have it, and a quantization that leaves it alone but for
-    ``mtp.fc``, which its list forgets."""
+    """A 16-bit draft layer as in published checkpoints, and a quantization config that excludes it, except for
+    ``mtp.fc``, which its list forgets.
+    """
     tensors = load_file(folder / "model.safetensors")
     last = "model.layers.1."
     generator = torch.Generator().manual_seed(1)
@@ -60,7 +61,9 @@ def answers(llm):
 
 
 def test_drafts_at_16_bits_share_the_slots_of_quantized_experts(tmp_path):
-    """ModelOpt's NVFP4 checkpoints of Qwen3-Next and Qwen3.5; and what `vllm-dymoe quantize` makes of one."""
+    """ModelOpt's NVFP4 checkpoints of Qwen3-Next and Qwen3.5, and the checkpoint that `vllm-dymoe quantize` makes of
+    one.
+    """
     write(QWEN3_NEXT, "nvfp4-modelopt", tmp_path)
     add_drafts(tmp_path / "quantized")
     with small_engine(tmp_path / "quantized", {"expert_budget": "50%"}) as llm:

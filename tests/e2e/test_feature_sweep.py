@@ -1,6 +1,6 @@
-"""What users ask of vLLM's sampler and inputs, once of stock vLLM and once with a quarter of the experts resident.
+"""Features of vLLM's sampler and inputs: stock vLLM against the plugin with a quarter of the experts resident.
 
-Both have 16 bits: log-probabilities agree within the rounding of bfloat16, and texts up to near ties.
+Both use 16 bits: log-probabilities agree within the rounding of bfloat16, and texts agree up to near ties.
 """
 
 import json
@@ -28,11 +28,13 @@ STOP = [".", ",", "\n"]
 
 
 def furthest(ours, theirs):
-    """How far the log-probabilities of the same tokens lie apart, in parts of what rounding allows: 0.1 as measured in
-    ``check_first_logprobs_close``, and of unlikely tokens more, whose logits of bfloat16 are small differences of
-    numbers as large as their log-probability. What a grammar forbids is infinitely unlikely in both.
+    """Largest difference between log-probabilities of the same tokens, relative to what rounding allows.
 
-    Measured on two cores with AVX-512: 0.68 of sampled texts, 0.50 of prompts, 0.33 of others, 0.16 with the regex.
+    Rounding allows 0.1, as measured in ``check_first_logprobs_close``, and more for unlikely tokens: their bfloat16
+    logits are small differences of numbers as large as their log-probability. What a grammar forbids is infinitely
+    unlikely in both.
+
+    Measured on two cores with AVX-512: 0.68 for sampled texts, 0.50 for prompts, 0.33 for others, 0.16 with the regex.
     """
     both = [t for t in ours.keys() & theirs.keys() if ours[t] != theirs[t]]
     return max((abs(ours[t] - theirs[t]) / (0.1 + abs(theirs[t]) / 32) for t in both), default=0)
@@ -52,7 +54,7 @@ def embedded(llm, text):
 
 
 def features(llm):
-    """The answers to everything, by feature."""
+    """Return the answers to all requests, by feature."""
     first = prompts()[0]
     structured = {name: StructuredOutputsParams(**{name: said}) for name, said in (("json", SCHEMA), ("regex", CHOICE))}
     (beams,) = llm.beam_search([{"prompt": first}], BeamSearchParams(beam_width=3, max_tokens=6))
@@ -90,7 +92,7 @@ def of(both, name):
 
 
 def test_log_probabilities_of_prompts(both):
-    """The likeliest token of each place is the same, but for near ties: measured, at all of 47 places."""
+    """The likeliest token at each position is the same, except for near ties: measured, at all of 47 positions."""
     compared = equal = 0
     for ours, theirs in zip(*(each["prompt_logprobs"] for each in both), strict=True):
         assert ours.prompt_token_ids == theirs.prompt_token_ids
@@ -109,7 +111,7 @@ def test_answers(both, name):
     same = [(a, b) for a, b in zip(ours, theirs, strict=True) if a.tokens == b.tokens]
     if name in ("again", "cached", "embeddings"):
         check_logprobs_close(ours, theirs)
-    # A near tie may go the other way, after which texts differ in length and content.
+    # A near tie may be decided differently; after that, texts differ in length and content.
     assert len(same) >= len(ours) // 2
     for a, b in same:
         for mine, other in zip(a.logprobs, b.logprobs, strict=True):
@@ -119,7 +121,7 @@ def test_answers(both, name):
 def test_what_is_asked_for_is_what_comes(both):
     ours = both[0]
     texts = {name: [output.outputs[0].text for output in ours[name]] for name in ("json", "regex", "stop")}
-    for output in ours["json"]:  # which may have any number of blanks, and be cut off
+    for output in ours["json"]:  # the JSON may contain any number of blanks, and be cut off
         text, ended = output.outputs[0].text, output.outputs[0].finish_reason == "stop"
         assert json.loads(text).keys() == {"name", "count"} if ended else text.startswith("{")
     assert all(re.fullmatch(CHOICE, text) for text in texts["regex"])

@@ -1,4 +1,4 @@
-"""Steps without the host: the same bits as with it, at every budget and on either path."""
+"""Steps without the host: the bits of host-planned steps, at every budget and on either path."""
 
 from types import SimpleNamespace
 
@@ -25,7 +25,7 @@ from vllm_dymoe.policies.dymoe import Dymoe
 from vllm_dymoe.policies.exact import Exact
 from vllm_dymoe.server import ExpertServer, Parts, expert_server
 
-ON_INPUT = "the router's weights multiply what experts read"
+ON_INPUT = "the router's weights multiply the experts' inputs"
 MIXED = Dymoe(retention=0.5, high_by="depth", reuse_high=False)
 POLICIES = {"exact": (Exact(), 2), "precisions": (MIXED, 2), "skips": (MIXED, 0), "low": (Dymoe(retention=0), 2)}
 
@@ -43,7 +43,7 @@ def test_no_budget_and_no_path_changes_a_bit(memory_store, nested_store, policy,
 
 
 def test_a_device_and_the_host_move_one_threshold_alike(memory_store):
-    """Each has its own: they agree as long as both have decided the same steps."""
+    """Each path has its own state; they agree as long as both have planned the same steps."""
     steps = [(number, layer, 1 + number % 3) for number in range(40) for layer in range(2)]
     host, device = (Dymoe(retention=0.5, reuse_high=False) for _ in range(2))
     want = run(make_server(memory_store, "100%", host), steps)
@@ -58,8 +58,9 @@ def test_a_device_and_the_host_move_one_threshold_alike(memory_store):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_experts_is_decided_and_computed(kind):
-    """Published floats beside a precision of steps, points of a lattice, and experts without a gate, whose section of
-    it has no bytes."""
+    """Published floats with a step precision, lattice codes, and experts without a gate, whose gate section is
+    empty.
+    """
     store, activation = store_of(kind)
     high, tags = max(store.experts.formats), [fmt.encoding.tag for fmt in store.experts.formats.values()]
     want = run(make_server(store, policy=MIXED, high=high), STEPS, activation)
@@ -134,7 +135,7 @@ def test_bytes_are_counted_at_the_precision_that_they_had(memory_store):
 
 @pytest.mark.parametrize("change", ["budget", "retention"])
 def test_changes_between_steps_are_values_and_no_memory_moves(memory_store, change):
-    """A captured graph goes on reading where it has read."""
+    """A captured graph keeps reading the same addresses."""
     server = device_planned_server(
         memory_store, "50%", "dymoe", policy_options={"retention": 0.5, "high_by": "depth", "reuse_high": False}
     )
@@ -191,7 +192,7 @@ def test_the_host_decides_where_the_kernels_cannot_and_says_why(memory_store, mo
     options = {"group_size": 32, "expert_budget": "50%", "low": 2}
     with refused("a step needs more scratch", option="planning"):
         ExpertServer(memory_store, Options(planning="device", **options), CPU, parts=Unfit(CPU))
-    monkeypatch.setattr(expert_server, "plans_on_device", lambda *_, **__: (True, ""))  # as by default on a GPU
+    monkeypatch.setattr(expert_server, "plans_on_device", lambda *_, **__: (True, ""))  # the default on a GPU
     server = ExpertServer(memory_store, Options(**options), CPU, parts=Unfit(CPU))
     assert server.small_batches is None
     assert server.host_plans_because == "a step needs more scratch"

@@ -1,4 +1,4 @@
-"""The launches of a CPU queue against their plain twins, and a whole step with the native library behind it."""
+"""The launches of a CPU queue against their plain twins, and a whole step with the native library."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def make_queue(hidden):
 
 @pytest.mark.parametrize(("nested", "hidden"), [(False, 72), (True, 70)])
 def test_post_and_collect_are_their_plain_twins(nested, hidden):
-    """Every byte of the ring; a step that leaves nothing posts nothing and does not wait."""
+    """Compare every byte of the ring; a step that leaves nothing to the host posts nothing and does not wait."""
     queues = make_queue(hidden), make_queue(hidden)
     turns = [torch.tensor([0, 0, queue.address]) for queue in queues]
     table = make_table({LOW: [3, 3], HIGH: [3, 3]}, nested=nested, costs=COSTS["share"])
@@ -62,7 +62,7 @@ def test_post_and_collect_are_their_plain_twins(nested, hidden):
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_step_with_a_cpu_queue_is_the_step_without_one(nested, monkeypatch):
-    """Up to the last bits of another kernel; what is not left to the host keeps its bits."""
+    """Rows from the host differ in the last bits, as from another kernel; all others keep their bits."""
     monkeypatch.setattr(expert_server, "make_kernel", triton_kernel)
     store = make_store(make_experts(layers=2, nested=nested))
     want, outs = [], []

@@ -1,4 +1,4 @@
-"""The program that decides a layer's step against its plain twin: every tensor, bit for bit."""
+"""The program that plans a layer's step against its plain twin: every tensor, bit for bit."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ quotas = st.lists(st.integers(0, EXPERTS), min_size=LAYERS, max_size=LAYERS)
     st.sampled_from(sorted(COSTS)),
 )
 def test_any_predictions_and_steps(steps, low, high, retention, high_by, reuse_high, skip_low, staging, nested, costs):
-    """Nothing is fetched ahead where the low version lies inside the high one."""
+    """Nothing is prefetched where the low version is nested in the high one."""
     options = {"skip_low": skip_low, "staging": staging, "nested": nested, "costs": COSTS[costs]}
     policy = Dymoe(retention=retention, high_by=high_by, reuse_high=reuse_high)
     twins = Twins({LOW: low, HIGH: high}, policy=policy, **options)
@@ -66,7 +66,7 @@ def test_a_long_run_of_single_tokens(share, nested, costs):
 
 @pytest.mark.parametrize(("experts", "top_k", "tokens"), [(512, 22, 5), (128, 8, 32), (33, 4, 70), (32, 4, 256)])
 def test_sizes_of_models(experts, top_k, tokens):
-    """The last one is a batch of 32 with drafts of 8 tokens."""
+    """The last batch has 32 requests with drafts of 8 tokens."""
     quotas = {LOW: [experts // 8] * LAYERS, HIGH: [experts // 4] * LAYERS}
     options = {"experts": experts, "top_k": top_k, "tokens": tokens, "nested": experts == 128}
     options["costs"] = COSTS["share"]
@@ -78,7 +78,7 @@ def test_sizes_of_models(experts, top_k, tokens):
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_precision_shares_and_records_change_between_steps(nested):
-    """They are values: no launch is made in another way."""
+    """They are arguments by value, so that no launch differs."""
     twins = Twins({LOW: [3, 3], HIGH: [3, 3]}, nested=nested)
     for number, (low, high, retention) in enumerate([(3, 3, 0.5), (6, 0, 0.5), (1, 2, 0.9), (3, 3, 0.0)]):
         precision = Dymoe(retention=retention, high_by="threshold" if number % 2 else "depth").precision
@@ -105,7 +105,7 @@ OUTSIDE = (EXPERTS, 32768, 65536, 65537, (1 << 31) - 1, (1 << 32) + 1, 1 << 40, 
 
 @pytest.mark.parametrize("wrong", OUTSIDE)
 def test_an_expert_outside_the_model_is_told_and_the_others_are_served(wrong):
-    """Also where it wraps in 16 or 32 bits; rows that are no tokens may name anything."""
+    """Also where the number wraps in 16 or 32 bits; rows that are no tokens may have any ids."""
     quotas, costs = {LOW: [3, 3], HIGH: [3, 3]}, COSTS["share"]
     twins, alone = Twins(quotas, costs=costs), make_table(quotas, costs=costs)
     ids, weights = random_step(1, absent=0)
@@ -128,7 +128,7 @@ def test_an_expert_outside_the_model_is_told_and_the_others_are_served(wrong):
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_recorded_routing(nested):
-    """What routers of a trained model chose: popular experts, and steps that resemble their neighbours."""
+    """Choices of a trained model's routers: popular experts, and steps that resemble their neighbours."""
     sizes = {"experts": recorded_routing.EXPERTS, "top_k": recorded_routing.TOP_K}
     twins = Twins({LOW: [4, 3], HIGH: [5, 6]}, policy=Dymoe(retention=0.75), nested=nested,
                   costs=COSTS["share"], **sizes)  # fmt: skip
@@ -153,7 +153,7 @@ def test_what_the_program_does_not_hold_is_refused():
     table = make_table({LOW: [0, 0], HIGH: [0, 0]}, experts=600)
     plan = LayerPlan.allocate(1, 3, 600, "cpu")
     ids, weights = random_step(0, 1)
-    with pytest.raises(ValueError, match="600 experts, but a device decides for at most 512"):
+    with pytest.raises(ValueError, match="600 experts, but device-side planning supports at most 512"):
         plan_small_batch_on_gpu(table.at(0), 0, ids, weights, rows(1), plan.tensors)
     table = make_table({LOW: [0, 0], HIGH: [0, 0]})
     ids, weights = random_step(0, TOKENS + 1)
@@ -168,7 +168,7 @@ def test_what_the_program_does_not_hold_is_refused():
 @pytest.mark.parametrize("high_by", ["threshold", "depth"])
 @pytest.mark.parametrize("nested", [False, True])
 def test_rows_that_are_not_finite_count_in_no_statistic(nested, high_by):
-    """Their experts are computed, and leave neither a score nor a threshold behind: as if they had been no rows."""
+    """Their experts are computed, but change no score and no threshold, as if there were no such rows."""
     options = {"policy": Dymoe(retention=0.5, high_by=high_by), "nested": nested}
     quotas = {LOW: [3, 3], HIGH: [4, 4]}
     twins, alone = Twins(quotas, **options), make_table(quotas, **options)

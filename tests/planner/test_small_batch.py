@@ -1,4 +1,4 @@
-"""The decision of a whole step, with NumPy: against the host's table, expert by expert."""
+"""Plans of whole steps, made with NumPy, against the host's table, expert by expert."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ from vllm_dymoe.policies.dymoe import Dymoe
 
 
 class Host:
-    """The rule as the host applies it: ``Policy.select``, and its own table."""
+    """The rule as the host applies it: ``Policy.select``, and a table of its own."""
 
     def __init__(self, quotas, policy, skip_low, nested, experts=EXPERTS, costs=None):
         reuse_high = policy.precision.reuses_high
@@ -38,7 +38,7 @@ class Host:
         self.counts = np.zeros((LAYERS, len(Counter)), np.int64)
 
     def step(self, layer, ids, weights):
-        """Experts, the version that is computed of each, and what becomes of that version or of both slices."""
+        """The experts, the computed version of each, and the fate of that version or of both slices."""
         plan = self.policy.precision.select(
             Routing(layer, LAYERS, torch.empty(len(ids), 1), ids, weights, Phase.DECODE)
         )
@@ -140,8 +140,10 @@ def test_any_steps_give_the_rows_that_the_host_keeps(
 
 
 def check_addresses(table, layer, plan, held):
-    """What stayed is read where it was, what is kept goes where its row says, nothing is written where it is read.
-    Returns pool and slot of everything that is read where it is, and of everything that is written."""
+    """Residents are read in place, fetched ones go where their row says, and no slot is both read and written.
+
+    Returns pool and slot of everything that is read in place, and of everything that is written.
+    """
     precision, slots = held
     read, written = [], []
     formats = NESTED if table.nested else FORMATS
@@ -201,7 +203,7 @@ def test_shares_that_a_pool_does_not_have_are_refused():
     table = make_table({LOW: [0, 0], HIGH: [6, 6]})
     with pytest.raises(ValueError, match=r"13 slots.* 12"):
         set_pools(table, {HIGH: [(0, 1, 12)]}, {HIGH: [6, 7]})
-    with pytest.raises(ValueError, match="13 of its 12"):
+    with pytest.raises(ValueError, match="13 slots, but it has 12"):
         set_pools(table, {HIGH: [(0, 1, 13)]}, {HIGH: [13, 0]})
 
 

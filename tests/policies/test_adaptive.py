@@ -1,4 +1,4 @@
-"""The policy adaptive: dynaexq's floor, a rescue where an expert weighs much, and the dial that bounds the waiting."""
+"""The policy adaptive: dynaexq's floor, a rescue for experts with much weight, and the dial that bounds waiting."""
 
 import numpy as np
 import pytest
@@ -7,11 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cache.test_migration import STORES
+from tests.errors import refused
 from tests.executor.steps import CPU as HERE
 from tests.executor.steps import random_step
 from vllm_dymoe.cache.budget import minimum_budget, plan_slots, workspace_bytes
 from vllm_dymoe.cache.transfer import make_engine
-from vllm_dymoe.options import ConfigError, Options
+from vllm_dymoe.options import Options
 from vllm_dymoe.planner.link_share import EVERY, MOST, LinkShare
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.routing import Phase, Routing
@@ -24,7 +25,7 @@ FROZEN = {"window_s": 1e9}
 
 
 def adaptive(store, places=4, *, fetches=False, **parameters):
-    """A server whose high set stays as it is; with ``fetches`` misses come over a link, else the CPU executes them."""
+    """A server with a fixed high set; with ``fetches`` misses come over a link, otherwise the CPU computes them."""
     policy = Adaptive(**(FROZEN | parameters))
     options = Options(
         high=4, low=2, group_size=32, expert_budget="100%", policy="adaptive", misses="fetch" if fetches else "compute"
@@ -44,7 +45,7 @@ def serve(server, seed, layer, tokens):
 
 @pytest.mark.parametrize("fetches", [False, True])
 def test_a_rescued_expert_is_computed_high_and_nothing_is_kept(fetches):
-    """At threshold 0 answers are those of a server that has every expert high; far above, those of dynaexq."""
+    """At threshold 0 answers equal those of a server with every expert high; at a large one, those of dynaexq."""
     store = STORES[True]
     rescued, never = (adaptive(store, fetches=fetches, threshold=at) for at in (0.0, 1e6))
     whole = adaptive(store, 18, threshold=1e6)
@@ -101,7 +102,7 @@ def test_the_dial_has_two_ends():
 
 
 def controlled(share, waits, steps=4000):
-    """Thresholds, even shares, of steps of 10 ms that wait as ``waits`` says of the threshold."""
+    """Thresholds and even shares for steps of 10 ms whose waits are a function of the threshold."""
     now, waited, found = [0.0], 0.0, []
     thresholds = Adaptive(wait_share=share).precision.thresholds
     controller = LinkShare(thresholds, share, clock=lambda: now[0])
@@ -147,7 +148,7 @@ def test_a_budget_that_cannot_hold_all_bases_is_refused_and_names_dymoe():
     least = minimum_budget(experts, options, policy, 1000)
     bases = len(experts.layers) * experts.num_experts * experts.formats[2].nbytes
     assert least > 1000 + bases
-    with pytest.raises(ConfigError, match='policy "dymoe"'):
+    with refused('policy "dymoe"', option="expert_budget", least=least):
         plan_slots(experts, options, policy, least - 1, 1000)
     plan = plan_slots(experts, options, policy, least, 1000)
     assert plan.quotas[Precision.LOW] == [experts.num_experts] * len(experts.layers)

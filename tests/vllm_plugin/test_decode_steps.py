@@ -1,4 +1,4 @@
-"""What stands around a step that needs no host, and that nothing of it stands inside."""
+"""The code around a step that needs no host, and that none of it runs inside the step."""
 
 from types import SimpleNamespace
 
@@ -44,7 +44,7 @@ def server(memory_store):
 
 
 def run(rank, seed, rows, tokens=None):
-    """One step of requests of one token each; returns what its layers were given, and gave."""
+    """Run one step of requests with one token each; returns the inputs and outputs of its layers."""
     output = scheduled(*[1] * (rows if tokens is None else tokens))
     assert rank.begin_step(output)
     given = random_step(seed, rows, rank.server.experts)
@@ -59,7 +59,7 @@ def steps_of(server):
 
 @pytest.mark.parametrize("policy", ["exact", "dymoe"])
 def test_which_steps_are_wide(memory_store, policy, monkeypatch):
-    """More rows than decode kernels are for, and prompts that count otherwise; drafted tokens are none."""
+    """More rows than decode kernels support, and prompts with another measure; neither has drafted tokens."""
     server = device_planned_server(memory_store, "50%", policy)
     speculating = rank_of(server, drafted=2)
     assert speculating._decode._asks == (policy == "dymoe")
@@ -123,7 +123,7 @@ def test_observers_hear_of_a_step_when_it_has_run_unless_they_need_inputs(server
 
 
 def test_prompts_tell_dynaexq_what_its_layers_change(nested_store):
-    """Small steps have no inputs that the host could read."""
+    """Small batches have no inputs that the host could read."""
     server = device_planned_server(nested_store, "75%", DynaExq(window_s=0, window_uses=0.1), low=2)
     rank = rank_of(server)
     for seed in range(6):
@@ -177,7 +177,7 @@ class Wide:
 
 
 def captured(server, kernel, monkeypatch, expert_map=None, rows=8):
-    """The operations of a layer's capture, traced with tensors that have no values."""
+    """The operations of a layer's capture, traced with tensors without values."""
     monkeypatch.setattr(module, "is_captured", lambda x: True)
     experts = server.experts
     capturing = rank_of(server)
@@ -228,7 +228,7 @@ def test_a_step_with_an_expert_outside_the_model_fails_and_no_other(server, rows
 
 
 def test_a_step_that_ends_late_fails_when_its_output_is_complete(server):
-    """vLLM begins the next step before."""
+    """vLLM begins the next step before this one has ended."""
     rank, output, answers = rank_of(server), scheduled(1, 1), []
 
     class Later(AsyncModelRunnerOutput):

@@ -40,7 +40,7 @@ DENSE = {
 
 @pytest.fixture(autouse=True)
 def _no_options_from_outside(monkeypatch):
-    """What is exported where the tests run must not decide them."""
+    """The environment of the test run must not affect these tests."""
     for name in [name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX)]:
         monkeypatch.delenv(name)
 
@@ -61,7 +61,7 @@ def refusal(dymoe=None, **settings):
 
 
 def with_quantization_config(folder, quantization_config):
-    """The shipped model's configuration, as a checkpoint that says how it is quantized."""
+    """The shipped model's configuration, as a checkpoint with a quantization_config."""
     for path in MODEL.glob("*.json"):
         shutil.copy(path, folder)
     config = json.loads((MODEL / "config.json").read_text())
@@ -87,7 +87,7 @@ def test_a_trace_needs_all_layers_in_one_process(tmp_path):
 def test_what_cannot_meet_at_the_experts_of_several_engines_is_refused(tmp_path):
     both = {"data_parallel_size": 2, "enable_expert_parallel": True}
     configure(**both)
-    configure(data_parallel_size=2, all2all_backend="deepep_low_latency")  # without meeting at experts
+    configure(data_parallel_size=2, all2all_backend="deepep_low_latency")  # no dispatch of tokens between engines
     for sentence, dymoe, settings in (
         ("not through deepep_low_latency", None, both | {"all2all_backend": "deepep_low_latency"}),
         ("leave --pipeline-parallel-size out", None, both | {"pipeline_parallel_size": 2}),
@@ -108,7 +108,7 @@ def test_a_hopeless_budget_is_refused_with_the_number_that_works(budget, bits):
     assert f"at least {least} bytes" in refusal({"high": bits, "expert_budget": least - 1})
 
 
-# Engines with all experts each have one copy of them.
+# Engines that hold all experts have one copy of them each.
 @pytest.mark.parametrize("settings", [{}, {"tensor_parallel_size": 2}, {"data_parallel_size": 2}])
 def test_host_memory_that_is_not_there_is_refused_before_anything_is_loaded(monkeypatch, settings):
     monkeypatch.setattr(prepare, "available_host_memory", lambda: 10**6)
@@ -137,7 +137,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused_before_it_is_loaded(tmp_path,
 
 
 def test_32_bits_are_refused_before_vllm_refuses_them():
-    assert "--dtype float32 cannot be honoured" in refusal(dtype="float32")
+    assert "--dtype float32 is not supported" in refusal(dtype="float32")
 
 
 def test_a_model_without_experts_is_refused_or_left_alone(tmp_path):
@@ -155,7 +155,7 @@ def test_a_checkpoint_of_ours_needs_no_flag_and_cannot_be_contradicted(tmp_path)
     options = read_options(config, config.quant_config.checkpoint)
     assert (options.high, options.low) == (8, 2)
     message = refusal({"high": 4}, model=checkpoint, quantization=None)
-    assert "high = 4 was asked for, but this checkpoint was written with high = 8" in message
+    assert "high is 4, but this checkpoint was written with high = 8" in message
 
 
 @pytest.mark.parametrize("method", ["hqq", "fbgemm_fp8"])
@@ -193,7 +193,7 @@ def test_a_codebook_has_no_low_version_inside(codebook, nested):
 
 
 def test_vllm_is_to_refuse_a_checkpoint_that_lacks_a_weight():
-    """By default it looks at checkpoints only where nothing is quantized."""
+    """By default it checks checkpoints only where nothing is quantized."""
     assert configure().load_config.model_loader_extra_config == {"enable_weights_track": True}
     for given in ({"enable_weights_track": False}, {"enable_weights_track": True}):
         assert configure(model_loader_extra_config=given).load_config.model_loader_extra_config == given

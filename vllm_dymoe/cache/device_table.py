@@ -24,7 +24,7 @@ from vllm_dymoe.planner.rule import HIGH, LOW
 from vllm_dymoe.planner.table import CODES, ID_BITS, Counter, Table, set_precision
 from vllm_dymoe.policies import Policy
 
-_RING = 1  # steps whose routing is kept: it is read between two steps
+_RING = 1  # steps whose routing is recorded: the ring is read after every step
 
 
 class DeviceTable:
@@ -48,7 +48,7 @@ class DeviceTable:
         self, pools: Mapping[Precision, SlotPool], bits: Mapping[Precision, int],
         quotas: Mapping[Precision, Sequence[int]],
     ) -> None:  # fmt: skip
-        """Bring every expert if each has a slot: then no step ever misses one."""
+        """Fetch every expert, if each has a slot; then no step ever has a miss."""
         table = self.table
         everything = table.layers * table.experts
         whole = [precision for precision in pools if sum(quotas[precision]) == everything]
@@ -65,13 +65,15 @@ class DeviceTable:
             for layer, expert in np.ndindex(table.layers, table.experts):
                 slot = slots[int(named[layer, expert])].packed
                 slot.copy_(self._store.packed(SliceKey(layer, expert, width)), non_blocking=True)
-            # Behind the bytes, on the same stream.
+            # After the bytes, on the same stream.
             table.slot[int(table.nested and precision is Precision.HIGH)].copy_(named)
             table.precision.fill_(CODES[precision])
 
     def serve(self, policy: Policy, bits: Mapping[Precision, int], of_slices: Mapping[Precision, int]) -> None:
-        """What the device goes by in the steps from now on, with the bits of each precision, 0 for one that is skipped,
-        and of what the slots of each hold."""
+        """Write how the device serves from now on: precisions, quotas' bits and source addresses.
+
+        ``bits`` are those of each precision, 0 for one that is skipped; ``of_slices`` are those in the slots of each.
+        """
         table, experts = self.table, self._store.experts
         served = Precision.HIGH, Precision.LOW
         formats = [
@@ -84,7 +86,7 @@ class DeviceTable:
         sources = tuple((CODES[precision], bits[precision]) for precision in served if bits[precision])
         if table.nested:
             sources = tuple((CODES[precision], width) for precision, width in of_slices.items())
-        addresses = np.zeros(table.source.shape, np.int64)  # which a store that has slept has elsewhere
+        addresses = np.zeros(table.source.shape, np.int64)  # a store that slept has new addresses
         for layer, expert in np.ndindex(table.layers, table.experts):
             for code, width in sources:
                 addresses[layer, expert, code] = self._store.packed(SliceKey(layer, expert, width)).data_ptr()
@@ -92,8 +94,11 @@ class DeviceTable:
         self._sources = sources
 
     def take_counts(self, counts: ResidencyCounts, transfers: TransferStats, predictions: PrefetchStats) -> None:
-        """Add what the device has counted since the last time; waits for it. An expert that is read through again for
-        each two tokens is one transfer here, and so is one that came in part ahead."""
+        """Add what the device has counted since the last call; waits for it.
+
+        An expert that is read again for every two tokens counts as one transfer, and so does one that partly came
+        ahead.
+        """
         of_layers = counts.take(self.table.counters)
         values = of_layers.sum(0).tolist()
         which = {HIGH: Counter.FETCHED_HIGH, LOW: Counter.FETCHED_LOW}
@@ -113,9 +118,9 @@ class DeviceCounts:
 
     def __init__(self, table: Table) -> None:
         self._table = table
-        self._bins = table.layers * table.experts + 1  # the last one for experts of other ranks
+        self._bins = table.layers * table.experts + 1  # the last one is for experts of other ranks
         device = table.precision.device
-        # Choices of low versions, of high ones, and squared gates of both.
+        # Choices of low versions, choices of high versions, squared gates.
         self._uses = torch.zeros(3 * self._bins, dtype=torch.int64, device=device)
         self._first = (torch.arange(table.layers, device=device) * table.experts).view(-1, 1, 1)
         pinned = device.type == "cuda"
@@ -123,11 +128,11 @@ class DeviceCounts:
         self._event = torch.cuda.Event() if pinned else None
 
     def add(self, tokens: int) -> None:
-        """Count a small-batch step that has run, or will run on the computing stream."""
+        """Count a small-batch step that has run, or will run, on the compute stream."""
         self._add(self._table.ring_ids[0, :, :tokens], self._table.ring_weights[0, :, :tokens], self._first)
 
     def add_layer(self, layer: int, ids: Tensor, weights: Tensor) -> None:
-        """Count a layer of a large-batch step: int32 and float32 [tokens, top_k]."""
+        """Count a layer of a large-batch step, given ids int32 and weights float32, [tokens, top_k]."""
         self._add(ids, weights, self._first[layer, 0])
 
     def _add(self, ids: Tensor, weights: Tensor, first: Tensor) -> None:
@@ -143,7 +148,7 @@ class DeviceCounts:
         self._uses.zero_()
 
     def ask(self) -> None:
-        """Send the counts to the host, and count from zero from the next step on."""
+        """Start to copy the counts to the host, and count from zero from the next step on."""
         self._on_host.copy_(self._uses, non_blocking=True)
         self._uses.zero_()
         if self._event is not None:
@@ -153,20 +158,23 @@ class DeviceCounts:
         return self._event is None or self._event.query()
 
     def take(self) -> NDArray[np.int64]:
-        """Until ``ask``: int64 [3, layers, experts], choices of low and of high versions, and squared gates."""
+        """Return the counts up to the last ``ask``: int64 [3, layers, experts].
+
+        These are choices of low, choices of high, and squared gates.
+        """
         counts = self._on_host.numpy().copy().reshape(3, self._bins)[:, :-1]
         return counts.reshape(3, self._table.layers, self._table.experts)
 
 
 class OutsideIds:
-    """Expert ids outside the model that the device met in steps without the host; sent to the host after each step."""
+    """Expert ids outside of the model that device-planned steps met; copied to the host after each step."""
 
     def __init__(self, table: Table) -> None:
         self._table, self._pinned = table, table.outside.device.type == "cuda"
         self._sent: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
 
     def send(self, step: int) -> None:
-        """Send what an enqueued step has met, by its number, and forget it on the device."""
+        """Start to copy what an enqueued step has met, under its number, and clear it on the device."""
         event = torch.cuda.Event() if self._pinned else None
         on_host = torch.empty(self._table.layers, dtype=torch.int64, device="cpu", pin_memory=self._pinned)
         on_host.copy_(self._table.outside, non_blocking=True)
@@ -176,7 +184,7 @@ class OutsideIds:
         self._sent.append((step, on_host, event))
 
     def take(self, step: int) -> RoutingError | None:
-        """Return an error of the steps up to this number that have ended and were not asked about yet; else None."""
+        """Return the first error of finished steps up to this number that were not reported yet, or None."""
         found = None
         while self._sent and self._sent[0][0] <= step and (self._sent[0][2] is None or self._sent[0][2].query()):
             on_host = self._sent.popleft()[1]

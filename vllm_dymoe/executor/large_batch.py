@@ -4,8 +4,8 @@ The host enqueues everything and waits for nothing. A copy stream streams expert
 them at a time (see ``planner.large_batch``). After the last group it copies experts of the next layer, before that
 layer is routed, since nearly all of them will be active:
 
-    copies     | admitted, streamed 0 | streamed 1 | ...  | ahead for the next layer | admitted, streamed 0 | ...
-    computing  | plan | resident      | streamed 0 | ...  | last | admitted | attention | plan | resident, ahead | ...
+  copies     | admitted, streamed 0 | streamed 1 | ...  | ahead for the next layer | admitted, streamed 0 | ...
+  computing  | plan | resident      | streamed 0 | ...  | last | admitted | attention | plan | resident, ahead | ...
 
 In a CUDA graph, or with fewer than four staging slots, a layer is one group.
 """
@@ -24,15 +24,15 @@ from vllm_dymoe.planner.table import Table
 
 _LEAST_HALF = 2  # fewest staging slots of a group; with one there would be as many launches as experts
 _MOST_ACTIVE = 0.9
-"""Expected share of active experts from which copies for a layer begin before its router has run."""
+"""Smallest expected share of active experts for which a layer's experts are copied before its router has run."""
 
 
 class LargeBatchStep(Protocol):
     """The launches of one layer's step, for one shape; all layers use its memory in turn."""
 
-    shape: LargeBatchShape  # that memory was allocated for
+    shape: LargeBatchShape  # for which memory was allocated
     ids: Tensor  # int32 [tokens, top_k], the expert of each pair that is computed, -1 for the others
-    layer_plan: LayerPlan  # of the layer that was planned last
+    layer_plan: LayerPlan  # plan of the last planned layer
 
     def plan(
         self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, rows: Tensor, half: int, ahead: int,
@@ -80,8 +80,8 @@ class LargeBatches:
         staging: number of staging slots of each precision in use, for each kind of layers.
         kinds: of each layer, see ``ModelExperts.kinds``.
         captured: steps whose memory captured graphs use; filled here, and kept by the caller.
-        count: called with a layer, its ids int32 and its weights float32 [tokens, top_k], to count uses; None for no
-            counts.
+        count: called with a layer, its ids int32 and its weights float32 [tokens, top_k], to count uses; None to count
+            nothing.
 
     Attributes:
         most_streamed: most experts that a layer does not keep.
@@ -97,8 +97,8 @@ class LargeBatches:
         self._half = half if half >= _LEAST_HALF else 0  # staging slots of a group
         self.most_streamed = table.experts - min(map(min, quotas.values()))
         self._ahead_code = next(iter(quotas)) if len(quotas) == 1 and not table.nested else 0
-        self._groups = 0  # streamed so far: groups use the two halves in turn
-        self._pending: tuple[int, Any] | None = None  # layer that was copied ahead for; mark after it
+        self._groups = 0  # number of groups streamed so far: groups use the two halves in turn
+        self._pending: tuple[int, Any] | None = None  # layer for which experts were copied ahead; mark after the copies
         self._kinds, self._captured, self._count = kinds, captured, count
         self._last: tuple[StepKey, LargeBatchStep] | None = None
 
@@ -111,7 +111,7 @@ class LargeBatches:
         activation: Activation,
         marks: Tensor | None = None,
         *,
-        captured: bool = False,  # the launches go into a graph
+        captured: bool = False,  # the launches are captured in a graph
     ) -> Tensor:
         """Enqueue one layer; return [rows, hidden], the weighted sum over each token's experts on this rank.
 
@@ -120,7 +120,7 @@ class LargeBatches:
         branch, kind = self._branch, self._kinds[layer]
         key = self._shape(len(x), marked=marks is not None, captured=captured), activation, kind
         if self._pending is not None and (self._pending[0] != layer or self._last is None or self._last[0] != key):
-            self.settle()  # before the list of those copies goes with its step
+            self.settle()  # before the list of those copies is freed with its step
         step, pending = self._step(key, captured=captured), self._pending
         shape = step.shape
         active = 1 - (1 - shape.top_k / max(shape.experts, shape.top_k)) ** shape.tokens
@@ -145,7 +145,7 @@ class LargeBatches:
             branch.join(pending[1])
         step.compute(RESIDENT)
         for group in range(STREAMED, shape.groups):
-            # The fork waits for all that is enqueued by now, so a half is refilled only after its last reader.
+            # The fork waits for everything enqueued by now, so a half is refilled only after its last reader.
             following = None
             if group + 1 < last:
                 with branch.fork():
@@ -161,12 +161,12 @@ class LargeBatches:
         return step.finish()
 
     def actions(self, ids: Tensor) -> Tensor:
-        """Return :meth:`~.LayerPlan.actions` of the layer that was launched last, outside of a graph."""
+        """Return :meth:`~.LayerPlan.actions` of the layer that was launched last; not for captured launches."""
         assert self._last is not None
         return self._last[1].layer_plan.actions(ids, self._table.experts)
 
     def warm_up(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> None:
-        """Compile and load all kernels, for graphs and outside, by running steps without tokens."""
+        """Compile and load all kernels, for graphs and for plain launches, by running steps without tokens."""
         for captured in (False, True):
             for marks in (None, x.new_zeros(len(x), dtype=torch.int8)):
                 self.forward(layer, x, weights, ids, activation, marks, captured=captured)
@@ -174,7 +174,7 @@ class LargeBatches:
         self._captured.clear()
 
     def settle(self) -> None:
-        """Forget what was copied ahead, because another kind of step or another layer comes next."""
+        """Forget what was copied ahead, because another kind of step or another layer follows."""
         if self._pending is not None:
             self._branch.join(self._pending[1])
             self._table.forget_ahead()

@@ -30,14 +30,14 @@ class _Coming(NamedTuple):
 
     layer: int
     projections: int
-    begun: float  # when the link was free for them
+    begun: float  # when the link began to carry them
     due: dict[int, float]  # when each has crossed the link, by its place in ``Table.staged``
 
 
 class PlainKernels:
     """The SmallBatchKernel of an emulated card; with ``link_gbps``, misses wait for a link of that rate."""
 
-    name = "decided and fetched as a device would, by the host"
+    name = "planned and fetched as by a device, on the CPU"
 
     def __init__(
         self, kernel: ExpertKernel, formats: Sequence[Mapping[int, ExpertFormat]], link_gbps: float | None = None
@@ -80,7 +80,7 @@ class PlainKernels:
         return combine(out, weights, torch.where(plan.computed > 0, ids, -1))
 
     def begin(self, x: Tensor, plan: LayerPlan, activation: Activation) -> tuple[LayerPlan, Tensor]:
-        """Begin the kernel's step for a plan; return its host-side plan and its outputs [tokens * top_k, hidden]."""
+        """Start a step for a device-side plan; return its host-side plan and its outputs [tokens * top_k, hidden]."""
         items, positions = list(range(int(plan.count))), int((plan.computed > 0).sum())
         bounds = [*plan.work[: len(items), 1].tolist(), positions]
         host = Grouped(items, bounds, *(of[:positions].long() for of in (plan.rows, plan.pairs)))
@@ -91,7 +91,7 @@ class PlainKernels:
     def decide(
         self, table: Table, layer: int, ids: Tensor, weights: Tensor, rows: Tensor, plan: LayerPlan, **how: Any
     ) -> None:
-        """Plan a layer, with the predicted experts that the link has brought by now."""
+        """Plan a layer, given the predicted experts that the link has brought by now."""
         if (coming := self._coming) is not None:
             self._coming, now = None, time.perf_counter()
             if coming.layer == layer:
@@ -126,14 +126,14 @@ class PlainKernels:
     def place(
         self, step: LayerPlan, plan: LayerPlan, item: int, slots: Sequence[range], *, through: bool = True
     ) -> int:
-        """Copy an item's bytes to their slot if it has one, and give the step their place.
+        """Copy an item's bytes to their slot if it has one, and set their place in the step.
 
         Args:
-            slots: addresses of the device's slots; what is read elsewhere crosses the link.
-            through: copy on the way, as the kernels of small batches do; False where copies have been made already.
+            slots: addresses of the device's slots; bytes read from elsewhere cross the link.
+            through: copy while computing, as the kernels of small batches do; False if copies were made before.
 
         Returns:
-            bytes that the kernel reads over the link.
+            number of bytes that the kernel reads over the link.
         """
         gate, up, down = (self._matrix(plan, item, projection, through) for projection in range(3))
         step.place(item, PackedExpert(gate, up, down))

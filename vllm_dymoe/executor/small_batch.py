@@ -31,26 +31,26 @@ from vllm_dymoe.prefetch.pace import StepPace
 class SmallBatchKernel(LargeBatchKernel, PrefetchKernel, Protocol):
     """Plans and computes one layer's step on a device."""
 
-    name: str  # which implementation, for logs and reports
+    name: str  # name of the implementation, for logs and reports
 
     def forward(
         self,
         table: Table,  # which experts are where; rewritten
         layer: int,  # position among the MoE layers
-        rows: Tensor,  # int32 [1], how many of the rows are tokens; the others come out as zeros
+        rows: Tensor,  # int32 [1], how many of the rows are tokens; the others become zeros
         plan: LayerPlan,  # overwritten, with room for the rows of x
         x: Tensor,  # [rows, hidden] bfloat16 or float16
         weights: Tensor,  # float32 [rows, top_k]
         ids: Tensor,  # int [rows, top_k], negative where another rank has the expert
         activation: Activation,
-        cpu_queue: CpuQueue | None,  # the CPU worker of misses; None if all are fetched
+        cpu_queue: CpuQueue | None,  # CPU worker for misses; None if all are fetched
     ) -> Tensor:
         """Enqueue plan, fetches and computation; return [rows, hidden], the weighted sum over each token's experts."""
         ...
 
 
 class StepMemory:
-    """What captured graphs read and write: made once per server, so that a resize moves none of it.
+    """What captured graphs read and write: allocated once per server, so that a resize moves none of it.
 
     With ``recorded``, each layer has a plan of its own, which stays readable until the next step.
 
@@ -61,7 +61,7 @@ class StepMemory:
         firsts: int32 [parts, 1], the first rows of the small steps that replace a large one.
         of_parts: int32 [parts, 4], the row counts of these steps in column 0, with the alignment of ``rows``.
         captured: the large-batch steps of captured graphs.
-        predictor: names experts in small-batch steps; None if nothing does.
+        predictor: predicts experts in small-batch steps; None without predictions.
         listed: copies of predicted experts.
     """
 
@@ -93,7 +93,7 @@ class StepMemory:
 
 
 class SmallBatches:
-    """Every MoE layer of one rank in steps that the device plans, for one allocation of slots and one policy.
+    """Every MoE layer of one rank in device-planned steps, for one allocation of slots and one policy.
 
     A resize or a change of policy builds a new object on the same memory, so captured graphs stay valid.
 
@@ -101,7 +101,7 @@ class SmallBatches:
         memory: outlives this object.
         quotas: slots of each layer, by LOW and HIGH of the precisions in use.
         staging: number of staging slots of each precision in use, for each kind of layers.
-        cpu_queue: the CPU worker of misses; None if all are fetched.
+        cpu_queue: the CPU worker for misses; None if all are fetched.
         costs: ``Table.cpu_costs`` if large-batch steps may run as small ones (all experts in one precision), else None.
         count: see :class:`LargeBatches`.
         projections: how many of a predicted expert are fetched; 0 to fetch nothing ahead.
@@ -126,7 +126,7 @@ class SmallBatches:
         if memory.predictor is not None:  # also without slots: a graph that is captured now is replayed with some
             how = memory.predictor, memory.listed, projections, staging if projections else {}, pace
             self.prefetch = DevicePrefetch(memory.table, kernel, branch, memory.rows, *how)
-        self._told = -1  # not known what an earlier object has set
+        self._told = -1  # unknown, because an earlier object may have set it
 
     def warm_up(self, activation: Activation) -> None:
         """Compile and load all kernels by running steps without tokens, so that no request or capture waits."""
@@ -154,7 +154,7 @@ class SmallBatches:
         self.tell(tokens)
 
     def tell(self, rows: int) -> None:
-        """Set how many rows are tokens in what is launched or replayed next; 0 for a step without requests."""
+        """Set how many rows are tokens in the next launches or replays; 0 for a step without requests."""
         if rows != self._told:
             memory, self._told = self.memory, rows
             memory.rows.fill_(rows)
@@ -182,7 +182,7 @@ class SmallBatches:
     ) -> Tensor:  # fmt: skip
         """Run a layer of a large-batch step, see :meth:`LargeBatches.forward`.
 
-        It runs as several small-batch steps, one after another, if the CPU executes misses and this is faster.
+        It runs as several small-batch steps in sequence, if the CPU executes misses and this is faster.
         """
         if self.prefetch is not None:
             self.prefetch.settle()
@@ -208,7 +208,7 @@ class SmallBatches:
         return self._plans[layer][-1].actions(ids, self.table.experts)
 
     def settle(self) -> None:
-        """Begin a step: forget what an earlier one copied ahead."""
+        """Begin a step: forget experts that an earlier one copied ahead."""
         self.large.settle()
         if self.prefetch is not None:
             self.prefetch.settle()

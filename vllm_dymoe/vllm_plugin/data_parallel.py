@@ -1,8 +1,8 @@
-"""Data parallelism with expert parallelism: the tokens of all ranks meet at each rank's experts.
+"""Data parallelism with expert parallelism: the tokens of all ranks are exchanged at each rank's experts.
 
-vLLM runs the ranks' models in lockstep: one without requests computes a dummy batch meanwhile. Each rank sends its rows
-to all others, computes its own experts for all rows, and receives the sums for its rows. Only a rank itself knows which
-of its rows are tokens, so they are marked before they are sent: padding is not a use of an expert.
+vLLM runs the ranks' models in lockstep: a rank without requests computes a dummy batch meanwhile. Each rank sends its
+rows to all others, computes its own experts for all rows, and receives the sums for its rows. Only a rank itself knows
+which of its rows are tokens, so they are marked before they are sent: padding is not a use of an expert.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ _NOTHING, _DECODED, _PREFILLED = range(3)
 
 
 class Gathered:
-    """Tokens of all ranks in a layer: x, weights, ids; the phase is prefill if any rank reads a prompt."""
+    """Tokens of all ranks in a layer: x, weights, ids; the phase is prefill if any rank processes a prompt."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Gathered:
 
 
 def own_tokens(tokens: int, rows: int, rank: int) -> int:
-    """Return how many of a rank's rows are tokens, where ranks of tensor parallelism have consecutive parts of them."""
+    """Return how many of a rank's rows are tokens, if tensor-parallel ranks have consecutive parts of them."""
     return min(max(tokens - rank * rows, 0), rows)
 
 
@@ -54,7 +54,7 @@ def gather_rows(group: Any, tensors: list[torch.Tensor], sizes: list[int]) -> li
     """Gather tensors [rows of this rank, ...] into [rows of all ranks, ...], through a CpuCommunicator."""
     longest, found = max(sizes), []
     for tensor in tensors:
-        padded = tensor.new_zeros(longest, *tensor.shape[1:])  # a collective of gloo has parts of one size
+        padded = tensor.new_zeros(longest, *tensor.shape[1:])  # a collective of gloo needs parts of equal size
         padded[: len(tensor)] = tensor
         parts = tensor.new_empty(len(sizes), longest, *tensor.shape[1:])
         sent, received = padded.view(torch.uint8), parts.flatten(0, 1).view(torch.uint8)

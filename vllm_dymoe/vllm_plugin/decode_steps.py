@@ -1,8 +1,8 @@
 """Steps with device-side planning: what happens before and after the model runs.
 
-Such a step may be the replay of a CUDA graph, in which no Python runs. Before the model it is told how many rows are
-tokens; after the model observers are told what routers chose. Steps of few rows are small batches, others large
-batches; so are steps with prompt tokens, if the policy treats these differently.
+Such a step may be the replay of a CUDA graph, in which no Python runs. Before the model it is set how many rows are
+tokens; after the model, observers get what routers chose. Steps of few rows are small batches, others large batches; so
+are steps with prompt tokens, if the policy treats these differently.
 """
 
 import torch
@@ -18,9 +18,7 @@ from vllm_dymoe.vllm_plugin.step import PromptTap, RankLayer, RunningStep
 
 
 class DecodeSteps:
-    """The device-planned steps of one rank; a decoding request has at most ``longest`` tokens: its own and drafted
-    ones.
-    """
+    """The device-planned steps of one rank; a decoding request has up to ``longest`` tokens, including drafted ones."""
 
     def __init__(
         self, server: ExpertServer, table: Table, step: RunningStep, observation: Observation, longest: int,
@@ -35,12 +33,12 @@ class DecodeSteps:
 
     @property
     def path(self) -> SmallBatches:
-        """What runs the layers now: a resize replaces it."""
+        """The object that runs the layers now; a resize replaces it."""
         assert self._server.small_batches is not None
         return self._server.small_batches
 
     def enter_layer(self, rows: int, *, capturing: bool) -> bool:
-        """Return whether a layer of so many rows belongs to a small batch; vLLM's warm-up runs have no tokens."""
+        """Return whether a layer of ``rows`` rows belongs to a small batch; vLLM's warm-up runs have no tokens."""
         step = self._step
         if not capturing:
             self.path.tell(0 if step.warming_up else step.real(rows))
@@ -50,7 +48,10 @@ class DecodeSteps:
         self, layer: RankLayer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, here: torch.Tensor,
         *, capturing: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """Run a layer of a large batch, and tell observers; experts are given for all ranks, and for this one."""
+        """Run a layer of a large batch, and tell observers.
+
+        Takes the ids for all ranks' experts, and for this rank's.
+        """
         step, rows, path = self._step, len(x), self.path
         self._large = True
         if capturing or step.warming_up:
@@ -69,7 +70,10 @@ class DecodeSteps:
         return out
 
     def _known(self, ids: torch.Tensor) -> torch.Tensor:
-        """The same with -1 for what is no expert: observers index by it before the step is found to have failed."""
+        """Return ids with -1 for those of no expert.
+
+        Observers use ids as indices before the step is known to fail.
+        """
         return torch.where(ids < self._table.experts, ids, -1)
 
     @property
@@ -99,7 +103,7 @@ class DecodeSteps:
                 observer.see(self._routing(layer, x, ids, weights, actions=actions))
 
     def failure(self, step: int) -> str:
-        """Return why a step up to this number, if it has ended, failed on the device; empty if none did."""
+        """Return why a finished step up to this number failed on the device; empty if none did."""
         return str(self._outside.take(step) or "")
 
     def _routing(

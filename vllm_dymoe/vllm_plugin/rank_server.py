@@ -32,20 +32,20 @@ class RankServer:
         failures: StepFailures,
         predictor_observer: PredictorObserver,
         observation: Observation,
-        drafted: int = 0,  # tokens that speculative decoding adds to a request's one
+        drafted: int = 0,  # tokens that speculative decoding adds to each request's one
         training: ServedTraining | None = None,
     ) -> None:
         self.training = training
         self.server, self.step, self.failures = server, step, failures
         self.predictor_observer, self.observation = predictor_observer, observation
-        self.prompts: PromptTap | None = None  # for a policy that does not ask
+        self.prompts: PromptTap | None = None  # None if the policy does not use it
         takes = server.policy.prefetch is not None and server.policy.prefetch.takes_predictor
         if takes or server.policy.precision.heavy_hitters is not None:
             self.prompts = PromptTap(lambda: self.server.policy, step, drafted, self._predictor_asks)
         self._decode: DecodeSteps | None = None
         if server.small_batches is not None:
             self._decode = DecodeSteps(server, server.small_batches.table, step, observation, 1 + drafted, self.prompts)
-        self._num_layers = len(server.experts.layers)  # without a draft's, which come later
+        self._num_layers = len(server.experts.layers)  # without a draft's, which are added later
         self._preemptions = Preemptions()
         predictor_observer.listen(observation, lambda: self.server.drop_predictor())
 
@@ -99,7 +99,7 @@ class RankServer:
                     out = server.host_planned.forward(routing, layer.activation)
             else:
                 observers = () if draft else self.observation.observers
-                if observers:  # an expert that does not exist fails the step before they see it
+                if observers:  # an invalid expert id fails the step before they see it
                     routing.check(server.experts.num_experts)
                 for observer in observers:
                     if not observer.needs_actions:
@@ -122,8 +122,8 @@ class RankServer:
         if scheduler_output.total_num_scheduled_tokens == 0:
             return False
         self.step.begin(scheduler_output)
-        # Where ranks add up parts of the same experts, one that failed has learnt less than the others, and would give
-        # some experts another precision.
+        # If ranks add up parts of the same experts, one that failed has learnt less than the others, and would choose
+        # other precisions.
         if self.server.ranks_add_up and self.failures.any_new():
             self.server.start_over()
         self.server.host_planned.begin_step(self.step.phase)
@@ -132,7 +132,7 @@ class RankServer:
         return True
 
     def device_failure(self, step: int) -> str:
-        """Return why a step up to this number, if it has ended, failed on the device; empty if none did."""
+        """Return why a finished step up to this number failed on the device; empty if none did."""
         return "" if self._decode is None else self._decode.failure(step)
 
     @contextlib.contextmanager
@@ -154,37 +154,37 @@ class RankServer:
             observer.end_step(runner, scheduler_output, self.step.number, failed=failed)
         if self.training is not None and not failed and (better := self.training.end_step(self.step)) is not None:
             self._use(better)
-        return None if output is None else self.failures.finish(output)  # without one, sample_tokens comes next
+        return None if output is None else self.failures.finish(output)  # without an output, sample_tokens comes next
 
     def end_step(self, output: Any) -> Any:
-        """End a step after sampling; return its output as ``end_model`` does. Observers were told there."""
+        """End a step after sampling, and return its output as ``end_model`` does."""
         return output if self.step.warming_up else self.failures.finish(output)
 
     def extend(self, server: ExpertServer) -> None:
-        """Append a draft's layers to the model's; the host plans in all of them."""
+        """Append a draft's layers to the model's; then the host plans in all of them."""
         assert server.small_batches is None
         self.server, self._decode = server, None
 
     def _use(self, predictor: TrainedPredictor) -> None:
-        """Ask what was trained here. Its network changes in place, so that it is put into service once."""
+        """Use a predictor that was trained here; its network changes in place, so one call suffices."""
         before = self.server.predictor
         asked = None if before is None else before.predictor
         if not (isinstance(asked, TrainedPredictor) and asked.network is predictor.network):
             self.server.use_predictor(predictor)
 
     def close(self) -> None:
-        """Shut down: end threads, free memory and descriptors, and write what is being recorded."""
+        """Shut down: stop threads, free memory and descriptors, and write recordings."""
         if self.observation.trace is not None:
             self.observation.trace.recorder.close()
         if self.training is not None:
             self.training.close()
         self.server.close()
-        vars(self).clear()  # closures that vLLM's layers were given go on naming this object, and would keep all of it
+        vars(self).clear()  # closures in vLLM's layers still refer to this object, and would keep all of it
 
     def _failed(self, error: TransferError | RoutingError) -> None:
         if not self.step.warming_up:
             self.failures.record(f"vllm-dymoe: {error}")
         elif self.failures.alone:
-            raise error  # the start ends with this sentence
+            raise error  # the start ends with this error
         else:
             logger.error("vllm-dymoe: %s", error)  # the other ranks wait for this one; the first step fails as well

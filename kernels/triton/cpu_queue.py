@@ -59,7 +59,7 @@ def post(
     start(
         post_kernel,
         (1,),
-        (device_queue.turn, x, ids, rows, *listed, addresses[0], addresses[-1], layer),
+        (device_queue.turn, x, ids, rows, *listed, addresses[0], addresses[-1], layer, len(x)),
         device_queue.constants | places | sizes,
         {"num_warps": 4},
     )
@@ -99,17 +99,17 @@ def collect(
     do_not_specialize_on_alignment=[
         "turn", "x", "ids", "rows", "count", "action", "experts", "bits", "addresses", "residual",
     ],
-    do_not_specialize=["layer"],
+    do_not_specialize=["layer", "tokens"],
 )  # fmt: skip
 def post_kernel(
     turn, x, ids, rows, count, action, experts, bits, addresses, residual,
-    layer: tl.int32,
+    layer: tl.int32, tokens: tl.int32,
     CONTROL: tl.constexpr, DEPTH: tl.constexpr, ENTRY: tl.constexpr, CALLS: tl.constexpr, IDS: tl.constexpr,
     X: tl.constexpr, TOP_K: tl.constexpr, HIDDEN: tl.constexpr, NESTED: tl.constexpr, WIDTH: tl.constexpr,
     ITEMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Fill the next entry and write its number; grid [1], so that one barrier is behind all of its stores."""
-    real = tl.load(rows)
+    real = tl.minimum(tl.load(rows), tokens)
     item = tl.arange(0, WIDTH)
     on_cpu = (tl.load(action + item, mask=item < ITEMS, other=0) == 3) & (item < tl.load(count))
     some = tl.sum(on_cpu.to(tl.int32), 0)

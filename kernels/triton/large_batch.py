@@ -23,6 +23,7 @@ from vllm_dymoe.kernels.triton.planner import (
     outside_of,
     plan_small_batch_on_gpu,
     tell_outside,
+    weights_of,
 )
 from vllm_dymoe.kernels.triton.start import Start, run_kernel
 from vllm_dymoe.planner.constants import experts_width
@@ -80,7 +81,10 @@ def plan_large_batch_on_gpu(
         list_kernel, (shape.groups, classes), (*columns, large["spans"], large["work"], *numbers),
         {"EXPERTS": shape.experts, "WIDTH": width, **constants, "GROUPS": shape.streamed_groups > 0}, options,
     )  # fmt: skip
-    placed = ids, rows, scratch, plan["rows"], plan["pairs"], large["ids"], table["staged_for"], table["outside"]
+    placed = (
+        ids, weights, rows, scratch, plan["rows"], plan["pairs"], large["ids"], large["weights"], table["staged_for"],
+        table["outside"], table["renormalizes"],
+    )  # fmt: skip
     start(place_pairs_kernel, (shape.chunks,), (*placed, shape.chunk, shape.chunks, shape.positions, layer), sizes,
           options)  # fmt: skip
 
@@ -111,7 +115,7 @@ def count_kernel(
     sizes_at = scratch + 3 * WIDTH + part * counted
     sums_at = (sizes_at + chunks * WIDTH).to(tl.pointer_type(tl.int64))
     ranks = sizes_at + 3 * chunks * WIDTH
-    count = tl.minimum(tl.load(rows) * TOP_K - at, chunk)
+    count = tl.minimum(tl.minimum(tl.load(rows) * TOP_K, positions) - at, chunk)
     of_part = ids + part * positions + at
     sizes, sums = count_pairs(of_part, weights + at, ranks + at, count, expert, EXPERTS, WIDTH, CHUNK)
     tl.store(sizes_at + number * WIDTH + expert, sizes)
@@ -273,18 +277,21 @@ def _fill(rows, value, first, stop, lane, WIDTH: tl.constexpr):
 @triton.jit(
     do_not_specialize_on_alignment=[
         "ids",
+        "weights",
         "rows",
         "scratch",
         "item_rows",
         "item_pairs",
         "computed",
+        "computed_weights",
         "staged_for",
         "outside",
+        "renormalizes",
     ],
     do_not_specialize=["chunk", "chunks", "positions", "layer"],
 )
 def place_pairs_kernel(
-    ids, rows, scratch, item_rows, item_pairs, computed, staged_for, outside,
+    ids, weights, rows, scratch, item_rows, item_pairs, computed, computed_weights, staged_for, outside, renormalizes,
     chunk: tl.int32, chunks: tl.int32, positions: tl.int32, layer: tl.int32,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -292,12 +299,13 @@ def place_pairs_kernel(
 
     Args:
         computed: int32 [pairs], experts, -1 for a pair that is not computed.
+        computed_weights: float32 [pairs], see ``weights_of``.
     """
     number = tl.program_id(0)
     lane = tl.arange(0, WIDTH)
     before = scratch + 3 * WIDTH + number * WIDTH
     ranks = scratch + (3 + 3 * chunks) * WIDTH
-    real = tl.load(rows) * TOP_K
+    real = tl.minimum(tl.load(rows) * TOP_K, positions)
     wrong = tl.full([WIDTH], -1, tl.int64)
     for first in range(number * chunk, tl.minimum((number + 1) * chunk, positions), WIDTH):
         pair = first + lane
@@ -309,6 +317,8 @@ def place_pairs_kernel(
         tl.store(item_pairs + position, pair, mask=inside)
         tl.store(item_rows + position, pair // TOP_K, mask=inside)
         tl.store(computed + pair, tl.where(inside, one_id, -1), mask=own)
+        weight = weights_of(weights, ids, scratch, pair, real, renormalizes, EXPERTS, TOP_K)
+        tl.store(computed_weights + pair, weight, mask=own)
         wrong = tl.maximum(wrong, outside_of(ids, pair, tl.where(own, real, 0), EXPERTS))
     tell_outside(outside + layer, wrong)
     if number == 0:

@@ -88,7 +88,7 @@ class TritonLargeBatch:
             self._table, layer, ids, weights, rows, self._plan, self.shape, half, ahead, self._steps,
             vars(self._lists[self._parity]), marks,
         )  # fmt: skip
-        self._x, self._weights = rotated_inputs(x, self._rotation), weights
+        self._x = rotated_inputs(x, self._rotation)
         self._hidden = x.new_empty(self.shape.positions, self._inner)
         self._out = x.new_empty(self.shape.positions, x.shape[1])
         if not self._launches:
@@ -128,4 +128,4 @@ class TritonLargeBatch:
 
     def finish(self) -> Tensor:
         """Sum each token's experts in one launch."""
-        return combine(self._out, self._weights, self.ids)
+        return combine(self._out, self._large.weights, self.ids)

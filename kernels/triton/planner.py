@@ -65,6 +65,8 @@ _OF_TABLE = (
     "slot_bytes",
     "source",
     "reuse_high",
+    "evicts",
+    "renormalizes",
     "counters",
     "outside",
     "recording",
@@ -74,7 +76,7 @@ _OF_TABLE = (
 )
 _OF_PLAN = (
     "count", "experts", "precisions", "slots", "action", "bits", "addresses", "destinations", "work", "rows", "pairs",
-    "computed", "scratch",
+    "computed", "weights", "scratch",
 )  # fmt: skip
 
 
@@ -184,6 +186,8 @@ def decide_kernel(
     slot_bytes,
     source,
     reuse_high,
+    evicts,
+    renormalizes,
     counters,
     outside,
     recording,
@@ -202,6 +206,7 @@ def decide_kernel(
     item_rows,
     item_pairs,
     item_computed,
+    item_weights,
     item_scratch,
     layer: tl.int32,
     layers: tl.int32,
@@ -241,7 +246,7 @@ def decide_kernel(
         CHUNK: pairs at a time, a power of two.
     """
     tl.store(planned, layer)  # copies of predictions for this layer stop
-    real = tl.load(rows)
+    real = tl.minimum(tl.load(rows), tokens)
     expert = tl.arange(0, WIDTH)
     known = expert < EXPERTS
     ranks = item_scratch + 3 * WIDTH
@@ -284,8 +289,13 @@ def decide_kernel(
     held = tl.load(precision + row, mask=known, other=0).to(tl.int32)
     own_slot = tl.load(slot + row, mask=known, other=-1)
     warmth = tl.load(score + row, mask=known, other=0)
-    warmth = warmth - (warmth >> _AGING) + tl.where(uses & counted, _USE, 0)
-    last_use = tl.where(uses & counted, number, tl.load(used_at + row, mask=known, other=0))
+    order = tl.load(evicts)
+    first_in = order == 0
+    aging = tl.where(order == 1, _AGING, 0)
+    arrives = uses & ((held == 0) & first_in)
+    scored = (uses & counted) & (first_in == 0)
+    warmth = tl.where(first_in, warmth, warmth - (warmth >> aging)) + tl.where(scored, _USE, 0)
+    last_use = tl.where(scored | arrives, number, tl.load(used_at + row, mask=known, other=0))
     key = (warmth << _STEP_BITS) + last_use
     reuse = tl.load(reuse_high) != 0
     wants_high = uses & (wanted == 2)
@@ -296,8 +306,11 @@ def decide_kernel(
         residual_row = layers * EXPERTS + row
         own_residual = tl.load(slot + residual_row, mask=known, other=-1)
         residual_warmth = tl.load(score + residual_row, mask=known, other=0)
-        residual_warmth = residual_warmth - (residual_warmth >> _AGING) + tl.where(wants_high & counted, _USE, 0)
-        residual_use = tl.where(wants_high & counted, number, tl.load(used_at + residual_row, mask=known, other=0))
+        aged = tl.where(first_in, residual_warmth, residual_warmth - (residual_warmth >> aging))
+        residual_scored = wants_high & scored
+        residual_warmth = aged + tl.where(residual_scored, _USE, 0)
+        residual_use = tl.load(used_at + residual_row, mask=known, other=0)
+        residual_use = tl.where(residual_scored | arrives, number, residual_use)
         hit = uses & (held >= wanted)
         computed_precision = tl.where(hit & reuse, held, wanted)
         low_misses = uses & (held == 0)
@@ -473,6 +486,8 @@ def decide_kernel(
                 computed = tl.load(item_scratch + WIDTH + one_id, mask=inside, other=0)
             tl.store(item_computed + pair, computed, mask=pair < tokens * TOP_K)
             wrong = tl.maximum(wrong, outside_of(ids, pair, real * TOP_K, EXPERTS))
+            weight = weights_of(weights, ids, item_scratch, pair, real * TOP_K, renormalizes, EXPERTS, TOP_K)
+            tl.store(item_weights + pair, weight, mask=pair < tokens * TOP_K)
         tell_outside(outside + layer, wrong)
 
 
@@ -641,6 +656,29 @@ def outside_of(ids, pair, count, EXPERTS: tl.constexpr):
     """int64, the numbers that are neither an expert's nor -1, as ``Table.outside`` has them; -1 for the others."""
     one_id = tl.load(ids + pair, mask=pair < count, other=-1).to(tl.int64)
     return tl.where((one_id < -1) | (one_id >= EXPERTS), one_id & _NONE, -1)
+
+
+@triton.jit
+def weights_of(weights, ids, begins, pair, count, renormalizes, EXPERTS: tl.constexpr, TOP_K: tl.constexpr):
+    """float32, the weights of some pairs, which take over those of a token's skipped experts if it is asked for.
+
+    Args:
+        begins: int32, negative for an expert that is not computed.
+        pair: the pairs' numbers; weights from `count` on are 0.
+        renormalizes: of the table.
+    """
+    weight = tl.load(weights + pair, mask=pair < count, other=0.0)
+    if tl.load(renormalizes) != 0:
+        here = tl.where(pair < 0, weight, 0.0)  # zeros
+        stays = here
+        for k in range(TOP_K):
+            other = pair // TOP_K * TOP_K + k
+            one_id, inside = ids_of(ids, other, count, EXPERTS)
+            one = tl.load(weights + other, mask=inside, other=0.0)
+            here += one
+            stays += tl.where(tl.load(begins + one_id, mask=inside, other=-1) >= 0, one, 0.0)
+        weight = weight * tl.where(stays > 0, tl.div_rn(here, stays), 1.0)
+    return weight
 
 
 @triton.jit

@@ -102,9 +102,9 @@ class SmallBatchStep:
         if device_queue is not None:
             rows_out = x.new_empty(positions, self.shape.hidden)
             decode_down(hidden, rows_out, experts, WorkList(work[:-1], *at), self.tiles.down, scratch, start=start)
-            collect(device_queue, rows_out, plan["computed"], weights, out, start=start)
+            collect(device_queue, rows_out, plan["computed"], plan["weights"], out, start=start)
             return
-        weighting = Weighting(weights, plan["computed"])
+        weighting = Weighting(plan["weights"], plan["computed"])
         decode_down(hidden, out, experts, WorkList(work, *at), self.tiles.down, scratch, weighting, start=start)
 
     def _hidden_bytes(self, positions: int) -> int:

@@ -189,7 +189,9 @@ def test_the_link_never_rests_in_a_sweep(resident):
     shape = LargeBatchShape(512, 8, 128, 1, 8, -(-(128 - resident) // 8))
     clocks = Clocks(shape, resident, each=2.65e6 / 25e9, compute=1.15e-3, decide=1e-4)
     kernel = SimpleNamespace(large_batch_step=lambda *_: clocks)
-    large = LargeBatches(8, table, kernel, clocks, torch.zeros(1), {HIGH: [resident] * 48}, {HIGH: 16}, {})
+    large = LargeBatches(
+        8, table.layers, table, kernel, clocks, torch.zeros(1), {HIGH: [resident] * 48}, {HIGH: 16}, {}
+    )
     for layer in range(48):
         large.forward(layer, torch.empty(512, 1), None, None, Activation.SILU)
         assert large._last[0][0] == shape

@@ -36,17 +36,22 @@ quotas = st.lists(st.integers(0, EXPERTS), min_size=LAYERS, max_size=LAYERS)
     st.sampled_from([0, 1, 2, 7]),
     st.booleans(),
     st.sampled_from(sorted(COSTS)),
+    st.sampled_from(["coldest", "least recent", "first in"]),
+    st.sampled_from(["keep", "renormalize"]),
 )
-def test_any_predictions_and_steps(steps, low, high, retention, high_by, reuse_high, skip_low, staging, nested, costs):
+def test_any_predictions_and_steps(
+    steps, low, high, retention, high_by, reuse_high, skip_low, staging, nested, costs, evicts, skipped_weights
+):
     """Nothing is fetched ahead where the low version lies inside the high one."""
     options = {"skip_low": skip_low, "staging": staging, "nested": nested, "costs": COSTS[costs]}
-    policy = Dymoe(retention=retention, high_by=high_by, reuse_high=reuse_high)
+    chosen = {"retention": retention, "high_by": high_by, "reuse_high": reuse_high}
+    policy = Dymoe(**chosen, evicts=evicts, skipped_weights=skipped_weights)
     twins = Twins({LOW: low, HIGH: high}, policy=policy, **options)
     for foreseen, layer, tokens, seed in steps:
         ids, weights = random_step(seed, tokens)
         if foreseen and not nested:
             twins.stage(layer, seed)
-        twins.step(layer, ids, weights, real=seed % (tokens + 1))
+        twins.step(layer, ids, weights, real=seed % (tokens + 3))
         check_integrity(twins.plain.on_host(), ranges=True)
 
 
@@ -126,11 +131,12 @@ def test_an_expert_outside_the_model_is_told_and_the_others_are_served(wrong):
     assert torch.equal(alone.ring_ids, twins.plain.ring_ids)
 
 
+@pytest.mark.parametrize("evicts", ["coldest", "least recent", "first in"])
 @pytest.mark.parametrize("nested", [False, True])
-def test_recorded_routing(nested):
+def test_recorded_routing(nested, evicts):
     """What routers of a trained model chose: popular experts, and steps that resemble their neighbours."""
     sizes = {"experts": recorded_routing.EXPERTS, "top_k": recorded_routing.TOP_K}
-    twins = Twins({LOW: [4, 3], HIGH: [5, 6]}, policy=Dymoe(retention=0.75), nested=nested,
+    twins = Twins({LOW: [4, 3], HIGH: [5, 6]}, policy=Dymoe(retention=0.75, evicts=evicts), nested=nested,
                   costs=COSTS["share"], **sizes)  # fmt: skip
     for step, (layer, ids, weights) in enumerate(recorded_routing.recorded_steps(3)):
         twins.step(layer, ids, weights, real=min(3, step))

@@ -71,9 +71,11 @@ class DeviceTable:
         formats = {
             CODES[precision]: experts.formats.get(bits[precision]) for precision in (Precision.HIGH, Precision.LOW)
         }
-        critical = policy.precision.critical_counts(table.layers, table.experts)
-        set_precision(table, formats, critical, policy.precision.thresholds)
-        table.reuse_high.fill_(policy.precision.reuses_high)
+        precision = policy.precision
+        set_precision(table, formats, precision.all_critical_counts(experts), precision.thresholds)
+        table.reuse_high.fill_(precision.reuses_high)
+        table.renormalizes.fill_(precision.renormalizes)
+        table.evicts.fill_(policy.residency.evicts)
         sources = tuple((code, fmt.bits) for code, fmt in formats.items() if fmt is not None)
         if table.nested:
             sources = tuple((CODES[precision], width) for precision, width in of_slices.items())
@@ -109,13 +111,17 @@ class DeviceCounts:
         # Choices of low versions, of high ones, and squared gates of both.
         self._uses = torch.zeros(3 * self._bins, dtype=torch.int64, device=device)
         self._first = (torch.arange(table.layers, device=device) * table.experts).view(-1, 1, 1)
+        self._row = torch.arange(table.ring_ids.shape[2], device=device).view(1, -1, 1)
         pinned = device.type == "cuda"
         self._on_host = torch.zeros(3 * self._bins, dtype=torch.int64, device="cpu", pin_memory=pinned)
         self._event = torch.cuda.Event() if pinned else None
 
-    def add(self, tokens: int) -> None:
-        """Count a small-batch step that has run, or will run on the computing stream."""
-        self._add(self._table.ring_ids[0, :, :tokens], self._table.ring_weights[0, :, :tokens], self._first)
+    def add(self) -> None:
+        """Count the layers that ran as small batches since the last time, or will run on the computing stream."""
+        table = self._table
+        ids = torch.where(self._row < table.ring_rows[0, :, None, None], table.ring_ids[0], -1)
+        self._add(ids, table.ring_weights[0], self._first)
+        table.ring_rows.zero_()
 
     def add_layer(self, layer: int, ids: Tensor, weights: Tensor) -> None:
         """Count a layer of a large-batch step: int32 and float32 [tokens, top_k]."""
@@ -166,13 +172,17 @@ class OutsideIds:
             event.record()
         self._sent.append((step, on_host, event))
 
-    def take(self, step: int) -> RoutingError | None:
-        """Return an error of the steps up to this number that have ended and were not asked about yet; else None."""
+    def take(self, step: int, experts: int | None = None) -> RoutingError | None:
+        """Return an error of the steps up to this number that have ended and were not asked about yet; else None.
+
+        Args:
+            experts: of all ranks, where ids have been bounded by them; None if the table has all of them.
+        """
         found = None
         while self._sent and self._sent[0][0] <= step and (self._sent[0][2] is None or self._sent[0][2].query()):
             on_host = self._sent.popleft()[1]
             if layers := (on_host >= 0).nonzero().flatten().tolist():
                 kept = int(on_host[layers[0]])
                 one = kept if kept <= ID_BITS >> 1 else kept - ID_BITS - 1
-                found = RoutingError(layers[0], one, self._table.experts)
+                found = RoutingError(layers[0], one, experts or self._table.experts, bounded=experts is not None)
         return found

@@ -4,11 +4,6 @@ from vllm_dymoe.kernels import native
 from vllm_dymoe.options import ConfigError, Options
 from vllm_dymoe.policies import Policy
 
-DRAFTED = "a draft with experts proposes the model's tokens"
-"""Reason for host-side planning: a draft's layers run several times in a step, and no policy knows them."""
-MET = "the tokens of data-parallel engines meet at the experts"
-"""Reason for host-side planning: only each engine knows which of its rows are tokens, and a graph does not."""
-
 
 def plans_on_device(
     options: Options, policy: Policy, device_type: str, *, readable: bool, obstacle: str = ""

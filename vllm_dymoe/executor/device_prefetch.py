@@ -33,14 +33,15 @@ class DevicePrefetch:
     Args:
         rows: int32 [1], number of real tokens of a step.
         projections: how many of an expert are fetched, gate first.
+        layers: of the model; those behind them are a draft's, which run several times in a step.
     """
 
     def __init__(
         self, table: Table, kernel: PrefetchKernel, branch: Branch, rows: Tensor, predictor: DevicePredictor,
-        listed: PrefetchList, projections: int,
+        listed: PrefetchList, projections: int, layers: int,
     ) -> None:  # fmt: skip
         self._table, self._kernel, self._branch, self._rows = table, kernel, branch, rows
-        self._predictor, self._listed, self._projections = predictor, listed, projections
+        self._predictor, self._listed, self._projections, self._layers = predictor, listed, projections, layers
         self._list_made: Any = None  # mark after the list for the layer that comes next
         self._copies_made: Any = None  # mark after everything so far
         self._predicted: Any = None  # mark after the predictions of the running layer
@@ -56,7 +57,7 @@ class DevicePrefetch:
 
     def end_layer(self, layer: int) -> None:
         """After a layer is computed: fetch for the next one, or bring the branch back at the end of the step."""
-        if layer + 1 == self._table.layers:
+        if layer + 1 == self._layers:
             self._join()
             return
         self._branch.join(self._predicted)  # x and ids may go, and other work may get their memory

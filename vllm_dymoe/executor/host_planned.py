@@ -126,10 +126,10 @@ class HostPlannedLayers:
         if asked and self.predictor is not None and self.prefetcher is not None:
             self.prefetcher.predict_first_layer(phase, self.predictor)
 
-    def end_decode(self, tokens: int, *, large: bool = False) -> None:
+    def end_decode(self, tokens: int) -> None:
         """A step of requests without the host has run, or will before anything else."""
         if self.migration is not None:
-            self.migration.count_decoded(tokens, large=large)
+            self.migration.count_decoded(tokens)
 
     # -- in a step --------------------------------------------------------------------------------
 
@@ -246,8 +246,7 @@ class HostPlannedLayers:
             if not self.cache.store.whole:
                 rows[self.cache.far(layer, wanted)] = _FAR
         counted = None if routing.uses is None else routing.uses[experts] > 0
-        evicts = self.policy.residency.evicts
-        how: dict[str, Any] = {"evicts": evicts, "counted": counted, "admits": self.migration is None}
+        how: dict[str, Any] = {"counted": counted, "admits": self.migration is None}
         places = self.cache.table.begin_step(layer, experts, codes, rows, **how)
         if self.records_actions:
             held = self.cache.table.precision[layer]

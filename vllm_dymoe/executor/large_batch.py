@@ -70,6 +70,7 @@ class LargeBatches:
 
     Args:
         top_k: experts of a token.
+        layers: of the model; those behind them are a draft's, which run several times in a step.
         rows: int32 [1], how many rows are tokens.
         quotas: slots of each layer, by LOW and HIGH of the precisions in use.
         staging: number of staging slots of each precision in use.
@@ -82,11 +83,12 @@ class LargeBatches:
     """
 
     def __init__(
-        self, top_k: int, table: Table, kernel: LargeBatchKernel, branch: Branch, rows: Tensor,
+        self, top_k: int, layers: int, table: Table, kernel: LargeBatchKernel, branch: Branch, rows: Tensor,
         quotas: Mapping[int, Sequence[int]], staging: Mapping[int, int], captured: CapturedSteps,
         count: Callable[[int, Tensor, Tensor], None] | None = None,
     ) -> None:  # fmt: skip
-        self._top_k, self._table, self._kernel, self._branch, self._rows = top_k, table, kernel, branch, rows
+        self._top_k, self._layers, self._table, self._kernel = top_k, layers, table, kernel
+        self._branch, self._rows = branch, rows
         half = min(staging.values()) // 2
         self._half = half if half >= _LEAST_HALF else 0  # staging slots of a group
         self.most_streamed = table.experts - min(map(min, quotas.values()))
@@ -117,7 +119,8 @@ class LargeBatches:
         step, pending = self._step(key, captured=captured), self._pending
         shape = step.shape
         active = 1 - (1 - shape.top_k / max(shape.experts, shape.top_k)) ** shape.tokens
-        foresees = shape.streamed_groups and layer + 1 < self._table.layers and active >= _MOST_ACTIVE
+        last = layer + 1 in (self._layers, self._table.layers)  # of the model, or of its draft
+        foresees = shape.streamed_groups and not last and active >= _MOST_ACTIVE
         ahead = self._ahead_code if foresees else 0
         step.plan(layer, x, weights, ids, self._rows, self._groups % 2, ahead, marks)
         if self._count is not None:

@@ -59,7 +59,7 @@ class PlainKernels:
         cpu_queue: CpuQueue | None,
     ) -> Tensor:
         self.decide(table, layer, ids, weights, rows, plan)
-        begun, real = time.perf_counter(), int(rows)
+        begun, real = time.perf_counter(), min(int(rows), len(x))
         if cpu_queue is not None:
             cpu_queue.serve(activation)
             post_plain(cpu_queue.queue, cpu_queue.turn, layer, x[:real], ids[:real], plan)
@@ -74,8 +74,8 @@ class PlainKernels:
         if cpu_queue is not None:
             collect_plain(cpu_queue.queue, cpu_queue.turn, out, plan.computed)
         if int((plan.computed > 0).sum()) == ids.numel():
-            return combine(out, weights)
-        return combine(out, weights, torch.where(plan.computed > 0, ids, -1))
+            return combine(out, plan.weights)
+        return combine(out, plan.weights, torch.where(plan.computed > 0, ids, -1))
 
     def begin(self, x: Tensor, plan: LayerPlan, activation: Activation) -> tuple[LayerPlan, Tensor]:
         """Begin the kernel's step for a plan; return its host-side plan and its outputs [tokens * top_k, hidden]."""
@@ -184,7 +184,7 @@ class PlainLargeBatch:
         self._groups = plan_large_batch(
             self._table, layer, ids, plan, self.shape, half, ahead, self._steps, self._large
         )
-        self._weights, self._slots = weights, slot_ranges(self._table)
+        self._slots = slot_ranges(self._table)
         self._step, self._out = owner.begin(x, plan, self._activation)
 
     def copy(self, group: int) -> None:
@@ -202,7 +202,7 @@ class PlainLargeBatch:
         owner.kernel.compute(items)
 
     def finish(self) -> Tensor:
-        return combine(self._out, self._weights, self.ids)
+        return combine(self._out, self._large.weights, self.ids)
 
 
 def slot_ranges(table: Table) -> list[range]:

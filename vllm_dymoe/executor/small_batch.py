@@ -58,7 +58,8 @@ class StepMemory:
     Attributes:
         table: on the device; between two steps the host changes values in it.
         plans: for each layer, or for all of them, a view of its plan for each number of rows; slicing costs host time.
-        rows: int32 [1], how many rows are tokens.
+        rows: int32 [1], how many rows are tokens: the first of ``told``, where nothing in a step writes another number.
+        told: int32 [2], what :meth:`SmallBatches.tell` says, twice.
         firsts: int32 [parts, 1], the first rows of the small steps that replace a large one.
         of_parts: int32 [parts, 4], the row counts of these steps in column 0, with the alignment of ``rows``.
         captured: the large-batch steps of captured graphs.
@@ -77,7 +78,8 @@ class StepMemory:
             [scratch.of(rows, experts.num_experts) for rows in range(SMALL_BATCH_ROWS + 1)]
             for scratch in (LayerPlan.allocate(*sizes, slices=1 + table.nested) for _ in range(layers))
         ]
-        self.rows = torch.zeros(1, dtype=torch.int32, device=device)
+        self.told = torch.zeros(2, dtype=torch.int32, device=device)
+        self.rows = self.told[:1]
         self.firsts = torch.arange(MOST_PARTS, dtype=torch.int32, device=device).mul_(SMALL_BATCH_ROWS).view(-1, 1)
         self.of_parts = torch.zeros(MOST_PARTS, 4, dtype=torch.int32, device=device)
         self.captured: CapturedSteps = {}
@@ -90,7 +92,7 @@ class StepMemory:
     @property
     def nbytes(self) -> int:
         """Bytes of device memory of the table and the plans; slots and scratch are counted elsewhere."""
-        tensors = *vars(self.table).values(), self.rows, self.firsts, self.of_parts
+        tensors = *vars(self.table).values(), self.told, self.firsts, self.of_parts
         tensors += tuple(tensor for of_layer in self.plans for tensor in of_layer[-1].tensors.values())
         tensors += tuple(vars(self.listed).values())
         return sum(tensor.nbytes for tensor in tensors) + (0 if self.predictor is None else self.predictor.nbytes)
@@ -121,11 +123,13 @@ class SmallBatches:
         self.memory, self.table, self.kernel = memory, memory.table, kernel
         self.cpu_queue, self.costs = cpu_queue, costs
         self._plans, slots = memory.plans, (quotas, staging, memory.captured)
-        self.large = LargeBatches(memory.experts.top_k, memory.table, kernel, branch, memory.rows, *slots, count)
+        experts, table, rows = memory.experts, memory.table, memory.rows
+        self._layers = layers = len(experts.layers) - experts.draft_layers  # of the model; a draft's come behind them
+        self.large = LargeBatches(experts.top_k, layers, table, kernel, branch, rows, *slots, count)
         self.prefetch: DevicePrefetch | None = None
         if memory.predictor is not None and any(map(prefetch_slots, staging.values())):
-            how = memory.predictor, memory.listed, memory.projections
-            self.prefetch = DevicePrefetch(memory.table, kernel, branch, memory.rows, *how)
+            how = memory.predictor, memory.listed, memory.projections, layers
+            self.prefetch = DevicePrefetch(table, kernel, branch, rows, *how)
         set_prefetch(memory.table, {} if self.prefetch is None else staging)
         self._told = -1  # not known what an earlier object has set
 
@@ -144,16 +148,40 @@ class SmallBatches:
         self.settle()
 
     def tell(self, rows: int) -> None:
-        """Set how many rows are tokens in what is launched or replayed next; 0 for a step without requests."""
+        """Set how many rows are tokens in what is launched or replayed next, or at most all of a layer's are; 0 for a
+        step without requests."""
         if rows != self._told:
             memory, self._told = self.memory, rows
-            memory.rows.fill_(rows)
-            if self.costs is not None:
-                memory.of_parts.copy_(memory.rows - memory.firsts).clamp_(0, SMALL_BATCH_ROWS)
+            memory.told.fill_(rows)
+            self._divide()
+
+    def _divide(self) -> None:
+        if self.costs is not None:
+            self.memory.of_parts.copy_(self.memory.rows - self.memory.firsts).clamp_(0, SMALL_BATCH_ROWS)
+
+    def meet(self, ids: Tensor) -> None:
+        """Set from the device how many of a layer's rows are tokens, where those of several engines meet.
+
+        Args:
+            ids: int [rows, top_k], experts of all ranks; all -1 in rows that are no tokens, which lie anywhere. If
+                there is any other row, all of them count.
+        """
+        torch.mul((ids != -1).any(), len(ids), out=self.memory.rows[0])
+        self._divide()
+
+    def own_tokens(self, ids: Tensor, first: int = 0) -> Tensor:
+        """Return ids [rows, top_k] with -1 in the rows that are no tokens of this rank, by what it was told.
+
+        Args:
+            first: number of the first row among those of the step.
+        """
+        number = torch.arange(first, first + len(ids), device=ids.device).unsqueeze(1)
+        return torch.where(number < self.memory.told[1], ids, -1)
 
     def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> Tensor:
         self.large.settle()
         plan, prefetch = self._plans[layer % len(self._plans)][len(x)], self.prefetch
+        prefetch = prefetch if layer < self._layers else None  # a draft's layers are not predicted
         if prefetch is not None:
             prefetch.begin_layer(layer, x, ids)
         given = x, weights, ids, activation, self.cpu_queue

@@ -14,7 +14,6 @@ and a layer ends when its last expert does. Everything is the same on every mach
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -242,8 +241,7 @@ class Simulator:
         if self._moves is not None:
             self._moves.count(at, active, rows)
         executes = bool(table.cpu_costs.any())
-        how: dict[str, Any] = {"evicts": self.policy.residency.evicts, "admits": self._moves is None}
-        places = table.begin_step(layer, active, codes, rows if executes else None, **how)
+        places = table.begin_step(layer, active, codes, rows if executes else None, admits=self._moves is None)
         before = table.precision[layer].copy()
         if self._moves is None:
             table.keep(layer, active, codes, places)

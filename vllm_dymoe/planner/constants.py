@@ -16,7 +16,7 @@ class Action(IntEnum):
 class Eviction(IntEnum):
     """Which of a layer's experts leaves first."""
 
-    FIRST_IN = 0  # the one that came first; its score is the step in which it came
+    FIRST_IN = 0  # the one that came first: all scores are equal, and its last use is the step in which it came
     COLDEST = 1  # the one with the lowest score
     LEAST_RECENT = 2  # the one whose last use is longest ago (LRU): scores forget all but the running step
 

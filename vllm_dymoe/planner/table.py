@@ -66,12 +66,14 @@ class Table:
     """Index in the pool of the version, or of the slice; -1 for none."""
     score: Any = _column("slices", "layers", "experts")
     used_at: Any = _column("slices", "layers", "experts")
-    """The layer's step that last used an expert, or its residual slice."""
+    """The layer's step that last used an expert, or its residual slice; in which it came, if the first in leaves."""
     step: Any = _column("layers")  # the layer's last step
     quotas: Any = _column("layers", 3, dtype="int32")  # slots that a layer may fill, by version
     reuse_high: Any = _column(1, dtype="int32", fill=1)
     """Whether a high version serves where a low one is wanted. Then results depend on what is held. Otherwise a held
     high version is replaced if the low one is wanted, as the other way round."""
+    evicts: Any = _column(1, dtype="int32", fill=Eviction.COLDEST)  # an Eviction: which expert leaves first
+    renormalizes: Any = _column(1, dtype="int32")  # whether weights of skipped experts go to the token's other experts
     counters: Any = _column("layers", len(Counter))  # incremented by the planner in C++ and on the device
     outside: Any = _column("layers", fill=-1)
     """The highest id of a step that is neither an expert's nor -1, without its sign bit (:data:`ID_BITS`); -1 for none.
@@ -172,21 +174,19 @@ class Table:
 
     def begin_step(
         self, layer: int, active: Ints, wanted: NDArray[np.int8], rows: Ints | None = None, *,
-        evicts: Eviction = Eviction.COLDEST,
         counted: NDArray[np.bool_] | None = None, admits: bool = True,
     ) -> Ints:  # fmt: skip
         """Count the uses of a layer's step and decide; return int64 [slices, n], see :func:`~.rule.decide`.
 
         Args:
-            evicts: which expert leaves first.
             counted: bool [n], experts whose use counts; None for all.
         """
         self.step[layer] += 1
-        score, used_at = self.score[:, layer], self.used_at[:, layer]
-        if evicts is Eviction.FIRST_IN:
-            score[:, active[self.precision[layer, active] == ABSENT]] = self.step[layer]
+        score, used_at, evicts = self.score[:, layer], self.used_at[:, layer], int(self.evicts[0])
+        if evicts == Eviction.FIRST_IN:  # equal scores are ordered by the step in which an expert came
+            used_at[:, active[self.precision[layer, active] == ABSENT]] = self.step[layer]
         else:
-            uses, aging = slice(None) if counted is None else counted, AGING if evicts is Eviction.COLDEST else 0
+            uses, aging = slice(None) if counted is None else counted, AGING if evicts == Eviction.COLDEST else 0
             record_uses(score, used_at, active[uses], wanted[uses], int(self.step[layer]), aging)
         quotas, reuse = self.quotas[layer].tolist(), bool(self.reuse_high[0])
         where: Any = {"reuse_high": reuse, "rows": rows, "costs": self.cpu_costs, "admits": admits}

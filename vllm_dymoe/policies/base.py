@@ -79,6 +79,11 @@ class PrecisionPolicy:
         active experts. The most important by :func:`~.importance.Importance` are."""
         return np.tile(np.arange(experts + 1, dtype=np.int32), (num_layers, 1))
 
+    def all_critical_counts(self, experts: ModelExperts) -> NDArray[np.int32]:
+        """``critical_counts`` of a model and its draft, whose layers get what the model's last one gets."""
+        counts = self.critical_counts(len(experts.layers) - experts.draft_layers, experts.num_experts)
+        return np.concatenate([counts, np.repeat(counts[-1:], experts.draft_layers, axis=0)])
+
     def begin(self, curves: Sequence[Sequence[float]]) -> None:
         """Thresholds that have not moved begin where those of a calibration ended; none where there was no such."""
 
@@ -141,7 +146,7 @@ class ResidencyPolicy:
 
     keeps: bool = True  # layers keep experts for later steps
     overlaps: bool = True  # experts arrive while others are computed
-    evicts: Eviction = Eviction.COLDEST  # a device knows the coldest alone
+    evicts: Eviction = Eviction.COLDEST
     whole: bool = False  # an expert is computed when all of it is there; else projection by projection
     migrating: Migrating | None = None
     """How versions move between steps, so that every expert is there; None where steps fetch what they need."""
@@ -207,18 +212,11 @@ class Policy(BaseModel):
         """Why a device cannot plan this policy's steps, to follow "because"; empty if it can.
 
         A device's planner has quotas (none where layers keep nothing), admission by score, precision by thresholds or
-        counts, and streaming. It runs no Python, hands on no weights, and waits for no transfer within a step.
+        counts, and streaming. It runs no Python, and waits for no transfer within a step.
         """
         precision, residency = self.precision, self.residency
-        chosen = len(precision.precisions) > 1
         if not precision.planned:
             return f'policy "{self.name}" chooses precisions by code that runs on the host'
-        if precision.renormalizes:
-            return 'skipped_weights = "renormalize" hands weights on, which the host does'
-        if chosen and not precision.thresholds and (precision.heavy_hitters or 1) < 1:
-            return "heavy_share below 1 orders experts by some of a prompt's tokens where no threshold decides"
-        if residency.evicts is not Eviction.COLDEST:
-            return "evicts orders experts by their last use or arrival, and a device evicts the coldest"
         if residency.rescues:
             return f'policy "{self.name}" weighs each fetch against the time that steps wait, which the host measures'
         if self.prefetch is not None and self.prefetch.needs_predictor:

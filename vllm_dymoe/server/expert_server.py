@@ -31,7 +31,7 @@ from vllm_dymoe.executor.copy_branch import Branch, make_branch
 from vllm_dymoe.executor.cpu_execution import CpuExecution
 from vllm_dymoe.executor.cpu_executor import CpuExecutor
 from vllm_dymoe.executor.cpu_worker import CpuWorker
-from vllm_dymoe.executor.device_planning import DRAFTED, plans_on_device
+from vllm_dymoe.executor.device_planning import plans_on_device
 from vllm_dymoe.executor.host_planned import HostPlannedLayers, StepCounts
 from vllm_dymoe.executor.plain_kernels import PlainKernels
 from vllm_dymoe.executor.small_batch import SmallBatches, SmallBatchKernel, StepMemory
@@ -161,7 +161,6 @@ class ExpertServer:
             raise ConfigError(f"vllm-dymoe: {error}") from error
         largest, timeout = max(fmt.nbytes for fmt in formats), options.transfer_timeout_s or None
         self.engine = engine or make_engine(store, device, largest, timeout, options.link_gbps)
-        obstacle = DRAFTED if self.experts.draft_layers else obstacle
         if store.readable and not obstacle and not parts.device_memory.shares_addresses():
             obstacle = "this device has other addresses for pinned host memory than the host"
         _check_misses(options, store, on_cpu=on_cpu)
@@ -368,6 +367,7 @@ class ExpertServer:
         bits = {precision: precision_bits(options, precision) for precision in Precision}
         costs = self.cpu_execution.costs(bits)
         table.cpu_costs[:], table.reuse_high[:] = costs, policy.precision.reuses_high
+        table.evicts[:] = policy.residency.evicts
         small_batches = None
         if (on_device := self._on_device) is not None:
             on_device.table.serve(policy, bits, cache.bits)

@@ -13,7 +13,6 @@ from vllm.transformers_utils.config import get_safetensors_params_metadata
 from vllm.transformers_utils.utils import convert_model_repo_to_path
 
 from vllm_dymoe.cache.store import MANIFEST, Manifest, StoreError
-from vllm_dymoe.executor.device_planning import DRAFTED, MET
 from vllm_dymoe.quantize.checkpoint import group_experts
 from vllm_dymoe.quantize.readers import Reader
 from vllm_dymoe.quantize.readers.modules import modules_of
@@ -96,13 +95,6 @@ def drafted_by_experts(config: VllmConfig) -> bool:
     draft = getattr(config.speculative_config, "draft_model_config", None)
     # Methods without a draft model, such as ngram, have the target's own config there.
     return draft is not None and draft is not config.model_config and bool(draft.get_num_experts())
-
-
-def host_needed(config: VllmConfig) -> str:
-    """Why the host has to plan about experts in every step, as far as vLLM's configuration says; empty otherwise."""
-    if drafted_by_experts(config):
-        return DRAFTED
-    return MET if meets(config.parallel_config) else ""
 
 
 def meets(parallel: ParallelConfig) -> bool:

@@ -34,7 +34,6 @@ from vllm_dymoe.vllm_plugin.model_files import (
     drafted_by_experts,
     expert_ranks,
     has_drafts,
-    host_needed,
     local_folder,
     meets,
     ranks_of_machine,
@@ -239,8 +238,7 @@ def _plans_on_device(config: VllmConfig, experts: ModelExperts | None, options: 
     device_type, pinned = current_platform.device_type, options.host_store == "pinned"
     if options.host_store == "auto" and experts is not None:
         pinned = choose_host_place("auto", device_type, experts, _room(config, options)).pinned
-    obstacle = host_needed(config)
-    return plans_on_device(options, make_policy(options), device_type, readable=pinned, obstacle=obstacle)[0]
+    return plans_on_device(options, make_policy(options), device_type, readable=pinned)[0]
 
 
 def _add_worker_methods(config: VllmConfig) -> None:

@@ -10,6 +10,7 @@ from vllm_dymoe.experts.format import PackedExpert
 from vllm_dymoe.experts.matrix import MatrixFormat, PackedMatrix
 from vllm_dymoe.kernels.activation import Activation
 from vllm_dymoe.kernels.base import Receive, check_activations, check_formats
+from vllm_dymoe.kernels.triton.cpu_queue import DeviceQueue
 from vllm_dymoe.kernels.triton.large_batch_step import TritonLargeBatch
 from vllm_dymoe.kernels.triton.launch import (
     ExpertShape,
@@ -144,20 +145,24 @@ class TritonKernel:
                 receive(3)
             grouped_down(hidden, out, table, work, tiles.grouped_down[grouped], start=start)
 
-    def small_batch_step(self, formats: Sequence[Formats], activation: Activation) -> SmallBatchStep:
+    def small_batch_step(
+        self, formats: Sequence[Formats], activation: Activation, disk_queue: DeviceQueue | None = None
+    ) -> SmallBatchStep:
         """Return a whole decode step for experts of some formats, using this kernel's scratch; errors as
         :meth:`shape_of`.
         """
         shape, precisions = self.shape_of(formats)
-        return SmallBatchStep(shape, precisions, self._tiles_of(shape), activation, self._memory, self._semaphores)
+        memory = self._memory, self._semaphores
+        return SmallBatchStep(shape, precisions, self._tiles_of(shape), activation, *memory, disk_queue)
 
     def large_batch_step(
-        self, table: Mapping[str, Tensor], shape: LargeBatchShape, formats: Sequence[Formats], activation: Activation
-    ) -> TritonLargeBatch:
+        self, table: Mapping[str, Tensor], shape: LargeBatchShape, formats: Sequence[Formats], activation: Activation,
+        disk_queue: DeviceQueue | None = None,
+    ) -> TritonLargeBatch:  # fmt: skip
         """Return a large-batch step for experts of some formats; errors as :meth:`shape_of`."""
         experts, precisions = self.shape_of(formats)
         return TritonLargeBatch(
-            table, shape, experts, precisions, self._tiles_of(experts), activation, self._scratch_of
+            table, shape, experts, precisions, self._tiles_of(experts), activation, self._scratch_of, disk_queue
         )
 
     def _scratch_of(self, partials: int, semaphores: int) -> Scratch:

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_dymoe.kernels.triton.cpu_queue import DeviceQueue, ask, take_sources
 from vllm_dymoe.kernels.triton.planner import (
     ELEMENTS_AT_ONCE,
     WARPS,
@@ -37,7 +38,7 @@ _OF_PLAN = "count", "experts", "precisions", "slots", "action", "addresses", "wo
 def plan_large_batch_on_gpu(
     table: Mapping[str, Tensor], layer: int, ids: Tensor, weights: Tensor, rows: Tensor, plan: Mapping[str, Tensor],
     shape: LargeBatchShape, half: int, ahead: int, steps: Sequence[int], large: Mapping[str, Tensor],
-    marks: Tensor | None = None, *, start: Start = run_kernel,
+    marks: Tensor | None = None, disk_queue: DeviceQueue | None = None, *, start: Start = run_kernel,
 ) -> None:  # fmt: skip
     """What ``plan_small_batch`` and then ``plan_large_batch`` do, in four launches.
 
@@ -55,6 +56,7 @@ def plan_large_batch_on_gpu(
         wide: the tensors of a LargeBatchWork, by name, for two of the classes or more; the last has all larger experts,
             too.
         marks: int8 [tokens], of tokens of prompts, if the shape has them.
+        disk_queue: brings what is missing into memory, before it is listed; None if all of it is there.
         start: launch, or only compile.
     """
     width, scratch = experts_width(shape.experts), plan["scratch"]
@@ -70,6 +72,9 @@ def plan_large_batch_on_gpu(
     plan_small_batch_on_gpu(
         table, layer, ids, weights, rows, plan, chunks=shape.chunks, marked=shape.marked, start=start
     )
+    if disk_queue is not None:
+        ask(disk_queue, layer, plan, start=start)
+        take_sources(disk_queue, table, layer, plan, start=start)
     classes, long = large["work"].shape[1:3]
     numbers = (
         layer, shape.half, shape.streamed_groups, half, ahead, shape.items, classes, long, plan["slots"].stride(0),

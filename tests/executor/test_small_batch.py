@@ -16,6 +16,8 @@ from tests.executor.device_planned import (
 )
 from tests.executor.steps import BUDGETS, CPU, STEPS, equal, forward, make_server, random_step, run
 from tests.small_model import make_experts, make_store
+from tests.support.faulty_store import FaultyStore
+from vllm_dymoe.executor import disk_queue
 from vllm_dymoe.executor.device_planning import plans_on_device
 from vllm_dymoe.options import Options
 from vllm_dymoe.planner.rule import HIGH, LOW
@@ -160,7 +162,7 @@ def test_changes_between_steps_are_values_and_no_memory_moves(memory_store, chan
     assert addresses() == before
 
 
-def test_what_decides_is_checked(memory_store, tmp_path):
+def test_what_decides_is_checked(memory_store, tmp_path, monkeypatch):
     for policy, options, problem in (
         ("on-demand", {"policy_options": {"overlap": False}}, "overlap"),
         ("exact", {"trace": {"folder": tmp_path, "inputs": True}}, "inputs of routers"),
@@ -174,10 +176,11 @@ def test_what_decides_is_checked(memory_store, tmp_path):
     parts.device_memory = SimpleNamespace(shares_addresses=lambda: False)
     with refused("addresses", option="planning"):
         ExpertServer(memory_store, options, CPU, parts=parts)
-    said = plans_on_device(Options(), Exact(), "cuda", readable=True, obstacle=ON_INPUT)
+    said = plans_on_device(Options(), Exact(), "cuda", obstacle=ON_INPUT)
     assert said == (False, ON_INPUT), "where the device was not asked for the host takes over, and says why"
-    with refused("host_store", option="planning"):
-        make_server(SimpleNamespace(experts=memory_store.experts, depth=1, readable=False), planning="device")
+    monkeypatch.setattr(disk_queue.native, "load", lambda: None)
+    with refused("native library", option="planning"):
+        make_server(FaultyStore(memory_store), planning="device")
     for planning in ("auto", "host"):
         assert make_server(memory_store, planning=planning).small_batches is None
     assert device_planned_server(memory_store).small_batches is not None

@@ -11,6 +11,7 @@ from tests.executor.device_planned import device_planned_server
 from tests.executor.steps import make_server, random_step
 from tests.operations import Operations
 from tests.small_model import make_experts, make_store
+from tests.support.faulty_store import FaultyStore
 from tests.support.no_host import NoHost
 from tests.vllm_plugin.steps import rank_of, scheduled
 from vllm_dymoe.cache.host_cache import join
@@ -278,6 +279,28 @@ def test_a_step_with_an_expert_outside_the_model_fails_and_no_other(server, rows
     assert f"expert {wrong}" in failed.failure
     assert step(lambda ids: None) is answer
     server.check_integrity()
+
+
+@pytest.mark.parametrize("rows", [2, SMALL_BATCH_ROWS + 4])
+def test_so_does_one_with_an_expert_that_cannot_be_read(memory_store, rows):
+    store = FaultyStore(memory_store)
+    server = device_planned_server(store, "50%", "exact", low=0)
+    rank, output = rank_of(server), scheduled(rows)
+
+    def step(seed):
+        rank.begin_step(output)
+        for layer in LAYERS:
+            rank.forward(layer, *random_step(seed, rows, store.experts))
+        return rank.end_model(None, output, ModelRunnerOutput(req_ids=[], req_id_to_index={}))
+
+    assert not isinstance(step(1), FailedStep)
+    store.action = lambda number, key: "fail"
+    failed = step(2)
+    assert isinstance(failed, FailedStep)
+    assert "the disk is on fire" in failed.failure
+    store.action = lambda number, key: None
+    assert not isinstance(step(2), FailedStep)
+    server.close()
 
 
 @pytest.mark.parametrize("rows", [3, SMALL_BATCH_ROWS + 4])

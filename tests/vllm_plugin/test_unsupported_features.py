@@ -148,7 +148,7 @@ def test_every_stage_says_how_many_layers_are_its_own_once(monkeypatch, layers):
 def test_beside_a_draft_with_experts_the_device_cannot_decide():
     config = SimpleNamespace(model_config=object(), speculative_config=draft(4))
     with pytest.raises(ConfigError, match='"device" is impossible, because a draft with experts'):
-        prepare._plans_on_device(config, None, Options(planning="device", host_store="pinned"))
+        prepare._plans_on_device(config, Options(planning="device", host_store="pinned"))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ Tables stay at fixed addresses, which captured graphs read (DynaExq 3.2: a stabl
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -55,6 +55,8 @@ class DeviceTable:
                 for precision in (Precision.LOW, Precision.HIGH)
                 if precision in whole and Precision.LOW in whole
             ]
+        if not self._store.readable:  # steps bring them
+            return
         for precision in whole if table.nested else whole[:1]:
             slots, bits = pools[precision].slots, pools[precision].format.bits
             for number, (layer, expert) in enumerate(np.ndindex(table.layers, table.experts)):
@@ -80,7 +82,8 @@ class DeviceTable:
         if table.nested:
             sources = tuple((CODES[precision], width) for precision, width in of_slices.items())
         addresses = np.zeros(table.source.shape, np.int64)  # which a store that has slept has elsewhere
-        for layer, expert in np.ndindex(table.layers, table.experts):
+        everything = np.ndindex(table.layers, table.experts) if self._store.readable else ()
+        for layer, expert in everything:
             for code, width in sources:
                 addresses[layer, expert, code] = self._store.packed(SliceKey(layer, expert, width)).data_ptr()
         table.source.copy_(torch.from_numpy(addresses))
@@ -155,34 +158,44 @@ class DeviceCounts:
         return counts.reshape(3, self._table.layers, self._table.experts)
 
 
-class OutsideIds:
-    """Expert ids outside the model that the device met in steps without the host; sent to the host after each step."""
+class DeviceFailures:
+    """What went wrong on the device in steps without the host; sent to the host after each step.
 
-    def __init__(self, table: Table) -> None:
-        self._table, self._pinned = table, table.outside.device.type == "cuda"
+    Args:
+        why: called with a layer, an expert of which could not be read; returns why. None if nothing has to be read.
+    """
+
+    def __init__(self, table: Table, why: Callable[[int], str] | None = None) -> None:
+        self._table, self._why, self._pinned = table, why, table.outside.device.type == "cuda"
+        self._columns = (table.outside,) if why is None else (table.outside, table.unread)
         self._sent: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
 
     def send(self, step: int) -> None:
         """Send what an enqueued step has met, by its number, and forget it on the device."""
         event = torch.cuda.Event() if self._pinned else None
-        on_host = torch.empty(self._table.layers, dtype=torch.int64, device="cpu", pin_memory=self._pinned)
-        on_host.copy_(self._table.outside, non_blocking=True)
-        self._table.outside.fill_(-1)
+        sizes = len(self._columns), self._table.layers
+        on_host = torch.empty(sizes, dtype=torch.int64, device="cpu", pin_memory=self._pinned)
+        for column, copy in zip(self._columns, on_host, strict=True):
+            copy.copy_(column, non_blocking=True)
+            column.fill_(-1)
         if event is not None:
             event.record()
         self._sent.append((step, on_host, event))
 
-    def take(self, step: int, experts: int | None = None) -> RoutingError | None:
-        """Return an error of the steps up to this number that have ended and were not asked about yet; else None.
+    def take(self, step: int, experts: int | None = None) -> str:
+        """Return why one of the steps up to this number that have ended, and were not asked about yet, failed; or "".
 
         Args:
             experts: of all ranks, where ids have been bounded by them; None if the table has all of them.
         """
-        found = None
+        found = ""
         while self._sent and self._sent[0][0] <= step and (self._sent[0][2] is None or self._sent[0][2].query()):
-            on_host = self._sent.popleft()[1]
-            if layers := (on_host >= 0).nonzero().flatten().tolist():
-                kept = int(on_host[layers[0]])
+            outside, *unread = self._sent.popleft()[1].unbind()
+            if layers := [layer for one in unread for layer in (one >= 0).nonzero().flatten().tolist()]:
+                assert self._why is not None
+                found = self._why(layers[0])
+            if layers := (outside >= 0).nonzero().flatten().tolist():
+                kept = int(outside[layers[0]])
                 one = kept if kept <= ID_BITS >> 1 else kept - ID_BITS - 1
-                found = RoutingError(layers[0], one, experts or self._table.experts, bounded=experts is not None)
+                found = str(RoutingError(layers[0], one, experts or self._table.experts, bounded=experts is not None))
         return found

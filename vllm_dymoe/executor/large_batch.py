@@ -77,6 +77,7 @@ class LargeBatches:
         captured: steps whose memory captured graphs use; filled here, and kept by the caller.
         count: called with a layer, its ids int32 and its weights float32 [tokens, top_k], to count uses; None for no
             counts.
+        foresees: experts of the next layer are copied before it is routed.
 
     Attributes:
         most_streamed: most experts that a layer does not keep.
@@ -85,14 +86,14 @@ class LargeBatches:
     def __init__(
         self, top_k: int, layers: int, table: Table, kernel: LargeBatchKernel, branch: Branch, rows: Tensor,
         quotas: Mapping[int, Sequence[int]], staging: Mapping[int, int], captured: CapturedSteps,
-        count: Callable[[int, Tensor, Tensor], None] | None = None,
+        count: Callable[[int, Tensor, Tensor], None] | None = None, *, foresees: bool = True,
     ) -> None:  # fmt: skip
         self._top_k, self._layers, self._table, self._kernel = top_k, layers, table, kernel
         self._branch, self._rows = branch, rows
         half = min(staging.values()) // 2
         self._half = half if half >= _LEAST_HALF else 0  # staging slots of a group
         self.most_streamed = table.experts - min(map(min, quotas.values()))
-        self._ahead_code = next(iter(quotas)) if len(quotas) == 1 and not table.nested else 0
+        self._ahead_code = next(iter(quotas)) if foresees and len(quotas) == 1 and not table.nested else 0
         self._groups = 0  # streamed so far: groups use the two halves in turn
         self._pending: tuple[int, Any] | None = None  # layer that was copied ahead for; mark after it
         self._captured, self._count = captured, count

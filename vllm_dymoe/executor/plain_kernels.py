@@ -13,10 +13,11 @@ from torch import Tensor
 
 from vllm_dymoe.cache.store.disk import sleep_until
 from vllm_dymoe.executor.cpu_worker import CpuQueue
+from vllm_dymoe.executor.disk_queue import DiskQueue
 from vllm_dymoe.experts.format import ExpertFormat, PackedExpert
 from vllm_dymoe.experts.matrix import MatrixFormat, PackedMatrix
 from vllm_dymoe.kernels import Activation, ExpertKernel, combine
-from vllm_dymoe.kernels.cpu_queue import collect_plain, post_plain
+from vllm_dymoe.kernels.cpu_queue import ask_plain, collect_plain, post_plain, take_plain
 from vllm_dymoe.planner.constants import Action
 from vllm_dymoe.planner.large_batch import RESIDENT, LargeBatchShape, LargeBatchWork, plan_large_batch
 from vllm_dymoe.planner.plan import Grouped, LayerPlan
@@ -40,11 +41,17 @@ class PlainKernels:
     name = "decided and fetched as a device would, by the host"
 
     def __init__(
-        self, kernel: ExpertKernel, formats: Mapping[int, ExpertFormat], link_gbps: float | None = None
-    ) -> None:
+        self, kernel: ExpertKernel, formats: Mapping[int, ExpertFormat], link_gbps: float | None = None,
+        disk_queue: DiskQueue | None = None,
+    ) -> None:  # fmt: skip
+        self._disk_queue, self._given = disk_queue, (kernel, formats, link_gbps)
         self._coming: _Coming | None = None
         self._seconds_per_byte, self._free = 1e-9 / link_gbps if link_gbps else 0.0, 0.0
         self.kernel, self._formats = kernel, {fmt.encoding.tag: fmt for fmt in formats.values()}
+
+    def with_disk(self, disk_queue: DiskQueue) -> "PlainKernels":
+        """Return the same kernels with a worker that brings what is missing into memory."""
+        return type(self)(*self._given, disk_queue)
 
     def forward(
         self,
@@ -98,6 +105,9 @@ class PlainKernels:
                         publish(table, layer, expert, coming.projections)
             self._free = min(self._free, max(coming.begun, now))  # the others are not fetched
         plan_small_batch(table, layer, ids, weights, rows, plan, **how)
+        if (disk := self._disk_queue) is not None:
+            ask_plain(disk.queue, disk.turn, layer, plan)
+            take_plain(disk.queue, disk.turn, table, layer, plan)
 
     list_predicted = staticmethod(list_predicted)
 

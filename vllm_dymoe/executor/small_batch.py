@@ -110,6 +110,7 @@ class SmallBatches:
         cpu_queue: the CPU worker of misses; None if all are fetched.
         costs: ``Table.cpu_costs`` if large-batch steps may run as small ones (all experts in one precision), else None.
         count: see :class:`LargeBatches`.
+        foresees: experts are copied before their layer is routed; not where their addresses become known with a plan.
 
     Attributes:
         large: runs prompts and steps of more rows.
@@ -118,16 +119,16 @@ class SmallBatches:
     def __init__(
         self, memory: StepMemory, kernel: SmallBatchKernel, branch: Branch, quotas: Mapping[int, Sequence[int]],
         staging: Mapping[int, int], *, cpu_queue: CpuQueue | None = None, costs: NDArray[np.int64] | None = None,
-        count: Callable[[int, Tensor, Tensor], None] | None = None,
+        count: Callable[[int, Tensor, Tensor], None] | None = None, foresees: bool = True,
     ) -> None:  # fmt: skip
         self.memory, self.table, self.kernel = memory, memory.table, kernel
         self.cpu_queue, self.costs = cpu_queue, costs
         self._plans, slots = memory.plans, (quotas, staging, memory.captured)
         experts, table, rows = memory.experts, memory.table, memory.rows
         self._layers = layers = len(experts.layers) - experts.draft_layers  # of the model; a draft's come behind them
-        self.large = LargeBatches(experts.top_k, layers, table, kernel, branch, rows, *slots, count)
+        self.large = LargeBatches(experts.top_k, layers, table, kernel, branch, rows, *slots, count, foresees=foresees)
         self.prefetch: DevicePrefetch | None = None
-        if memory.predictor is not None and any(map(prefetch_slots, staging.values())):
+        if foresees and memory.predictor is not None and any(map(prefetch_slots, staging.values())):
             how = memory.predictor, memory.listed, memory.projections, layers
             self.prefetch = DevicePrefetch(table, kernel, branch, rows, *how)
         set_prefetch(memory.table, {} if self.prefetch is None else staging)

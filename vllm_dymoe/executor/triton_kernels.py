@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_dymoe.executor.cpu_worker import CpuQueue
+from vllm_dymoe.executor.disk_queue import DiskQueue
 from vllm_dymoe.experts.format import ModelExperts
 from vllm_dymoe.kernels import Activation, ExpertKernel
 from vllm_dymoe.kernels.triton import TritonKernel
@@ -29,10 +30,16 @@ class TritonKernels:
 
     name = "triton"
 
-    def __init__(self, kernel: ExpertKernel, experts: ModelExperts, rows: int) -> None:
+    def __init__(
+        self, kernel: ExpertKernel, experts: ModelExperts, rows: int, disk_queue: DiskQueue | None = None
+    ) -> None:
         assert isinstance(kernel, TritonKernel)
         check_experts(experts.num_experts)
         self._kernel, self._formats = kernel, [fmt.matrices for fmt in experts.formats.values()]
+        self._given = kernel, experts, rows
+        self._disk_queue = None
+        if disk_queue is not None:
+            self._disk_queue = DeviceQueue(disk_queue.queue.shape, disk_queue.turn, disk_queue.turn)
         self._step = cache(self._make_step)
         step, top_k = self._step(Activation.SILU), experts.top_k
         held, needed, there = step.memory.numel(), step.nbytes(rows, top_k), step.semaphores.numel()
@@ -42,6 +49,10 @@ class TritonKernels:
                 f"a decode step of {rows} rows needs {needed} bytes and {counted} semaphores, but the kernel "
                 f"has {held} and {there}"
             )
+
+    def with_disk(self, disk_queue: DiskQueue) -> "TritonKernels":
+        """Return the same kernels with a worker that brings what is missing into memory."""
+        return TritonKernels(*self._given, disk_queue)
 
     def forward(
         self,
@@ -71,7 +82,7 @@ class TritonKernels:
         copy_predicted_on_gpu(vars(table), layer, projections, vars(listed))
 
     def large_batch_step(self, table: Table, shape: LargeBatchShape, activation: Activation) -> TritonLargeBatch:
-        return self._kernel.large_batch_step(vars(table), shape, self._formats, activation)
+        return self._kernel.large_batch_step(vars(table), shape, self._formats, activation, self._disk_queue)
 
     def _make_step(self, activation: Activation) -> SmallBatchStep:
-        return self._kernel.small_batch_step(self._formats, activation)
+        return self._kernel.small_batch_step(self._formats, activation, self._disk_queue)

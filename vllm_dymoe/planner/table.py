@@ -78,6 +78,8 @@ class Table:
     outside: Any = _column("layers", fill=-1)
     """The highest id of a step that is neither an expert's nor -1, without its sign bit (:data:`ID_BITS`); -1 for none.
     Written by the device, and read and cleared by the host after each step."""
+    unread: Any = _column("layers", fill=-1)
+    """The highest expert of a step whose bytes could not be read; -1 for none. As :attr:`outside`."""
     first_slot: Any = _column("layers", 3, dtype="int32")
     """First slot of the layer's own range in each pool. With device-side planning a free slot is the lowest of the
     range that no row names, so no list of free slots is needed."""

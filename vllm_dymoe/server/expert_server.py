@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -30,8 +30,9 @@ from vllm_dymoe.cache.transfer import TransferEngine, make_engine
 from vllm_dymoe.executor.copy_branch import Branch, make_branch
 from vllm_dymoe.executor.cpu_execution import CpuExecution
 from vllm_dymoe.executor.cpu_executor import CpuExecutor
-from vllm_dymoe.executor.cpu_worker import CpuWorker
+from vllm_dymoe.executor.cpu_worker import CpuWorker, longest_wait
 from vllm_dymoe.executor.device_planning import plans_on_device
+from vllm_dymoe.executor.disk_queue import DiskQueue, unreadable
 from vllm_dymoe.executor.host_planned import HostPlannedLayers, StepCounts
 from vllm_dymoe.executor.plain_kernels import PlainKernels
 from vllm_dymoe.executor.small_batch import SmallBatches, SmallBatchKernel, StepMemory
@@ -164,10 +165,16 @@ class ExpertServer:
         if store.readable and not obstacle and not parts.device_memory.shares_addresses():
             obstacle = "this device has other addresses for pinned host memory than the host"
         _check_misses(options, store, on_cpu=on_cpu)
-        decides, why_not = plans_on_device(options, policy, device.type, readable=store.readable, obstacle=obstacle)
-        decoding = None
+        given: dict[str, str] = {"unreadable": unreadable(store), "obstacle": obstacle}
+        decides, why_not = plans_on_device(options, policy, device.type, **given)
+        decoding, self.disk_queue = None, cast("DiskQueue | None", None)
         if decides:
             decoding, why_not = _make_decode_kernel(parts, self.kernel, self.experts, options)
+        if decoding is not None and not store.readable:
+            watched = parts.device_memory.ends_long_kernels()
+            waits = longest_wait(options.transfer_timeout_s, ends_long_kernels=watched) or None
+            self.disk_queue = _make_disk_queue(store, waits, device, parts.lock)
+            decoding = decoding.with_disk(self.disk_queue)
         self.host_plans_because = why_not  # if the device was to decide
         execution = options, store, self.engine, device, parts.lock, on_late, rates
         watched = parts.device_memory.ends_long_kernels()
@@ -295,11 +302,19 @@ class ExpertServer:
             raise ConfigError(f"vllm-dymoe: {what} is impossible while the engine sleeps; wake it up first.")
         if self.small_batches is not None:
             self.small_batches.settle()  # its copies write into slots
+        self._release_disk()
         if not self.host_planned.end():
             raise ConfigError(
                 f"vllm-dymoe: {what} is impossible while reads that were given up have not ended "
                 f"({self.store.description}); try again later."
             )
+
+    def _release_disk(self) -> None:
+        """Give back the host memory that the last layer of a device-planned step was lent."""
+        if self.disk_queue is not None:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self.disk_queue.release()
 
     def _replace(self, what: str, options: Options, policy: Policy, plan: SlotPlan, *, forgets: bool = False) -> None:
         """Serve with other slots, and with what is known of hotness unless it ``forgets``.
@@ -371,6 +386,9 @@ class ExpertServer:
         small_batches = None
         if (on_device := self._on_device) is not None:
             on_device.table.serve(policy, bits, cache.bits)
+            if self.disk_queue is not None:
+                versions = cache.bits if table.nested else bits
+                self.disk_queue.serve({CODES[precision]: width for precision, width in versions.items()})
             on_device.table.table.cpu_costs.copy_(torch.from_numpy(costs))
             # Actions of a trace are of whole steps. With migration the staging slots are for moves.
             shares = len(policy.precision.precisions) == 1 and migration is None and not records
@@ -383,6 +401,7 @@ class ExpertServer:
                 cpu_queue=self.cpu_execution.cpu_queue,
                 costs=costs if shares and costs.any() else None,
                 count=None if on_device.counts is None else on_device.counts.add_layer,
+                foresees=self.disk_queue is None,
             )
         worker = self.cpu_execution.worker
         layers = HostPlannedLayers(
@@ -459,6 +478,7 @@ class ExpertServer:
         predictor = max(self._predictor_room, 0 if self.predictor is None else self.predictor.nbytes)
         on_device, cpu_queue = self._on_device, self.cpu_execution.cpu_queue
         decides = 0 if on_device is None else on_device.memory.nbytes + (0 if cpu_queue is None else cpu_queue.nbytes)
+        decides += 0 if self.disk_queue is None else self.disk_queue.nbytes
         return self.kernel.workspace_bytes + predictor + self._training_bytes + decides
 
     @property
@@ -485,6 +505,9 @@ class ExpertServer:
         """End the transfer threads, give the slots' memory back, and close the store or keep it for another server."""
         if self.small_batches is not None:
             self.small_batches.settle()
+        if self.disk_queue is not None:
+            self._release_disk()
+            self.disk_queue.close()
         self.engine.close()
         self.cpu_execution.close()
         self.cache.pools.free()
@@ -494,6 +517,7 @@ class ExpertServer:
     def check_integrity(self) -> None:
         """AssertionError unless, between steps, nothing is pinned, no slot is lost, and the budget is kept."""
         self.host_planned.fetcher.collect()
+        self._release_disk()
         flying = ((fetch.precision, fetch.slot, fetch.kept) for fetch in self.host_planned.on_their_way())
         check_cache(self.cache, flying, moving=self.policy.residency.migrating is not None)
         if self.host_cache is not None:
@@ -524,6 +548,20 @@ def _check_misses(options: Options, store: HostStore, *, on_cpu: bool) -> None:
             'host_store "pinned", or leave the option out.',
             option="misses",
         )
+
+
+def _make_disk_queue(
+    store: HostStore, timeout: float | None, device: torch.device, lock: Callable[[torch.Tensor], str | None]
+) -> DiskQueue:
+    """ConfigError if there is no memory to read into."""
+    try:
+        return DiskQueue(store, timeout, device, lock)
+    except OSError as error:
+        raise ConfigError(
+            f"vllm-dymoe: the device cannot plan while experts are on disk, because {error}; free host memory, or set "
+            'planning to "host".',
+            option="planning",
+        ) from error
 
 
 def _make_decode_kernel(

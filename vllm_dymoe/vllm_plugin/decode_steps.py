@@ -7,7 +7,7 @@ batches; so are steps with prompt tokens, if the policy treats these differently
 
 import torch
 
-from vllm_dymoe.cache.device_table import OutsideIds
+from vllm_dymoe.cache.device_table import DeviceFailures
 from vllm_dymoe.executor.small_batch import SmallBatches
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.planner.routing import Routing
@@ -32,7 +32,8 @@ class DecodeSteps:
         self._layers = len(server.experts.layers) - server.experts.draft_layers  # of the model
         self._longest = longest
         self._prompts = prompts
-        self._outside = OutsideIds(table)
+        queue = server.disk_queue
+        self._failures = DeviceFailures(table, None if queue is None else queue.why)
         self._tokens, self._large = 0, False  # of the running step
         self._recording = self._meets = False
         self._experts: int | None = None  # of all ranks, where a rank has some of them
@@ -120,12 +121,12 @@ class DecodeSteps:
         """End a step, drafts included; or one without requests, in which other engines' tokens have met here."""
         tokens, self._tokens = self._tokens, 0
         self.path.tell(0)
-        self._outside.send(self._step.number)
+        self._failures.send(self._step.number)
         self._server.host_planned.end_decode(tokens)
 
     def failure(self, step: int) -> str:
         """Return why a step up to this number, if it has ended, failed on the device; empty if none did."""
-        return str(self._outside.take(step, self._experts) or "")
+        return self._failures.take(step, self._experts)
 
     def _routing(
         self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,

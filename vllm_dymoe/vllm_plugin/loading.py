@@ -14,6 +14,7 @@ from vllm_dymoe.cache.migration import Agree
 from vllm_dymoe.cache.pages import available_host_memory
 from vllm_dymoe.cache.store import HostStore
 from vllm_dymoe.executor.device_planning import plans_on_device, without_device
+from vllm_dymoe.executor.disk_queue import unreadable
 from vllm_dymoe.experts.format import ModelExperts
 from vllm_dymoe.experts.identity import ModelIdentity
 from vllm_dymoe.options import ConfigError, Options
@@ -258,13 +259,13 @@ class Loading:
 
     def _tested(self, store: HostStore, options: Options, device: torch.device, policy: Policy, obstacle: str) -> str:
         """Return the obstacle to device-side planning, which the self-test on this card may have found."""
-        rates = self._model.rates
+        rates, missing = self._model.rates, unreadable(store)
         found = tested(
             store.experts,
             options,
             device,
             list(dict.fromkeys(layer.activation for layer in self._layers)),
-            device_plans=plans_on_device(options, policy, device.type, readable=store.readable, obstacle=obstacle)[0],
+            device_plans=plans_on_device(options, policy, device.type, unreadable=missing, obstacle=obstacle)[0],
             kept=None if rates is None else rates.with_name(RESULTS),
             say=lambda sentence: logger.warning("vllm-dymoe: %s", sentence),
         )

@@ -75,7 +75,7 @@ def prepare(config: VllmConfig) -> None:
     except (StoreError, PredictorError, CheckpointError) as error:
         raise ConfigError(f"vllm-dymoe: {error}") from error
     if current_platform.support_static_graph_mode():
-        decides, policy, share = _plans_on_device(config, experts, options), make_policy(options), options.expert_budget
+        decides, policy, share = _plans_on_device(config, options), make_policy(options), options.expert_budget
         there = policy.residency.migrating is not None or (
             (share.share or 0) >= 1 and len(policy.precision.precisions) == 1
         )
@@ -231,14 +231,11 @@ def _room(config: VllmConfig, options: Options) -> HostRoom:
     return HostRoom(available, ranks_of_machine(parallel), options.host_memory, replicas=replicas)
 
 
-def _plans_on_device(config: VllmConfig, experts: ModelExperts | None, options: Options) -> bool:
+def _plans_on_device(config: VllmConfig, options: Options) -> bool:
     """Whether decode steps will need no host, as far as is known here; ConfigError if they have to and cannot."""
     if options.trace is not None and config.parallel_config.enable_expert_parallel:
         options = without_device(options)
-    device_type, pinned = current_platform.device_type, options.host_store == "pinned"
-    if options.host_store == "auto" and experts is not None:
-        pinned = choose_host_place("auto", device_type, experts, _room(config, options)).pinned
-    return plans_on_device(options, make_policy(options), device_type, readable=pinned)[0]
+    return plans_on_device(options, make_policy(options), current_platform.device_type)[0]
 
 
 def _add_worker_methods(config: VllmConfig) -> None:

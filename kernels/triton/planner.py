@@ -66,6 +66,7 @@ _OF_TABLE = (
     "source",
     "reuse_high",
     "evicts",
+    "admits",
     "renormalizes",
     "counters",
     "outside",
@@ -187,6 +188,7 @@ def decide_kernel(
     source,
     reuse_high,
     evicts,
+    admits,
     renormalizes,
     counters,
     outside,
@@ -289,6 +291,7 @@ def decide_kernel(
     held = tl.load(precision + row, mask=known, other=0).to(tl.int32)
     own_slot = tl.load(slot + row, mask=known, other=-1)
     warmth = tl.load(score + row, mask=known, other=0)
+    keeps = tl.load(admits) != 0
     order = tl.load(evicts)
     first_in = order == 0
     aging = tl.where(order == 1, _AGING, 0)
@@ -318,18 +321,19 @@ def decide_kernel(
         far = expert < 0  # none
         if CPU:
             far = _executed_on_cpu(
-                cpu_costs, low_misses, high_misses, number_of(held > 0), number_of(held == 2), low_quota, high_quota,
-                wanted, sizes, warmth, expert, WIDTH,
+                cpu_costs, keeps, low_misses, high_misses, number_of(held > 0), number_of(held == 2), low_quota,
+                high_quota, wanted, sizes, warmth, expert, WIDTH,
             )  # fmt: skip
             low_misses = low_misses & (far == 0)
             high_misses = high_misses & (far == 0)
         low_kept, low_gone, now_slot = _find_places(
-            low_quota, low_first, scratch, uses, low_misses, held > 0, uses, warmth, key, own_slot, expert, WIDTH
-        )
+            low_quota, low_first, scratch, uses, low_misses & keeps, held > 0, uses, warmth, key, own_slot, expert,
+            WIDTH,
+        )  # fmt: skip
         whole = (held == 2) & (low_gone == 0)
         residual_key = (residual_warmth << _STEP_BITS) + residual_use
         high_kept, high_gone, now_residual = _find_places(
-            high_quota, high_first, scratch, wants_high, high_misses & ((held > 0) | low_kept), whole, uses,
+            high_quota, high_first, scratch, wants_high, high_misses & (keeps & ((held > 0) | low_kept)), whole, uses,
             residual_warmth, residual_key, tl.where(whole, own_residual, -1), expert, WIDTH,
         )  # fmt: skip
         now = tl.where(((held > 0) & (low_gone == 0)) | low_kept, 1, 0)
@@ -342,19 +346,19 @@ def decide_kernel(
         far = expert < 0  # none
         if CPU:
             far = _executed_on_cpu(
-                cpu_costs, low_misses, high_misses, number_of(held == 1), number_of(held == 2), low_quota, high_quota,
-                wanted, sizes, warmth, expert, WIDTH,
+                cpu_costs, keeps, low_misses, high_misses, number_of(held == 1), number_of(held == 2), low_quota,
+                high_quota, wanted, sizes, warmth, expert, WIDTH,
             )  # fmt: skip
             low_misses = low_misses & (far == 0)
             high_misses = high_misses & (far == 0)
         high_kept, high_gone, now_slot = _find_places(
-            high_quota, high_first, scratch, wants_high, high_misses, held == 2, uses, warmth, key, own_slot, expert,
-            WIDTH,
+            high_quota, high_first, scratch, wants_high, high_misses & keeps, held == 2, uses, warmth, key, own_slot,
+            expert, WIDTH,
         )  # fmt: skip
         low = (held == 1) & (high_kept == 0)  # others are superseded by their high version
         low_kept, low_gone, now_slot = _find_places(
-            low_quota, low_first, scratch, uses & (wanted == 1), low_misses, low, uses, warmth, key, now_slot, expert,
-            WIDTH,
+            low_quota, low_first, scratch, uses & (wanted == 1), low_misses & keeps, low, uses, warmth, key, now_slot,
+            expert, WIDTH,
         )  # fmt: skip
         now = tl.where(high_kept, 2, tl.where(low_kept, 1, tl.where(high_gone | low_gone, 0, held)))
 
@@ -493,7 +497,7 @@ def decide_kernel(
 
 @triton.jit
 def _executed_on_cpu(
-    cpu_costs, low_misses, high_misses, lows, highs, low_quota, high_quota, wanted, sizes, warmth, expert,
+    cpu_costs, keeps, low_misses, high_misses, lows, highs, low_quota, high_quota, wanted, sizes, warmth, expert,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     """bool [WIDTH]: which misses the host computes where they lie.
@@ -514,8 +518,10 @@ def _executed_on_cpu(
     first = tl.load(cpu_costs + 4 * wanted + 1)
     host = first + (sizes - 1) * tl.load(cpu_costs + 4 * wanted + 2)
     may = (first > 0) & (sizes <= tl.load(cpu_costs + 4 * wanted + 3)) & (link > 0)
-    may = may & ((low_misses == 0) | (tl.cumsum(low_misses.to(tl.int32), 0) > tl.load(low_quota) - lows))
-    may = may & ((high_misses == 0) | (tl.cumsum(high_misses.to(tl.int32), 0) > tl.load(high_quota) - highs))
+    low_free = tl.where(keeps, tl.load(low_quota) - lows, 0)
+    high_free = tl.where(keeps, tl.load(high_quota) - highs, 0)
+    may = may & ((low_misses == 0) | (tl.cumsum(low_misses.to(tl.int32), 0) > low_free))
+    may = may & ((high_misses == 0) | (tl.cumsum(high_misses.to(tl.int32), 0) > high_free))
     longer = tl.sum(link, 0)
     busy = tl.load(cpu_costs)
     far = expert < 0  # none
@@ -754,7 +760,8 @@ def precisions_of(
         is_above = (parts * number << 16) > (tl.load(threshold) >> 16) * tl.sum(parts, 0)
         most = tl.max(tl.where(active, sums, -1), 0)
         first = tl.min(tl.where(active & (sums == most), expert, WIDTH), 0)
-        wanted = tl.where(active & (is_above | (expert == first)), 2, tl.where(active, 1, 0))
+        always = (expert == first) & (tl.load(threshold + 1) != 0)
+        wanted = tl.where(active & (is_above | always), 2, tl.where(active, 1, 0))
     elif high < number:
         importance = tl.where(active, sums, -1)
         at = scratch.to(tl.pointer_type(tl.int64))

@@ -15,6 +15,7 @@ from vllm_dymoe.planner.plan import LayerPlan
 from vllm_dymoe.planner.rule import HIGH, LOW
 from vllm_dymoe.planner.table import ID_BITS, Counter, check_integrity, set_pools
 from vllm_dymoe.planner.threshold import NO_THRESHOLD
+from vllm_dymoe.policies.adaptive import Adaptive
 from vllm_dymoe.policies.dymoe import Dymoe
 
 quotas = st.lists(st.integers(0, EXPERTS), min_size=LAYERS, max_size=LAYERS)
@@ -129,6 +130,31 @@ def test_an_expert_outside_the_model_is_told_and_the_others_are_served(wrong):
     for name, values in want.tensors.items():
         assert torch.equal(values, getattr(plan, name)), name
     assert torch.equal(alone.ring_ids, twins.plain.ring_ids)
+
+
+@pytest.mark.parametrize("costs", ["fetch", "share", "compute"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_where_others_write_the_rows_what_weighs_much_is_streamed_or_executed(nested, costs):
+    """Every expert is there, half of them high; no row changes, and a threshold of 1.2 even shares stays."""
+    policy = Adaptive(threshold=1.2)
+    twins = Twins({LOW: [EXPERTS] * 2, HIGH: [EXPERTS] * 2}, policy=policy, nested=nested, costs=COSTS[costs])
+    held, slots = torch.ones(LAYERS, EXPERTS, dtype=torch.int8), torch.arange(EXPERTS, dtype=torch.int32)
+    held[:, ::2] = HIGH
+    for table in (twins.plain, twins.table):
+        table.precision.copy_(held)
+        table.slot.fill_(-1)
+        table.slot[0] = slots
+        if nested:
+            table.slot[1, :, ::2] = slots[::2]
+    before = {name: getattr(twins.plain, name).clone() for name in ("precision", "slot", "threshold")}
+    for seed in range(12):
+        twins.step(seed % LAYERS, *random_step(seed))
+    assert all(torch.equal(values, getattr(twins.plain, name)) for name, values in before.items())
+    counts = twins.plain.counters.sum(0)
+    promoted = Counter.CPU_EXECUTED if costs == "compute" else Counter.STREAMED
+    assert counts[promoted] > 0
+    assert counts[Counter.EVICTIONS] == 0
+    assert counts[Counter.HITS] > 0
 
 
 @pytest.mark.parametrize("evicts", ["coldest", "least recent", "first in"])

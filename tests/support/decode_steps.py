@@ -55,6 +55,7 @@ def make_table(
     table.reuse_high.fill_(policy.precision.reuses_high)
     table.renormalizes.fill_(policy.precision.renormalizes)
     table.evicts.fill_(policy.residency.evicts)
+    table.admits.fill_(policy.residency.migrating is None)
     for code, base in SOURCE.items():
         table.source[:, :, code] = base + (torch.arange(LAYERS * experts).view(LAYERS, experts) << 12)
     return table

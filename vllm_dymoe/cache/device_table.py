@@ -78,6 +78,7 @@ class DeviceTable:
         table.reuse_high.fill_(precision.reuses_high)
         table.renormalizes.fill_(precision.renormalizes)
         table.evicts.fill_(policy.residency.evicts)
+        table.admits.fill_(policy.residency.migrating is None)
         sources = tuple((code, fmt.bits) for code, fmt in formats.items() if fmt is not None)
         if table.nested:
             sources = tuple((CODES[precision], width) for precision, width in of_slices.items())
@@ -156,6 +157,44 @@ class DeviceCounts:
         """Until ``ask``: int64 [3, layers, experts], choices of low and of high versions, and squared gates."""
         counts = self._on_host.numpy().copy().reshape(3, self._bins)[:, :-1]
         return counts.reshape(3, self._table.layers, self._table.experts)
+
+
+class DeviceWaits:
+    """What steps without the host have waited for the link: what they have fetched, at the rate of the link.
+
+    The host hears of it without waiting, some steps later. A step of few rows waits for all that it fetches.
+
+    Args:
+        seconds: of a fetch of a version, or of its residual slice, by LOW and HIGH.
+    """
+
+    def __init__(self, table: Table, seconds: Mapping[int, float]) -> None:
+        self._table, self._pinned, self._waited = table, table.counters.device.type == "cuda", 0.0
+        self._seconds = [seconds.get(code, 0.0) for code in (HIGH, LOW)]
+        self._seen, self._told = [0, 0], [-1, -1]
+        self._on_host = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=self._pinned)
+        self._event = torch.cuda.Event() if self._pinned else None
+
+    def seconds(self) -> float:
+        """Return the seconds so far, as far as they are known, and ask for what has come since."""
+        if self._event is None or self._event.query():
+            before, self._seen = self._seen, self._on_host.tolist()
+            # Where statistics were taken meanwhile, counters have begun anew.
+            news = [now - last if now >= last else now for now, last in zip(self._seen, before, strict=True)]
+            self._waited += sum(count * each for count, each in zip(news, self._seconds, strict=True))
+            fetched = self._table.counters[:, Counter.FETCHED_HIGH : Counter.FETCHED_LOW + 1].sum(0)
+            self._on_host.copy_(fetched, non_blocking=True)
+            if self._event is not None:
+                self._event.record()
+        return self._waited
+
+    def follow(self, thresholds: Sequence[NDArray[np.int64]]) -> None:
+        """Write the thresholds of prompts' tokens and of others into the table, where they have changed."""
+        columns = self._table.prompt_threshold, self._table.threshold
+        for number, (column, threshold) in enumerate(zip(columns, thresholds, strict=True)):
+            if self._told[number] != int(threshold[0]):
+                self._told[number] = int(threshold[0])
+                column[:1].fill_(self._told[number])
 
 
 class DeviceFailures:

@@ -141,6 +141,21 @@ def measure(
     return Rates(moved[0] / moved[1], first, following, trip, worker.threads, measured_for)
 
 
+def link_rate(store: HostStore, device: torch.device, seconds: float = 0.05) -> float:
+    """Return bytes per second of plain copies from a store that a CUDA device can read."""
+    largest = max(store.experts.formats.values(), key=lambda fmt: fmt.nbytes)
+    keys, moved = _keys(store.experts, largest.bits), 0
+    slots = [torch.empty(largest.nbytes, dtype=torch.uint8, device=device) for _ in range(_AT_ONCE)]
+    torch.cuda.synchronize(device)
+    begun = time.perf_counter()
+    while time.perf_counter() - begun < seconds:
+        for slot in slots:
+            slot.copy_(store.packed(next(keys)), non_blocking=True)
+        torch.cuda.synchronize(device)
+        moved += len(slots) * largest.nbytes
+    return moved / (time.perf_counter() - begun)
+
+
 def _keys(experts: ModelExperts, bits: int) -> Iterator[SliceKey]:
     """Yield every expert in turn, for ever, so that no CPU cache holds them."""
     everything = [SliceKey(layer, e, bits) for layer in range(len(experts.layers)) for e in range(experts.num_experts)]

@@ -5,6 +5,7 @@ quotas, precisions and retention are values in the table; the graph stays valid 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -110,6 +111,7 @@ class SmallBatches:
         cpu_queue: the CPU worker of misses; None if all are fetched.
         costs: ``Table.cpu_costs`` if large-batch steps may run as small ones (all experts in one precision), else None.
         count: see :class:`LargeBatches`.
+        spare: number of staging slots of each precision that steps leave to moves of versions.
         foresees: experts are copied before their layer is routed; not where their addresses become known with a plan.
 
     Attributes:
@@ -120,6 +122,7 @@ class SmallBatches:
         self, memory: StepMemory, kernel: SmallBatchKernel, branch: Branch, quotas: Mapping[int, Sequence[int]],
         staging: Mapping[int, int], *, cpu_queue: CpuQueue | None = None, costs: NDArray[np.int64] | None = None,
         count: Callable[[int, Tensor, Tensor], None] | None = None, foresees: bool = True,
+        spare: Mapping[int, int] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         self.memory, self.table, self.kernel = memory, memory.table, kernel
         self.cpu_queue, self.costs = cpu_queue, costs
@@ -131,7 +134,7 @@ class SmallBatches:
         if foresees and memory.predictor is not None and any(map(prefetch_slots, staging.values())):
             how = memory.predictor, memory.listed, memory.projections, layers
             self.prefetch = DevicePrefetch(table, kernel, branch, rows, *how)
-        set_prefetch(memory.table, {} if self.prefetch is None else staging)
+        set_prefetch(memory.table, {} if self.prefetch is None else staging, spare)
         self._told = -1  # not known what an earlier object has set
 
     def warm_up(self, activation: Activation) -> None:

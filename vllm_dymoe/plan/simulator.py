@@ -160,6 +160,7 @@ class Simulator:
         if all(list(of) == [self._each] * layers for of in quotas.values()):  # filled at start
             self.table.precision[:] = HIGH if HIGH in quotas else LOW
         self.table.reuse_high[:] = policy.precision.reuses_high
+        self.table.evicts[:], self.table.admits[:] = policy.residency.evicts, policy.residency.migrating is None
         self._nbytes = {CODES[precision]: formats[width].nbytes for precision, width in bits.items()}
         whole = {HIGH: options.high, LOW: options.low}
         self._whole = {code: formats[width].whole_nbytes if width else 0 for code, width in whole.items()}
@@ -241,7 +242,7 @@ class Simulator:
         if self._moves is not None:
             self._moves.count(at, active, rows)
         executes = bool(table.cpu_costs.any())
-        places = table.begin_step(layer, active, codes, rows if executes else None, admits=self._moves is None)
+        places = table.begin_step(layer, active, codes, rows if executes else None)
         before = table.precision[layer].copy()
         if self._moves is None:
             table.keep(layer, active, codes, places)

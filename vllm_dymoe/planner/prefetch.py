@@ -84,7 +84,10 @@ def prefetch_slots(staging: int) -> int:
     return staging - staging // 4
 
 
-def set_prefetch(table: Table, staging: Mapping[int, int]) -> None:
-    """Write ``Table.prefetch_slots`` for so many staging slots of LOW and HIGH; nothing is prefetched without any."""
-    slots = [prefetch_slots(staging.get(code, 0)) for code in (ABSENT, LOW, HIGH)]
+def set_prefetch(table: Table, staging: Mapping[int, int], spare: Mapping[int, int]) -> None:
+    """Write ``Table.prefetch_slots`` for so many staging slots of LOW and HIGH; nothing is prefetched without any.
+
+    Those that are ``spare`` belong to others, and no step streams through them either.
+    """
+    slots = [spare.get(code, prefetch_slots(staging.get(code, 0))) for code in (ABSENT, LOW, HIGH)]
     table.prefetch_slots.copy_(torch.tensor(slots, dtype=torch.int32))

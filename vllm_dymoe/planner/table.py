@@ -73,6 +73,7 @@ class Table:
     """Whether a high version serves where a low one is wanted. Then results depend on what is held. Otherwise a held
     high version is replaced if the low one is wanted, as the other way round."""
     evicts: Any = _column(1, dtype="int32", fill=Eviction.COLDEST)  # an Eviction: which expert leaves first
+    admits: Any = _column(1, dtype="int32", fill=1)  # whether misses may be kept; otherwise others write the rows
     renormalizes: Any = _column(1, dtype="int32")  # whether weights of skipped experts go to the token's other experts
     counters: Any = _column("layers", len(Counter))  # incremented by the planner in C++ and on the device
     outside: Any = _column("layers", fill=-1)
@@ -176,7 +177,7 @@ class Table:
 
     def begin_step(
         self, layer: int, active: Ints, wanted: NDArray[np.int8], rows: Ints | None = None, *,
-        counted: NDArray[np.bool_] | None = None, admits: bool = True,
+        counted: NDArray[np.bool_] | None = None,
     ) -> Ints:  # fmt: skip
         """Count the uses of a layer's step and decide; return int64 [slices, n], see :func:`~.rule.decide`.
 
@@ -191,7 +192,7 @@ class Table:
             uses, aging = slice(None) if counted is None else counted, AGING if evicts == Eviction.COLDEST else 0
             record_uses(score, used_at, active[uses], wanted[uses], int(self.step[layer]), aging)
         quotas, reuse = self.quotas[layer].tolist(), bool(self.reuse_high[0])
-        where: Any = {"reuse_high": reuse, "rows": rows, "costs": self.cpu_costs, "admits": admits}
+        where: Any = {"reuse_high": reuse, "rows": rows, "costs": self.cpu_costs, "admits": bool(self.admits[0])}
         return decide(active, wanted, self.precision[layer], score, used_at, quotas, **where)
 
     def keep(self, layer: int, active: Ints, wanted: NDArray[np.int8], places: Ints) -> None:

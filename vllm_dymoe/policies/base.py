@@ -217,8 +217,6 @@ class Policy(BaseModel):
         precision, residency = self.precision, self.residency
         if not precision.planned:
             return f'policy "{self.name}" chooses precisions by code that runs on the host'
-        if residency.rescues:
-            return f'policy "{self.name}" weighs each fetch against the time that steps wait, which the host measures'
         if self.prefetch is not None and self.prefetch.needs_predictor:
             return f'policy "{self.name}" asks a trained network, which the host does'
         if not residency.overlaps:

@@ -1,5 +1,6 @@
 """Every MoE layer of one model on one rank: how the budget is spent, and what changes while ``serving`` has steps."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from vllm_dymoe.cache.budget import (
 )
 from vllm_dymoe.cache.device_cache import Budget, DeviceCache, SlotPools, Writer, check_cache
 from vllm_dymoe.cache.device_memory import make_device_memory
-from vllm_dymoe.cache.device_table import DeviceCounts, DeviceTable
+from vllm_dymoe.cache.device_table import DeviceCounts, DeviceTable, DeviceWaits
 from vllm_dymoe.cache.expert_cache import Fetcher
 from vllm_dymoe.cache.host_cache import HostCache
 from vllm_dymoe.cache.migration import Agree, Migration
@@ -35,6 +36,7 @@ from vllm_dymoe.executor.device_planning import plans_on_device
 from vllm_dymoe.executor.disk_queue import DiskQueue, unreadable
 from vllm_dymoe.executor.host_planned import HostPlannedLayers, StepCounts
 from vllm_dymoe.executor.plain_kernels import PlainKernels
+from vllm_dymoe.executor.rates import link_rate
 from vllm_dymoe.executor.small_batch import SmallBatches, SmallBatchKernel, StepMemory
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts
 from vllm_dymoe.kernels import CpuKernel, ExpertKernel, make_kernel
@@ -194,6 +196,7 @@ class ExpertServer:
         files = self.host_cache.files if self.host_cache else store
         self._step_counts = StepCounts(disk=files.counts) if isinstance(files, FileStore) else StepCounts()
         self._agree, self._around = agree, around
+        self._link_rate = _known_rate(options, device)
         self.asleep = 0  # at which level
         self._spending = _Spending(self.experts, decoding is not None, automatic_budget)
         plan = self._spending.plan(options.expert_budget, options, policy, self.overhead)
@@ -382,7 +385,7 @@ class ExpertServer:
         bits = {precision: precision_bits(options, precision) for precision in Precision}
         costs = self.cpu_execution.costs(bits)
         table.cpu_costs[:], table.reuse_high[:] = costs, policy.precision.reuses_high
-        table.evicts[:] = policy.residency.evicts
+        table.evicts[:], table.admits[:] = policy.residency.evicts, migration is None
         small_batches = None
         if (on_device := self._on_device) is not None:
             on_device.table.serve(policy, bits, cache.bits)
@@ -398,6 +401,7 @@ class ExpertServer:
                 on_device.branch,
                 cache.quotas,
                 cache.staging if migration is None else dict.fromkeys(cache.staging, 0),
+                spare=cache.staging if migration is not None else {},
                 cpu_queue=self.cpu_execution.cpu_queue,
                 costs=costs if shares and costs.any() else None,
                 count=None if on_device.counts is None else on_device.counts.add_layer,
@@ -418,8 +422,19 @@ class ExpertServer:
             host_cache=self.host_cache,
             records_actions=records,
             agree=self._agree,
+            device_waits=self._device_waits(policy, bits),
         )
         return _Serving(options, cache, layers, small_batches)
+
+    def _device_waits(self, policy: Policy, bits: Mapping[Precision, int]) -> DeviceWaits | None:
+        """Return what device-planned steps have waited for the link, if the policy follows that."""
+        if self._on_device is None or policy.precision.link_share is None:
+            return None
+        if self._link_rate is None:
+            self._link_rate = link_rate(self.store, self.device)
+        formats = {CODES[precision]: self.experts.formats.get(width) for precision, width in bits.items()}
+        seconds = {code: fmt.nbytes / self._link_rate for code, fmt in formats.items() if fmt is not None}
+        return DeviceWaits(self._on_device.table.table, seconds)
 
     def _make_cpu_executor(
         self, cache: DeviceCache, policy: Policy, bits: Mapping[Precision, int], migration: Migration | None,
@@ -548,6 +563,11 @@ def _check_misses(options: Options, store: HostStore, *, on_cpu: bool) -> None:
             'host_store "pinned", or leave the option out.',
             option="misses",
         )
+
+
+def _known_rate(options: Options, device: torch.device) -> float | None:
+    """Return bytes per second of an emulated link, infinitely many without a link; None for one to be measured."""
+    return None if device.type == "cuda" else 1e9 * (options.link_gbps or math.inf)
 
 
 def _make_disk_queue(

@@ -76,7 +76,7 @@ def prepare(config: VllmConfig) -> None:
         raise ConfigError(f"vllm-dymoe: {error}") from error
     if current_platform.support_static_graph_mode():
         decides, policy, share = _plans_on_device(config, options), make_policy(options), options.expert_budget
-        there = policy.residency.migrating is not None or (
+        there = (policy.residency.migrating is not None and not policy.residency.rescues) or (
             (share.share or 0) >= 1 and len(policy.precision.precisions) == 1
         )
         recorded = options.trace is not None

@@ -70,10 +70,11 @@ def test_the_device_plans_a_draft_as_well(tmp_path, policy):
     """On the emulated card; several tokens are proposed, so that the draft's layer runs as often in a step."""
     write(QWEN3_NEXT, "nvfp4-modelopt", tmp_path)
     add_drafts(tmp_path / "quantized")
-    with small_engine(tmp_path / "quantized", {"expert_budget": "50%"}) as llm:
-        want = answers(llm)
     options = {"expert_budget": "50%", "policy": policy, "host_store": "pinned", "link_gbps": 8.0, "misses": "fetch"}
     speculation = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
+    with small_engine(tmp_path / "quantized", options | {"planning": "host"}, **speculation) as llm:
+        assert server_of(llm).small_batches is None
+        want = answers(llm)
     with small_engine(tmp_path / "quantized", options, **speculation) as llm:
         server = server_of(llm)
         assert (len(server.experts.layers), server.experts.draft_layers) == (3, 1)

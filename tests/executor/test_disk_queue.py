@@ -169,7 +169,7 @@ def test_host_memory_that_holds_a_part_lends_what_it_keeps_until_the_device_asks
     assert server.disk_queue is not None
     assert equal(run_from_disk(server, STEPS), want)
     assert store.slots.counts.misses > 0
-    assert (store.slots.counts.hits > 0) == (room > 2)
+    assert store.slots.counts.hits > 0 or room < EXPERTS
     server.resize_host_memory((room + 4) * each)
     server.sleep(2)
     server.wake()

@@ -78,8 +78,9 @@ def test_a_rescued_expert_is_computed_high_and_nothing_is_kept(fetches):
 def test_a_device_rescues_as_the_host_does(fetches, nested):
     """Small and large batches; what it fetches takes no slot that versions move through."""
     store = STORES[nested]
-    rescued = adaptive(store, fetches=fetches, on_device=True, threshold=0.0)
-    some, host = (adaptive(store, fetches=True, on_device=on_device, threshold=1.2) for on_device in (True, False))
+    places = 4 if nested else 1
+    rescued = adaptive(store, places, fetches=fetches, on_device=True, threshold=0.0)
+    some, host = (adaptive(store, places, fetches=True, on_device=there, threshold=1.2) for there in (True, False))
     whole = adaptive(store, 18, threshold=1e6)
     assert (whole.cache.table.precision == HIGH).all()
     table, before = rescued.cache.device_table.table, rescued.cache.table.precision.copy()
@@ -110,7 +111,8 @@ def test_the_dial_follows_what_device_planned_steps_have_fetched():
     for seed in range(4 * EVERY):
         server.host_planned.begin_step(Phase.DECODE)
         for layer in range(3):
-            decode(server, layer, *random_step(seed, 1, server.experts))
+            x, _, ids = random_step(seed, 1, server.experts)
+            decode(server, layer, x, torch.tensor([[0.95, 0.05]]), ids)
     assert int(threshold[0]) > begun
     server.host_planned.begin_step(Phase.DECODE)
     assert table.threshold.tolist() == threshold.tolist()

@@ -6,8 +6,8 @@ Prints a table, and writes it to FILE as JSON. Needs no GPU: a cell is run on th
 8 GB/s, and refused if its outputs are not those of the same precisions with every expert resident. Waits are uses of a
 number that only the device has, before a layer is enqueued. Launches and the host's time are those of the Triton way
 with launches that do nothing, for a layer in the middle of a step, or of the draft. Prompts have 64 tokens; a quarter
-of the experts has slots. DP+EP: the rows of another engine lie before this one's, as a gathering leaves them, which is
-not counted. Disk: a store that is not in memory, behind the thread that brings what a plan misses.
+of the experts has slots. DP+EP: the rows of another engine lie before this one's, as a gathering leaves them; it counts
+as one launch. Disk: a store that is not in memory, behind the thread that brings what a plan misses.
 """
 
 import json
@@ -97,7 +97,15 @@ class Kind:
         passes = [(layer, self.tokens) for layer in range(LAYERS)]
         if self.drafts:  # over all rows, and then for a row of each request, of which the graph is told nothing
             passes += [(LAYERS, self.tokens), (LAYERS, 1)]
-        return [(layer, self.tokens, random_step(seed, rows, STORE.experts)) for layer, rows in passes]
+        return [(layer, self.tokens, self.given(seed, rows)) for layer, rows in passes]
+
+    def given(self, seed: int, rows: int) -> tuple[Tensor, ...]:
+        """Return x, weights and ids; where engines meet, those of both."""
+        x, weights, ids = random_step(seed, rows, STORE.experts)
+        if self.meets:
+            others = torch.where(torch.arange(rows).unsqueeze(1) < 1, ids, -1)
+            return torch.cat((x, x)), torch.cat((weights, weights)), torch.cat((others, ids))
+        return x, weights, ids
 
     def run(self, server: Any, layer: int, told: int, given: tuple[Tensor, ...]) -> Tensor:
         """Enqueue one layer of a device-planned step."""
@@ -105,16 +113,11 @@ class Kind:
         path.tell(told)
         x, weights, ids = given
         if self.meets:
-            x, weights, ids = self.met(path.own_tokens(ids), x, weights)
+            ids = torch.cat((ids[: len(ids) // 2], path.own_tokens(ids[len(ids) // 2 :])))  # stands for the gathering
             path.meet(ids)
         forward = path.forward if len(x) <= SMALL_BATCH_ROWS else path.forward_large
         out = forward(layer, x, weights, ids, Activation.SILU)
         return out[len(out) // 2 :] if self.meets else out
-
-    def met(self, ids: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows of both engines, as a gathering leaves them."""
-        others = torch.where(torch.arange(len(ids)).unsqueeze(1) < 1, ids, -1)
-        return torch.cat((x, x)), torch.cat((weights, weights)), torch.cat((others, ids))
 
 
 KINDS = {
@@ -141,7 +144,7 @@ def bits_are_equal(name: str, kind: Kind) -> bool:
         for layer, told, step in kind.layers(seed):
             x, weights, ids = step
             if kind.meets:  # the host is told of tokens alone
-                x, weights, ids = (torch.cat((part[:1], part)) for part in step)
+                x, weights, ids = (torch.cat((part[:1], part[len(part) // 2 :])) for part in step)
             want = forward(host, layer, x, weights, ids)[-told:]
             equal &= torch.equal(kind.run(server, layer, told, step), want)
     server.check_integrity()

@@ -89,6 +89,8 @@ def _prefetch(server: ExpertServer) -> str:
         return "none"
     file = server.options.predictor_file
     unused = f"; predictor {file} is not used and takes no memory" if file is not None and server.unasked else ""
+    if server.small_batches is not None and server.disk_queue is not None:
+        return f"none, because a thread brings experts from the disk when the device has planned{unused}"
     if server.small_batches is not None:
         few = "none" if server.small_batches.prefetch is None else server.policy.prefetch.name
         ahead = "the next layer's experts by themselves in larger ones"

@@ -8,7 +8,7 @@ import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from tests.executor.device_planned import device_planned_server
-from tests.executor.steps import make_server, random_step
+from tests.executor.steps import forward, make_server, random_step
 from tests.operations import Operations
 from tests.small_model import make_experts, make_store
 from tests.support.faulty_store import FaultyStore
@@ -87,6 +87,14 @@ def test_which_steps_are_wide(memory_store, policy, monkeypatch):
         assert steps_of(server) == [number + 1 for number in before]
         assert speculating._decode._large is not small
         server.check_integrity()
+
+
+def test_without_overlap_every_step_is_wide(memory_store):
+    rank = rank_of(device_planned_server(memory_store, "50%", "on-demand", low=0, policy_options={"overlap": False}))
+    given, outputs = run(rank, 1, 2)
+    assert rank._decode._large
+    host = make_server(memory_store, "100%", "on-demand", low=0)
+    assert all(torch.equal(out, forward(host, layer, *given)) for layer, out in enumerate(outputs))
 
 
 def test_a_warm_up_changes_nothing(server):

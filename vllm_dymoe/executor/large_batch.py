@@ -78,6 +78,7 @@ class LargeBatches:
         count: called with a layer, its ids int32 and its weights float32 [tokens, top_k], to count uses; None for no
             counts.
         foresees: experts of the next layer are copied before it is routed.
+        overlaps: experts arrive while others are computed; otherwise a group is computed when all copies have ended.
 
     Attributes:
         most_streamed: most experts that a layer does not keep.
@@ -86,13 +87,14 @@ class LargeBatches:
     def __init__(
         self, top_k: int, layers: int, table: Table, kernel: LargeBatchKernel, branch: Branch, rows: Tensor,
         quotas: Mapping[int, Sequence[int]], staging: Mapping[int, int], captured: CapturedSteps,
-        count: Callable[[int, Tensor, Tensor], None] | None = None, *, foresees: bool = True,
+        count: Callable[[int, Tensor, Tensor], None] | None = None, *, foresees: bool = True, overlaps: bool = True,
     ) -> None:  # fmt: skip
         self._top_k, self._layers, self._table, self._kernel = top_k, layers, table, kernel
         self._branch, self._rows = branch, rows
         half = min(staging.values()) // 2
         self._half = half if half >= _LEAST_HALF else 0  # staging slots of a group
         self.most_streamed = table.experts - min(map(min, quotas.values()))
+        self._overlaps, foresees = overlaps, foresees and overlaps
         self._ahead_code = next(iter(quotas)) if foresees and len(quotas) == 1 and not table.nested else 0
         self._groups = 0  # streamed so far: groups use the two halves in turn
         self._pending: tuple[int, Any] | None = None  # layer that was copied ahead for; mark after it
@@ -139,22 +141,30 @@ class LargeBatches:
             coming = branch.mark()
         if pending is not None:
             branch.join(pending[1])
+        if not self._overlaps:
+            branch.join(coming)
         step.compute(RESIDENT)
         for group in range(STREAMED, shape.groups):
             # The fork waits for all that is enqueued by now, so a half is refilled only after its last reader.
-            following = None
-            if group + 1 < last:
-                with branch.fork():
-                    step.copy(group + 1)
-                    following = branch.mark()
+            following, more = None, group + 1 < last
+            if more and self._overlaps:
+                following = self._copy(step, group + 1)
             branch.join(coming)
             step.compute(group)
+            if more and not self._overlaps:
+                following = self._copy(step, group + 1)
             coming = following
         if ahead:
             self._pending = layer + 1, coming
         branch.join(kept)
         step.compute(ADMITTED)
         return step.finish()
+
+    def _copy(self, step: LargeBatchStep, group: int) -> Any:
+        """Enqueue a group's copies on the branch; return a mark after them."""
+        with self._branch.fork():
+            step.copy(group)
+            return self._branch.mark()
 
     def actions(self, ids: Tensor) -> Tensor:
         """Return :meth:`~.LayerPlan.actions` of the layer that was launched last, outside of a graph."""

@@ -112,9 +112,11 @@ class SmallBatches:
         costs: ``Table.cpu_costs`` if large-batch steps may run as small ones (all experts in one precision), else None.
         count: see :class:`LargeBatches`.
         spare: number of staging slots of each precision that steps leave to moves of versions.
+        overlaps: experts arrive while others are computed; without, every step is a large batch.
         foresees: experts are copied before their layer is routed; not where their addresses become known with a plan.
 
     Attributes:
+        most_rows: of a small batch.
         large: runs prompts and steps of more rows.
     """
 
@@ -122,16 +124,18 @@ class SmallBatches:
         self, memory: StepMemory, kernel: SmallBatchKernel, branch: Branch, quotas: Mapping[int, Sequence[int]],
         staging: Mapping[int, int], *, cpu_queue: CpuQueue | None = None, costs: NDArray[np.int64] | None = None,
         count: Callable[[int, Tensor, Tensor], None] | None = None, foresees: bool = True,
-        spare: Mapping[int, int] = MappingProxyType({}),
+        spare: Mapping[int, int] = MappingProxyType({}), overlaps: bool = True,
     ) -> None:  # fmt: skip
         self.memory, self.table, self.kernel = memory, memory.table, kernel
-        self.cpu_queue, self.costs = cpu_queue, costs
+        self.cpu_queue, self.costs, self.most_rows = cpu_queue, costs, SMALL_BATCH_ROWS if overlaps else 0
         self._plans, slots = memory.plans, (quotas, staging, memory.captured)
         experts, table, rows = memory.experts, memory.table, memory.rows
         self._layers = layers = len(experts.layers) - experts.draft_layers  # of the model; a draft's come behind them
-        self.large = LargeBatches(experts.top_k, layers, table, kernel, branch, rows, *slots, count, foresees=foresees)
+        self.large = LargeBatches(
+            experts.top_k, layers, table, kernel, branch, rows, *slots, count, foresees=foresees, overlaps=overlaps
+        )
         self.prefetch: DevicePrefetch | None = None
-        if foresees and memory.predictor is not None and any(map(prefetch_slots, staging.values())):
+        if foresees and overlaps and memory.predictor is not None and any(map(prefetch_slots, staging.values())):
             how = memory.predictor, memory.listed, memory.projections, layers
             self.prefetch = DevicePrefetch(table, kernel, branch, rows, *how)
         set_prefetch(memory.table, {} if self.prefetch is None else staging, spare)
@@ -206,7 +210,7 @@ class SmallBatches:
             self.prefetch.settle()
             self.prefetch.observe(layer, x, ids)
         parts, experts = 0, self.table.experts
-        if self.costs is not None and marks is None:
+        if self.costs is not None and marks is None and self.most_rows:
             sizes = len(x), SMALL_BATCH_ROWS, ids.shape[1], experts
             parts = small_batch_parts(*sizes, self.large.most_streamed / experts, self.costs)
         if not parts:

@@ -212,15 +212,12 @@ class Policy(BaseModel):
         """Why a device cannot plan this policy's steps, to follow "because"; empty if it can.
 
         A device's planner has quotas (none where layers keep nothing), admission by score, precision by thresholds or
-        counts, and streaming. It runs no Python, and waits for no transfer within a step.
+        counts, and streaming. It runs no Python.
         """
-        precision, residency = self.precision, self.residency
-        if not precision.planned:
+        if not self.precision.planned:
             return f'policy "{self.name}" chooses precisions by code that runs on the host'
         if self.prefetch is not None and self.prefetch.needs_predictor:
             return f'policy "{self.name}" asks a trained network, which the host does'
-        if not residency.overlaps:
-            return "overlap = false waits for each expert before others are computed"
         return ""
 
     def staging_slots(self, slots: int) -> int:

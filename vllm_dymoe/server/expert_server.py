@@ -406,6 +406,7 @@ class ExpertServer:
                 costs=costs if shares and costs.any() else None,
                 count=None if on_device.counts is None else on_device.counts.add_layer,
                 foresees=self.disk_queue is None,
+                overlaps=policy.residency.overlaps,
             )
         worker = self.cpu_execution.worker
         layers = HostPlannedLayers(

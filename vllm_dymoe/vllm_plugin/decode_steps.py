@@ -9,7 +9,6 @@ import torch
 
 from vllm_dymoe.cache.device_table import DeviceFailures
 from vllm_dymoe.executor.small_batch import SmallBatches
-from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.planner.routing import Routing
 from vllm_dymoe.planner.table import Table
 from vllm_dymoe.server import ExpertServer
@@ -58,14 +57,14 @@ class DecodeSteps:
             gathered = GatheredOnDevice(x, weights, ids, path, layer.part)
             here = own_ids(layer.expert_map, gathered.ids)
             given = layer.position, gathered.x, gathered.weights, here, layer.activation
-            if len(here) <= SMALL_BATCH_ROWS:
+            if len(here) <= path.most_rows:
                 return gathered.combine(path.forward(*given))
             return gathered.combine(path.forward_large(*given, captured=capturing))
         rows, here = len(x), own_ids(layer.expert_map, ids)
         if not capturing:
             path.tell(0 if step.warming_up else step.real(rows))
         plain = capturing or step.warming_up or layer.position >= self._layers  # a draft reads no prompt
-        if rows <= SMALL_BATCH_ROWS and (plain or self._decodes or not self._asks):
+        if rows <= path.most_rows and (plain or self._decodes or not self._asks):
             return path.forward(layer.position, x, weights, here, layer.activation)
         if plain:
             return path.forward_large(layer.position, x, weights, here, layer.activation, captured=capturing)
@@ -100,7 +99,7 @@ class DecodeSteps:
 
     def begin(self) -> None:
         self._tokens, self._large = self._step.tokens, not (self._decodes or not self._asks)
-        self._large |= self._step.tokens > SMALL_BATCH_ROWS
+        self._large |= self._step.tokens > self.path.most_rows
         self.path.settle()
         self.path.tell(self._tokens)
         recording = bool(self._listeners) or self._server.host_planned.migration is not None

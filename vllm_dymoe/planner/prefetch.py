@@ -13,6 +13,7 @@ has not arrived is an ordinary miss.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -21,6 +22,9 @@ from torch import Tensor
 from vllm_dymoe.planner.rule import ABSENT, HIGH, LOW
 from vllm_dymoe.planner.small_batch import bytes_ahead, slot_address
 from vllm_dymoe.planner.table import Table
+
+
+_NONE: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +88,7 @@ def prefetch_slots(staging: int) -> int:
     return staging - staging // 4
 
 
-def set_prefetch(table: Table, staging: Mapping[int, int], spare: Mapping[int, int]) -> None:
+def set_prefetch(table: Table, staging: Mapping[int, int], spare: Mapping[int, int] = _NONE) -> None:
     """Write ``Table.prefetch_slots`` for so many staging slots of LOW and HIGH; nothing is prefetched without any.
 
     Those that are ``spare`` belong to others, and no step streams through them either.

@@ -175,8 +175,8 @@ def test_what_decides_is_checked(memory_store, tmp_path, monkeypatch):
         ExpertServer(memory_store, options, CPU, parts=parts)
     said = plans_on_device(Options(), Exact(), "cuda", obstacle=ON_INPUT)
     assert said == (False, ON_INPUT), "where the device was not asked for the host takes over, and says why"
-    monkeypatch.setattr(disk_queue.native, "load", lambda: None)
-    with refused("native library", option="planning"):
+    with monkeypatch.context() as without, refused("native library", option="planning"):
+        without.setattr(disk_queue.native, "load", lambda *_: None)
         make_server(FaultyStore(memory_store), planning="device")
     for planning in ("auto", "host"):
         assert make_server(memory_store, planning=planning).small_batches is None

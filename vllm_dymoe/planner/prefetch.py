@@ -23,7 +23,6 @@ from vllm_dymoe.planner.rule import ABSENT, HIGH, LOW
 from vllm_dymoe.planner.small_batch import bytes_ahead, slot_address
 from vllm_dymoe.planner.table import Table
 
-
 _NONE: Mapping[int, int] = MappingProxyType({})
 
 

@@ -136,7 +136,7 @@ def test_narrower_and_fewer_experts_are_filled_up_with_zeros(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("readable", "obstacle", "by_device"), [(True, "", True), (False, "", False), (True, "a draft", False)]
+    ("readable", "obstacle", "by_device"), [(True, "", True), (False, "", True), (True, "a draft", False)]
 )
 def test_a_start_on_a_gpu_tests_the_kernels_that_it_will_use(readable, obstacle, by_device, monkeypatch, tmp_path):
     asked = {}

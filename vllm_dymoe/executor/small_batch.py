@@ -16,6 +16,7 @@ from torch import Tensor
 from vllm_dymoe.executor.copy_branch import Branch
 from vllm_dymoe.executor.cpu_worker import CpuQueue
 from vllm_dymoe.executor.device_prefetch import DevicePrefetch, PrefetchKernel
+from vllm_dymoe.executor.disk_queue import DiskQueue
 from vllm_dymoe.executor.large_batch import CapturedSteps, LargeBatches, LargeBatchKernel
 from vllm_dymoe.experts.format import ModelExperts
 from vllm_dymoe.kernels import Activation
@@ -47,6 +48,10 @@ class SmallBatchKernel(LargeBatchKernel, PrefetchKernel, Protocol):
         cpu_queue: CpuQueue | None,  # the CPU worker of misses; None if all are fetched
     ) -> Tensor:
         """Enqueue plan, fetches and computation; return [rows, hidden], the weighted sum over each token's experts."""
+        ...
+
+    def with_disk(self, disk_queue: DiskQueue) -> "SmallBatchKernel":
+        """Return the same kernels with a thread that brings what plans miss into memory."""
         ...
 
 

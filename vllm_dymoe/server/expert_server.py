@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -169,7 +169,8 @@ class ExpertServer:
         _check_misses(options, store, on_cpu=on_cpu)
         given: dict[str, str] = {"unreadable": unreadable(store), "obstacle": obstacle}
         decides, why_not = plans_on_device(options, policy, device.type, **given)
-        decoding, self.disk_queue = None, cast("DiskQueue | None", None)
+        decoding: SmallBatchKernel | None = None
+        self.disk_queue: DiskQueue | None = None
         if decides:
             decoding, why_not = _make_decode_kernel(parts, self.kernel, self.experts, options)
         if decoding is not None and not store.readable:

@@ -7,7 +7,7 @@ import torch
 
 from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels.activation import Activation, Curve
-from vllm_dymoe.kernels.base import ExpertKernel
+from vllm_dymoe.kernels.base import Decode, ExpertKernel
 from vllm_dymoe.kernels.combine import combine
 from vllm_dymoe.kernels.cpu import CpuKernel
 from vllm_dymoe.kernels.pack import dequantize, pack, pack_floats, pack_nested, unpack
@@ -19,6 +19,8 @@ def make_kernel(
     workspace_bytes: int | None = None,
     formats: Iterable[MatrixFormat] = (),
     activations: int = 16,
+    *,
+    decode: Decode = Decode.PLAIN,
 ) -> ExpertKernel:
     """Make the kernel for a device.
 
@@ -27,6 +29,7 @@ def make_kernel(
             choose.
         formats: the formats that will be computed, for kernels that are compiled per format; empty if not known yet.
         activations: bits of the quantized activations on a CPU, 16 or 8.
+        decode: one of `decode_kernels`, for a CUDA device.
 
     Raises ValueError if the workspace is too small, the device is neither a CPU nor a CUDA device, or 8-bit activations
     are asked for on a CUDA device.
@@ -42,4 +45,15 @@ def make_kernel(
     # Importing triton takes a second, which only a GPU needs.
     from vllm_dymoe.kernels.triton import TritonKernel
 
-    return TritonKernel(device, formats=formats, **options)
+    return TritonKernel(device, formats=formats, decode=decode, **options)
+
+
+def decode_kernels(device: torch.device, formats: Iterable[MatrixFormat]) -> tuple[Decode, ...]:
+    """Return the ways in which a device can decode experts of some formats, the fastest first."""
+    if device.type != "cuda":
+        return (Decode.PLAIN,)
+    from vllm_dymoe.kernels.triton.kernel import architecture_of
+    from vllm_dymoe.kernels.triton.launch import fastest_decode
+
+    fastest = fastest_decode({fmt.encoding.tag for fmt in formats}, architecture_of(device))
+    return tuple(Decode)[fastest::-1]

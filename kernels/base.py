@@ -1,6 +1,7 @@
 """The interface that every kernel implements."""
 
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from typing import Protocol
 
 from torch import Tensor
@@ -12,6 +13,14 @@ from vllm_dymoe.planner.plan import LayerPlan
 
 Receive = Callable[[int], None]
 """Called with n = 1, 2, 3 before the first n projections (gate, up, down) of any of the experts are read."""
+
+
+class Decode(IntEnum):
+    """How a GPU computes experts of few tokens, the slowest first."""
+
+    PLAIN = 0  # without tensor cores
+    TENSOR_CORES = 1
+    DEPENDENT = 2  # on tensor cores, and down begins while gate and up still run
 
 
 class ExpertKernel(Protocol):

@@ -190,7 +190,7 @@ class Forms:
         check_formats(gate, up, down, x, activation)
         described = [native.matrix(format) for format in (gate, up, down)]
         number = len(self._matrices) // 3
-        self.floats |= any(matrix.code in (native.E4M3, native.PLAIN) for matrix in described)
+        self.floats |= any(matrix.code in native.FLOATS for matrix in described)
         self._matrices = (native.Matrix * (3 * number + 3))(*self._matrices, *described)
         columns = max(format.padded_columns for format in (gate, up, down))
         self.width = max(self.width, -(-max(columns, up.rows) // 256) * 256)

@@ -175,6 +175,7 @@ def take_plain(queue: QueueMemory, turn: Tensor, table: Table, layer: int, plan:
         return
     native_library().wait(queue.address, number)
     entry, host = queue.entry(number), table.on_host()
+    columns = host.at(layer)
     needs = (plan.action == Action.ADMIT) | (plan.action == Action.STREAM)
     asked = needs[:, : int(plan.count)].any(0).nonzero().flatten().tolist()
     for item, call in zip(asked, entry.calls.tolist(), strict=False):
@@ -184,8 +185,9 @@ def take_plain(queue: QueueMemory, turn: Tensor, table: Table, layer: int, plan:
                 continue
             code, address = part + 1 if host.nested else int(plan.precisions[item]), call[Ask.ADDRESS + part]
             lost |= not address
-            host.source[layer, expert, code] = address or host.pool[code]
-            plan.addresses[part, item] = torch.from_numpy(host.offsets[code] + host.source[layer, expert, code])
+            some = columns["pool"][code] + host.first_slot[layer, code] * columns["slot_bytes"][code]
+            host.source[layer, expert, code] = address or some
+            plan.addresses[part, item] = torch.from_numpy(columns["offsets"][code] + host.source[layer, expert, code])
         if lost:
             plan.destinations[:, item] = 0
             host.precision[layer, expert], host.slot[:, layer, expert] = 0, -1

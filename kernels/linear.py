@@ -45,7 +45,8 @@ class Linear:
         layer.tokens = layer.positions = layer.out_rows = tokens
         layer.hidden, layer.width, layer.dtype = fmt.columns, self._width, x.dtype is torch.float16
         layer.x, layer.out, layer.inputs = x.data_ptr(), out.data_ptr(), inputs.data_ptr()
-        layer.digits, layer.floats = 2, self._matrices[0].code in (native.E4M3, native.PLAIN)
+        layer.floats = self._matrices[0].code in native.FLOATS
+        layer.digits = 0 if layer.floats else 2
         layer.rows = layer.pairs = numbers.data_ptr()
         layer.threads = torch.get_num_threads()
         self._library.experts(layer, native.READ, native.READ)

@@ -34,6 +34,7 @@ _CURVES = {curve: number for number, curve in enumerate(Curve)}
 _SCALES = {torch.float8_e8m0fnu: 1, torch.float8_e4m3fn: 2, torch.float32: 3}
 READ, GATE_UP, DOWN = 0, 1, 2
 AFFINE, E2M1, E4M3, PLAIN, LATTICE = 0, 1, 2, 3, 4
+FLOATS = (E4M3, PLAIN)  # codes that are multiplied as floats; the others are multiplied as integers
 
 
 def _integers(names: str) -> list[tuple[str, Any]]:
@@ -168,7 +169,9 @@ class Library:
         self.wait_posted, self.answered = library.dymoe_await_posted, library.dymoe_answered
         self.wait_posted.argtypes = self.answered.argtypes = [c_void_p, c_int64]
         self.answered.restype = None
-        library.dymoe_answer.argtypes = [c_void_p, c_void_p, c_void_p, c_int64, c_int64, ctypes.c_int, c_void_p]
+        library.dymoe_answer.argtypes = [
+            c_void_p, c_void_p, c_void_p, c_int64, c_int64, ctypes.c_int, c_void_p, c_int64
+        ]  # fmt: skip
         library.dymoe_answer.restype = self.post.restype = None
         # Of a mapping's address and bytes, and -1: the number that it is guarded by, with no bytes given back; of all.
         self.guard, self.lost_pages = library.dymoe_guard, library.dymoe_lost_pages
@@ -187,15 +190,19 @@ class Library:
         if self._library.dymoe_experts(ctypes.addressof(layer), self.isa, self.parallel):
             raise IndexError(f"work names a row beyond the {layer.tokens} of x or the {layer.out_rows} of out")
 
-    def answer(self, control: int, layer: Layer, forms: Sequence[tuple[int, int]], tokens: int) -> None:
+    def answer(
+        self, control: int, layer: Layer, forms: Sequence[tuple[int, int]], tokens: int, spin_ns: int = 0
+    ) -> None:
         """Compute what is posted to the queue at an address until it is stopped; does not hold the interpreter's lock.
 
         ``layer`` describes what all steps have in common and has scratch for so many tokens. ``forms`` holds the tags
-        of encodings and where their matrices begin.
+        of encodings and where their matrices begin. With ``spin_ns``, ``layer.threads`` threads spin for so long after
+        each answer; otherwise OpenMP's compute, which sleep between two answers.
         """
         listed = (c_int64 * (2 * len(forms)))(*(number for form in forms for number in form))
         parallel = self.parallel if layer.threads > 1 else None
-        self._library.dymoe_answer(control, ctypes.addressof(layer), listed, len(forms), tokens, self.isa, parallel)
+        given = control, ctypes.addressof(layer), listed, len(forms), tokens, self.isa, parallel, spin_ns
+        self._library.dymoe_answer(*given)
 
     def weighted_sum(self, rows: torch.Tensor, weights: torch.Tensor, into: torch.Tensor) -> None:
         """Write the sum over k of weights [tokens, top_k] times rows [tokens * top_k, hidden] into [tokens, hidden]."""

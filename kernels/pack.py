@@ -130,10 +130,10 @@ def unpack(packed: PackedMatrix) -> Tensor:
     """Return a quantized matrix's codes, uint8 [rows, columns] in the order of the inputs. ValueError at 16 bits."""
     if not packed.format.quantized:
         raise ValueError("the matrix has 16 bits: it holds weights, not codes")
-    return _in_input_order(packed, _stored_codes(packed)[:, : packed.format.columns])
+    return _in_input_order(packed, stored_codes(packed)[:, : packed.format.columns])
 
 
-def _stored_codes(packed: PackedMatrix) -> Tensor:
+def stored_codes(packed: PackedMatrix) -> Tensor:
     """Return uint8 [rows, padded_columns] in stored order."""
     format = packed.format
     codes = _loaded(packed.weight, format)
@@ -165,7 +165,7 @@ def dequantize(packed: PackedMatrix, dtype: torch.dtype = torch.float32) -> Tens
         return packed.weight.to(dtype)
     if format.encoding.lattice:
         return rotate(rotated_weights(packed, precise), format.rotation, back=True).to(dtype)
-    groups = _stored_codes(packed).view(format.rows, format.groups, format.group_size)
+    groups = stored_codes(packed).view(format.rows, format.groups, format.group_size)
     if packed.scales is not None:
         scales = packed.scales.to(precise).transpose(1, 2).reshape(-1, format.groups, 1)[: format.rows]
         if packed.factor is not None:
@@ -185,7 +185,7 @@ def rotated_weights(packed: PackedMatrix, dtype: torch.dtype = torch.float32) ->
     """Return the weights of a lattice matrix for rotated inputs: `dtype` [rows, columns]."""
     format, nested = packed.format, packed.residual is not None
     assert packed.scales_zeros is not None
-    found = numbers(_stored_codes(packed), nested=nested)[: format.rows, : format.columns].to(dtype)
+    found = numbers(stored_codes(packed), nested=nested)[: format.rows, : format.columns].to(dtype)
     return found * packed.scales_zeros[0, : format.rows, int(nested), None].to(dtype)
 
 

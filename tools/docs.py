@@ -25,7 +25,15 @@ from vllm_dymoe.vllm_plugin.metrics import METRICS
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 RECORD = ROOT / "tests" / "e2e" / "models.json"
+FAMILIES = ROOT / "tests" / "e2e" / "families.json"
+FORMATS = {
+    "fp8": "FP8", "nvfp4": "NVFP4", "mxfp4": "MXFP4", "mxfp8": "MXFP8", "awq": "AWQ", "gptq": "GPTQ", "int8": "INT8",
+    "compressed": "compressed-tensors", "auto": "AutoRound",
+}  # fmt: skip
+"""By the first word of a kind."""
 PREDICTORS = ROOT / "benchmarks" / "predictors" / "results.json"
+STARTS = ROOT / "tests" / "plan" / "starts" / "chosen.json"
+EMULATED_CARD = PREDICTORS.with_name("emulated_card.json")
 _KINDS = {int: "a number", float: "a number", bool: "`true`, `false`", Path: "a path", str: "a name", dict: "an object"}
 _LIMITS = {"ge": "from {}", "gt": "above {}", "le": "up to {}"}
 _BUDGETS = ("auto", "top-k", "layer")
@@ -115,6 +123,24 @@ def models() -> str:
     return table(["format", "answers equal, of 3"], ([kind, ", ".join(said)] for kind, said in by_format.items()))
 
 
+def families() -> str:
+    """Every family of models: what its status is, why, and in which formats, with drafts and pictures it was run."""
+    record, rows = json.loads(RECORD.read_text()), []
+    for family in json.loads(FAMILIES.read_text()):
+        names = family["tried"]
+        found = {name: said for name, said in record.items() if name.partition(":")[0] in names}
+        worked = [name for name, said in found.items() if not said.get("answers", "OTHERS").startswith("OTHERS")]
+        status = family.get("status") or ("by hand" if worked else "expected")
+        why = [family["note"]] if "note" in family else []
+        if status == "expected":
+            why += list(dict.fromkeys(said["failed"] for said in found.values() if "failed" in said))[:1]
+        formats = [FORMATS[name.partition(":")[2].split("-")[0]] for name in worked if ":" in name]
+        formats = sorted({*formats, *family.get("formats", ())})
+        rest = ", ".join(formats), family.get("drafts", ""), family.get("pictures", "")
+        rows.append([family["model"], status, "; ".join(why).replace("|", "/"), *rest])
+    return table(["model", "status", "remark", "formats", "drafts", "pictures"], rows)
+
+
 def architectures() -> str:
     """Networks that ``vllm-dymoe train`` knows."""
     return ", ".join(f"`{name}`" for name in ARCHITECTURES) + "\n"
@@ -134,6 +160,17 @@ def predictors() -> str:
     return table(["tokens", *(titles.get(name, f"`{name}`") for name in names)], rows)
 
 
+def emulated_card() -> str:
+    """What `benchmarks/predictors/emulated_card.py` has measured: milliseconds a token beside their bound."""
+    rows = json.loads(EMULATED_CARD.read_text())["rows"]
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        ratio, moved = row["ms"] / row["bound_ms"], f"{row['demand_mb']:.2f} + {row['ahead_mb']:.2f}"
+        return [row["policy"], row["misses"], f"{row['ms']:.1f}", f"{row['bound_ms']:.1f}", f"{ratio:.2f}", moved]
+
+    return table(["policy", "`misses`", "ms a token", "bound", "ratio", "MB a token: demand + ahead"], map(cells, rows))
+
+
 def versions() -> str:
     """What the package runs with."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -142,15 +179,32 @@ def versions() -> str:
     return f"vLLM {OLDEST_VLLM} to {last}, its CPU build from {OLDEST_CPU_BUILD}; Python {python} or newer; Linux.\n"
 
 
+def starts() -> str:
+    """What `vllm-dymoe serve` chooses for eight models on eight machines."""
+    rows = []
+    for machine, found in json.loads(STARTS.read_text()).items():
+        chosen = {subject: what for subject, (what, _) in found["why"].items()}
+        settings = {f"--{name}": value for name, value in found["arguments"].items()}
+        options = {name: value for name, value in found["options"].items() if name not in ("policy", "high", "low")}
+        said = [*(f"`{name} {value}`" for name, value in settings.items()), *(f"`{name}` {code(value)}" for name, value
+                in options.items())]  # fmt: skip
+        speed = f"{found['tokens_per_second']:.3g}"
+        rows.append([machine, found["model"], f"`{chosen['policy']}`, {chosen['precision']}", ", ".join(said), speed])
+    return table(["machine", "model", "policy", "the rest", "tokens/s"], rows)
+
+
 GENERATED: dict[str, Callable[[], str]] = {
     "architectures": architectures,
+    "emulated-card": emulated_card,
     "methods": methods,
     "models": models,
+    "families": families,
     "metrics": metrics,
     "options": options,
     "parameters": parameters,
     "policies": policies,
     "predictors": predictors,
+    "starts": starts,
     "versions": versions,
 }
 """By marker."""

@@ -188,7 +188,8 @@ class Options(BaseModel):
     """When an expert's bytes are checked: whenever they come from the disk, or from the page cache, too."""
     misses: Literal["auto", "fetch", "compute", "share"] = "auto"
     """Experts without a slot are fetched, or, free slots filled, computed by the host where they lie in its memory, or
-    shared between both as their measured rates say; "auto" computes on a CPU what memory or the page cache has."""
+    shared between both as their measured rates say; "auto" computes on a CPU what memory or the page cache has, and on
+    a GPU measures steps of both at the first start and takes the faster one."""
     misses_rows: int = Field(default=16, ge=1, le=_MOST_ROWS)
     """Rows of an expert that the host computes beside a device at most; with more it is fetched."""
     planning: Literal["auto", "host", "device"] = "auto"

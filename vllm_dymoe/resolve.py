@@ -57,7 +57,7 @@ def resolve_options(
             f"its experts are stored ({', '.join(sorted(CHECKPOINT_OPTIONS))}) and nothing else; remove it there, and "
             f"set {_ADDITIONAL}{foreign[0]} if you want it."
         )
-    variables = _read_environment(os.environ if environment is None else environment)
+    variables = options_of_environment(os.environ if environment is None else environment)
     values = {CHECKPOINT_OPTIONS[key]: value for key, value in stored.items()} | variables | dict(additional or {})
     # Each option as the user wrote it.
     written = {CHECKPOINT_OPTIONS[key]: f"quantization_config.{key} (config.json)" for key in stored}
@@ -81,7 +81,8 @@ def resolve_options(
     return options.model_copy(update=chosen) if chosen else options
 
 
-def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+def options_of_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the options that variables such as DYMOE_HIGH set, unchecked."""
     options = {}
     for name, text in environment.items():
         option = name.removeprefix(ENVIRONMENT_PREFIX)

@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # an installed packag
 
 import triton
 from flow import digests
-from launched import wrong_numbers
+from launched import plain_launches, tensor_core_launches, wrong_numbers
 from machine_code import compile_variant, compiled_ptx
 from variants import ARCHITECTURES, MAIN, Variant, all_variants
 
@@ -29,10 +29,17 @@ TABLE = HERE / "compiled.json"
 COLUMNS = ("triton", "architecture", "kernel", "shape", "precisions", "note")
 TRITONS = {"3.6.0": "torch 2.11, vLLM 0.26", "3.7.1": "torch 2.13, vLLM 0.32", "3.8.0": "torch 2.14, vLLM 0.33"}
 """Those that supported torch builds ship."""
-SHARED_KIB = {80: 163, 90: 227, 120: 99}
+SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
 """Shared memory that one program may have, from NVIDIA's compute capability table."""
 BARRIERS = {"3.6.0": 6}
 """In a strip of 64 columns; its layout of scales is another one than that of the products."""
+INSTRUCTIONS = {
+    8: {"8": 490, "4": 310, "2": 285, "4/2": 360, "8/4": 500, "mxfp4": 295, "nvfp4": 215, "fp8": 330, "e8": 345,
+        "e8+e8/e8": 655},
+    16: {"4": 395, "4/2": 450},
+}  # fmt: skip
+"""At most, in the loop that multiplies a warp's strip on tensor cores, by tokens and precisions: a twentieth more than
+there are. Strips have 64 columns, of MXFP4 and FP8 32, and of NVFP4 16."""
 SPILLS = {"3.6.0": 8}
 """Bytes of a thread: of gate and up with MXFP4 on sm_90."""
 
@@ -44,13 +51,20 @@ def problems(row: dict) -> list[str]:
     grouped = row["kernel"].startswith("grouped")
     # A launch that fetches waits for the link, and one program for a layer for itself: a few bytes do not matter there.
     waits = "device" in row["note"] or row["kernel"] == "decide"
-    allowed = 64 if waits else SPILLS.get(row["triton"], 0)
+    on_tensor_cores = row["kernel"].startswith("mma")
+    allowed = 64 if waits and not on_tensor_cores else SPILLS.get(row["triton"], 0)
     if row["spill_bytes"] > allowed and not grouped:
         found.append(f"{name} spills {row['spill_bytes']} bytes")
     if row["shared_bytes"] > SHARED_KIB[row["architecture"]] * 1024:
         found.append(f"{name} takes {row['shared_bytes']} bytes of shared memory, more than there are")
     if grouped and not row["tensor_cores"]:
         found.append(f"{name} has no tensor-core instructions")
+    if on_tensor_cores:
+        limit = INSTRUCTIONS[16 if "16 tokens" in row["note"] else 8][row["precisions"]]
+        if "mma" not in row["tensor_cores"] or row["barriers_in_loops"]:
+            found.append(f"{name} has no tensor-core instructions in its loop, or exchanges data between threads")
+        if row["instructions"] > limit:
+            found.append(f"{name} has {row['instructions']} instructions in its loop, {limit} are expected at most")
     if row["kernel"] in ("gate_up", "down") and row["barriers_in_loops"] > BARRIERS.get(row["triton"], 0):
         found.append(f"{name} exchanges data between threads in its loop")
     if "flow" in row:
@@ -64,7 +78,10 @@ def problems(row: dict) -> list[str]:
 
 def has_flow(row: dict) -> bool:
     """Whether it has to say how outputs are computed (``flow.py``): down, whose products are those of gate and up, as
-    devices launch it, on one architecture of each kind; on sm_80 of a code of each kind."""
+    devices launch it, on one architecture of each kind; on sm_80 of a code of each kind. On tensor cores every code on
+    one architecture, and 4 and 4/2 bits on all."""
+    if row["kernel"] == "mma_down":
+        return row["architecture"] == MAIN or row["precisions"] in ("4", "4/2")
     of_a_kind = row["architecture"] == 80 and row["precisions"] in ("4", "8/4", "e8+e8/e8")
     return row["kernel"] == "down" and row["note"] == "device" and (row["architecture"] in (MAIN, 120) or of_a_kind)
 
@@ -96,7 +113,12 @@ def main() -> int:
     of_these = (v for v in all_variants() if arguments.architecture in (None, v.architecture))
     wanted = [variant for variant in of_these if (triton.__version__, *variant.key) not in done]
     print(f"Triton {triton.__version__}: {len(wanted)} rows are to be compiled", flush=True)
-    if wanted and (wrong := wrong_numbers()):
+    of_main = {variant.kernel for variant in wanted if variant.architecture == MAIN}
+    chosen = [
+        *(plain_launches() if "down" in of_main else ()),
+        *(tensor_core_launches() if "mma_down" in of_main else ()),
+    ]
+    if wrong := wrong_numbers(chosen):
         print(f"compile_table: Triton {triton.__version__}: {'; '.join(wrong)}", file=sys.stderr)
         return 1
     with ProcessPoolExecutor(arguments.jobs) as pool:

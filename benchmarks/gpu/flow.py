@@ -85,10 +85,15 @@ class Program:
                     raise ValueError(f"threads part ways: {line}")
                 if active.all():
                     at = len(self._code) if name == "ret" else self._labels[rest.strip()]
-            elif not name.startswith(("bar", "membar", "fence")):
+            elif name == "griddepcontrol.wait":
+                self._wait()
+            elif not name.startswith(("bar", "membar", "fence", "griddepcontrol")):
                 operands = re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,\s]+", rest)
                 operands = [text.strip("{} ") if "," not in text else text for text in operands]
                 self._execute(name.replace("::cta", "").split("."), operands, active)
+
+    def _wait(self) -> None:
+        """Wait for the launch before; here it has ended."""
 
     def _value(self, text: str) -> Value:
         if text[0] == "{":
@@ -98,7 +103,7 @@ class Program:
             return Value(low.bits | high.bits << np.uint64(16 if "%rs" in text else 32), *trees)
         if text[0] in "%g":
             return self._registers.get(text, self._nothing)  # halves of a pair that nothing reads are never written
-        number = int(text[2:], 16) if text[:2] == "0f" else int(text, 0)
+        number = int(text[2:], 16) if text[:2] == "0f" else int(text.rstrip("U"), 0)
         return Value(
             np.full(len(self._lane), number & (1 << 64) - 1, np.uint64), *2 * (np.zeros(len(self._lane), "u8"),)
         )
@@ -132,6 +137,8 @@ class Program:
                     self._store(*space, where[active], size, [of[active] for of in self._value(part.strip())])
                 else:
                     self._set(part.strip(), self._load(*space, where, size), active)
+        elif name == "mma":
+            self._multiply(words, [self._values(text) for text in operands[1:]], operands[0])
         elif name == "shfl":
             other = (
                 lane ^ int(operands[2])
@@ -141,6 +148,44 @@ class Program:
             self._set(operands[0].split("|")[0], Value(*(part[other] for part in self._value(operands[1]))), active)
         else:
             self._set(operands[0], _compute(words, [self._value(text) for text in operands[1:]], size), active)
+
+    def _values(self, text: str) -> list[Value]:
+        """Return the registers of a list in braces."""
+        return [self._value(part.strip()) for part in text.strip("{} ").split(",")]
+
+    def _multiply(self, words: list[str], operands: list[list[Value]], to: str) -> None:
+        """mma.m16n8k16 of 16-bit floats: to = a b + c, of every warp; the fragments are PTX's, see its ISA.
+
+        The sum over k is exact here, and then rounded; hardware rounds oftener, in an order that it does not tell.
+        """
+        kind, warps, name = words[-2], len(self._lane) // 32, ".".join(words)
+        if words[1:3] != ["sync", "aligned"] or "m16n8k16" not in words or words[-4] != "f32" or words[-1] != "f32":
+            raise ValueError(f"{name} is not known here")
+        g, t = self._lane // 4 % 8, self._lane % 4
+        a, b, c = operands
+        warp = self._lane // 32
+        bits = [np.zeros((warps, *shape), np.uint64) for shape in ((16, 16), (16, 8), (16, 8))]
+        trees = [part.copy() for part in bits]
+        for number, register in enumerate(a):
+            for half, (bit, tree) in enumerate(_halves(register)):
+                at = warp, g + 8 * (number % 2), 2 * t + half + 8 * (number // 2)
+                bits[0][at], trees[0][at] = bit, tree
+        for number, register in enumerate(b):
+            for half, (bit, tree) in enumerate(_halves(register)):
+                at = warp, 2 * t + half + 8 * number, g
+                bits[1][at], trees[1][at] = bit, tree
+        for number, register in enumerate(c):
+            at = warp, g + 8 * (number // 2), 2 * t + number % 2
+            bits[2][at], trees[2][at] = register.bits, _tree(register)
+        left, right, added = (_numbers(of, part, size) for of, part, size in zip(
+            (kind, kind, "f32"), bits, (16, 16, 32), strict=True))  # fmt: skip
+        result = _bits("f32", left @ right + added)
+        tree = trees[2]
+        for k in range(16):
+            tree = _mix(name, tree, trees[0][:, :, k, None] + 0 * tree, trees[1][:, None, k, :] + 0 * tree)
+        for number, part in enumerate(to.strip("{} ").split(",")):
+            at = warp, g + 8 * (number // 2), 2 * t + number % 2
+            self._set(part.strip(), Value(result[at], tree[at], 0 * result[at]), self._lane >= 0)
 
     def _load(self, memory: NDArray[np.uint8], trees: Lanes, at: NDArray[np.int64], size: int) -> Value:
         bits = sum(memory[at + byte].astype(np.uint64) << np.uint64(8 * byte) for byte in range(size // 8))
@@ -165,9 +210,20 @@ _RESULT: dict[str, Callable[..., Any]] = {
     "xor": np.bitwise_xor, "not": np.invert, "bfe": lambda a, at, length: _field(a >> at, int(length[0])),
     "shl": lambda a, by: np.where(by > 63, 0, a << np.minimum(by, 63)),
     "shr": lambda a, by: a >> np.minimum(by, 63).astype(a.dtype),
+    "lop3": lambda a, b, c, table: _by_table(a, b, c, int(table[0])),
     "prmt": lambda a, b, by: sum(((a | b << np.uint64(32)) >> (8 * (by >> np.uint64(4 * n) & np.uint64(7)))
                                   & np.uint64(255)) << np.uint64(8 * n) for n in range(4)),
 }  # fmt: skip
+
+
+def _by_table(a: Lanes, b: Lanes, c: Lanes, table: int) -> Lanes:
+    """Return what a table of eight bits says for each three bits."""
+    result = np.zeros_like(a)
+    for number in range(8):
+        if table >> number & 1:
+            some = [part if number >> at & 1 else ~part for part, at in ((a, 2), (b, 1), (c, 0))]
+            result |= some[0] & some[1] & some[2]
+    return result
 
 
 def _field(values: Any, length: int) -> Any:
@@ -184,6 +240,10 @@ def _compute(words: list[str], values: list[Value], size: int) -> Value:
     if words[-1] == "f32x2":  # what two floats of one register are computed by, in the words of single ones
         low, high = (_compute([*words[:-1], "f32"], [_half(value, n) for value in values], 32) for n in range(2))
         return Value(low.bits | high.bits << np.uint64(32), low.tree, high.tree)
+    if words[-1] in ("bf16x2", "f16x2"):
+        parts = [[Value(*_halves(value)[n], 0 * value.bits) for value in values] for n in range(2)]
+        low, high = (_compute([*words[:-1], words[-1][:-2]], part, 16) for part in parts)
+        return Value(low.bits | high.bits << np.uint64(16), low.tree, high.tree)
     name, kind, bits, none = words[0], words[-1], [value.bits for value in values], 0 * values[0].bits
     rounding, words = words, [word for word in words if word != "rn" or name not in ("add", "sub", "mul")]
     if name in ("mov", "cvta"):
@@ -232,6 +292,17 @@ def _compute(words: list[str], values: list[Value], size: int) -> Value:
     return Value(
         result & np.uint64((1 << size) - 1), np.where(any_float, values[0].tree if name == "cvt" else tree, 0), none
     )
+
+
+def _halves(register: Value) -> list[tuple[Lanes, Lanes]]:
+    """Return bits and trees of the two 16-bit floats in a register of 32 bits."""
+    whole = (register.tree != 0) & (register.upper <= _REST)
+    found = []
+    for number, name in enumerate(("low", "high")):
+        bits = register.bits >> np.uint64(16 * number) & np.uint64(0xFFFF)
+        tree = np.where(whole, _mix(name, register.tree), register[1 + number])
+        found.append((bits, np.where(tree != 0, tree, _mix("leaf", bits))))
+    return found
 
 
 def _half(pair: Value, number: int) -> Value:

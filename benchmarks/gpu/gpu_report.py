@@ -49,4 +49,5 @@ def _cells(speed: dict[str, Any]) -> list[str]:
         f"{value:.0f} {speed['unit']}" if value >= 100 else f"{value:.3g} {speed['unit']}"
         for value in (speed["bound"], speed["measured"])
     )
-    return [speed["name"], bound, measured, f"{speed['share']:.0%}", speed["remark"]]
+    known = speed["bound"] > 0
+    return [speed["name"], bound * known, measured, f"{speed['share']:.0%}" * known, speed["remark"]]

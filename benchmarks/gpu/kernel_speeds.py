@@ -15,7 +15,7 @@ from layers import DTYPE, LAYERS, PRECISIONS, TOKENS, Machine, Model, route, wor
 from record import Recorder
 
 from vllm_dymoe.experts.format import PackedExpert
-from vllm_dymoe.kernels import Activation
+from vllm_dymoe.kernels import Activation, Decode
 from vllm_dymoe.kernels.triton import (
     DecodeTile,
     ExpertShape,
@@ -51,7 +51,7 @@ def measure(record: Recorder, layers: Sequence[Model], precisions: Sequence[str]
     )
     for layer, name in chosen:
         for count in tokens:
-            _measure_layer(record, machine, layer, name, count)
+            measure_layer(record, machine, layer, name, count)
     # Missing experts computed and cached in one pass, beside a copy from pinned memory.
     layer = LAYERS[0]
     bound, time = 2 * layer.format(4).nbytes / machine.host_bytes_per_second, seconds(fetching_step(layer))
@@ -104,24 +104,29 @@ def random_expert(layer: Model, bits: int) -> PackedExpert:
     return expert
 
 
-def compile_layer(layer: Model, precisions: str) -> None:
+def compile_layer(layer: Model, precisions: str, decode: Decode = Decode.PLAIN) -> None:
     """Compile every kernel of a layer; the first launch does."""
     x, ids = torch.zeros(1, layer.hidden, device="cuda", dtype=DTYPE), torch.zeros(1, 1, dtype=torch.int64)
     work = work_of_ids({0: random_expert(layer, PRECISIONS[precisions][0])}, ids.to("cuda"))
-    compute_experts(_kernel(layer, precisions, 64 << 20), x, work, x.clone(), Activation.SILU)
+    compute_experts(_kernel(layer, precisions, 64 << 20, decode), x, work, x.clone(), Activation.SILU)
     torch.cuda.synchronize()
 
 
-def _kernel(layer: Model, precisions: str, workspace_bytes: int) -> TritonKernel:
-    return TritonKernel("cuda", workspace_bytes, [layer.format(bits).matrices[1] for bits in PRECISIONS[precisions]])
+def _kernel(layer: Model, precisions: str, workspace_bytes: int, decode: Decode) -> TritonKernel:
+    formats = [layer.format(bits).matrices[1] for bits in PRECISIONS[precisions]]
+    return TritonKernel("cuda", workspace_bytes, formats, decode=decode)
 
 
-def _measure_layer(record: Recorder, machine: Machine, layer: Model, precisions: str, count: int) -> None:
+def measure_layer(
+    record: Recorder, machine: Machine, layer: Model, precisions: str, count: int, decode: Decode = Decode.PLAIN,
+    least: float = 0.2,
+) -> None:  # fmt: skip
+    """Measure one layer's step of `count` tokens, beside the bound; `least` as in :func:`seconds`."""
     bits, routing = PRECISIONS[precisions], route(layer, count)
     work = work_of(layer, routing, bits)
     # Hidden activations of all tokens at once, as far as memory goes: this times kernels, not workspaces.
     pairs = count * layer.top_k
-    kernel = _kernel(layer, precisions, (1 << 20) + min(4 << 30, 8 * pairs * layer.intermediate + (64 << 20)))
+    kernel = _kernel(layer, precisions, (1 << 20) + min(4 << 30, 8 * pairs * layer.intermediate + (64 << 20)), decode)
     x = torch.randn(count, layer.hidden, device="cuda", dtype=DTYPE)
     out = torch.empty(pairs, layer.hidden, device="cuda", dtype=DTYPE)
     ids = torch.tensor(routing, device="cuda")
@@ -140,10 +145,10 @@ def _measure_layer(record: Recorder, machine: Machine, layer: Model, precisions:
         for kernel.step in steps:
             kernel.compute(range(len(sets[0])))
 
-    time, bound = seconds(captured(all_of_them).replay) / copies, work.seconds(machine)
+    time, bound = seconds(captured(all_of_them).replay, least) / copies, work.seconds(machine)
     moved = work.weight_bytes + work.other_bytes
     remark = f"{moved / time / 1e9:.0f} GB/s, {work.flops / time / 1e12:.1f} TFLOP/s"
-    name = f"kernels, {layer.name}, {precisions} bits, {count} tokens"
+    name = f"kernels, {layer.name}, {precisions} bits, {count} tokens" + ", tensor cores" * (decode > Decode.PLAIN)
     record.speed(name, "us", time * 1e6, bound * 1e6, bound / time, remark)
 
 

@@ -4,7 +4,9 @@ Triton's interpreter executes Python, and says nothing about what the compiler m
 of a loop that moves ``up`` to ``gate``, the compiler took ``gate`` for a constant, and decoded experts gave zeros.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -14,7 +16,8 @@ from flow import Program, Value
 from machine_code import compiled_ptx
 from variants import MAIN, variant_of
 
-from vllm_dymoe.experts.encoding import WHOLE
+from vllm_dymoe.experts.encoding import NESTED, STEPS, WHOLE, Encoding
+from vllm_dymoe.experts.format import ExpertFormat, PackedExpert
 from vllm_dymoe.kernels import Activation, expert_reference
 from vllm_dymoe.kernels.triton import (
     DecodeTile,
@@ -29,10 +32,9 @@ from vllm_dymoe.kernels.triton import (
 from vllm_dymoe.kernels.triton.rotate import rotated_inputs
 from vllm_dymoe.quantize.dummy import fill_randomly
 
-DTYPE, SIZES = torch.bfloat16, (200, 136, 64)  # hidden and intermediate size, and group
 TOLERANCE = 1e-2
-CODES = tuple(tag for tag, encoding in WHOLE.items() if encoding.stored_bits == encoding.bits)
-"""Tags of those that lie in one section."""
+ENCODINGS = tuple(encoding for encoding in WHOLE.values() if encoding.stored_bits == encoding.bits)
+"""Those that lie in one section."""
 
 
 class Launched(Program):
@@ -40,14 +42,21 @@ class Launched(Program):
 
     def __init__(self, ptx: str, memory: Any, arguments: Sequence[int], threads: int, place: Sequence[int]) -> None:
         super().__init__(ptx, memory, arguments, threads)
+        self.early, self._waited = set[int](), False  # addresses of global memory that are used before the wait
         for name, number in zip("xyz", (*place, 0), strict=False):
             self._registers[f"%ctaid.{name}"] = Value(np.full(threads, number, np.uint64), *2 * (self._nothing.bits,))
+
+    def _wait(self) -> None:
+        self._waited = True
 
     def _set(self, text: str, value: Value, active: Any) -> None:
         none = self._nothing.bits  # no trees: this is about numbers
         super()._set(text, Value(value.bits, none, none), active)
 
     def _execute(self, words: list[str], operands: list[str], active: Any) -> None:
+        if not self._waited and "global" in words and active.any():
+            base, offset = re.match(r"\[\s*(\S+?)\s*(?:\+\s*(-?\d+))?\s*\]", operands[words[0] != "st"]).groups()
+            self.early.update((self._value(base).bits.astype(np.int64) + int(offset or 0))[active].tolist())
         super()._execute(words, operands, active)
         if words[0] == "atom" and active.any():  # of one thread, whose operand 0 now has what was there
             (lane,) = np.flatnonzero(active)
@@ -56,11 +65,32 @@ class Launched(Program):
             word += np.uint32(self._value(operands[2]).bits[lane])
 
 
-class Memory:
-    """Tensors of the host, and where they lie in a card's memory."""
+class Host:
+    """Runs launches on the host: tensors, and where they lie in what is a card's memory there.
 
-    def __init__(self) -> None:
-        self.bytes, self._places, self._end = np.zeros(1 << 22, np.uint8), dict[int, int](), 512
+    Args:
+        architecture: that is compiled for.
+        changed: gets the PTX of each kernel and returns what runs in its place.
+
+    Attributes:
+        early: by kernel, the addresses that its programs have used before they wait for the launch before them.
+    """
+
+    def __init__(self, architecture: int, changed: Callable[[str], str] = str) -> None:
+        self._architecture, self._changed, self.early = architecture, changed, dict[str, set[int]]()
+        self._bytes, self._places, self._end = np.zeros(1 << 22, np.uint8), dict[int, int](), 512
+
+    def run(
+        self, kernel: Any, grid: tuple[int, ...], tensors: Any, constants: dict[str, Any], options: dict[str, Any]
+    ) -> None:
+        """Run all programs of a launch, one after the other."""
+        name = kernel.__name__.removesuffix("_kernel")
+        variant = variant_of((self._architecture, name, "", "", ""), kernel, tensors, constants, options)
+        ptx, arguments = self._changed(compiled_ptx(variant)), [self.place(tensor) for tensor in tensors]
+        for place in product(*map(range, grid)):
+            program = Launched(ptx, self._bytes, arguments, 32 * options["num_warps"], place)
+            program.run()
+            self.early[name] = self.early.get(name, set()) | program.early
 
     def place(self, tensor: torch.Tensor) -> int:
         """Its address; its contents are copied the first time."""
@@ -68,65 +98,148 @@ class Memory:
         if key not in self._places:
             held = tensor.contiguous().view(-1).view(torch.uint8).numpy()
             self._places[key], self._end = self._end, self._end + -(-len(held) // 512) * 512
-            self.bytes[self._places[key] :][: len(held)] = held
+            self._bytes[self._places[key] :][: len(held)] = held
         return self._places[key]
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """What has become of it."""
-        raw = self.bytes[self.place(tensor) :][: tensor.nbytes].copy()
+        raw = self._bytes[self.place(tensor) :][: tensor.nbytes].copy()
         return torch.from_numpy(raw).view(tensor.dtype).view(tensor.shape)
 
 
-def relative_error(bits: int, tokens: int, split: int = 1, *, fetch: bool = False, weighted: bool = False) -> float:
-    """Of one expert's outputs for some tokens, from compiled gate and up and down, against float64.
+@dataclass(frozen=True)
+class Launch:
+    """One expert and some tokens, as gate and up and down are launched for them."""
+
+    encoding: Encoding
+    tokens: int
+    split: int = 1  # programs that share a sum
+    fetch: bool = False  # the expert lies elsewhere and is stored in its slot, which has to have its bytes then
+    weighted: bool = False  # tokens are summed, and one more, which has no expert, becomes zero
+    low: bool = False  # computed from the base slice alone
+    tensor_cores: int = 0  # see DecodeTile, as of the next one
+    dependent: bool = False
+    warps: int = 4
+    group: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    sizes: tuple[int, int] = (200, 136)  # hidden and intermediate
+    bias: bool = False
+    integer_zeros: bool = False
+    act_order: bool = False
+    activation: Activation = Activation.SILU
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What came out of a launch.
+
+    Attributes:
+        error: relative to float64; infinite if a slot does not have its bytes, or a token without an expert is not 0.
+        out: of the tokens or pairs, in the launch's dtype.
+        x: of the tokens.
+        expert: what was computed.
+        written: addresses of what launches write: hidden states, outputs, partial sums and semaphores.
+    """
+
+    error: float
+    out: torch.Tensor
+    x: torch.Tensor
+    expert: PackedExpert
+    written: list[range]
+
+
+def ran(launch: Launch, memory: Any) -> Ran:
+    """Run gate and up and down of an expert.
 
     Args:
-        bits: of its code, or the code's tag.
-        split: programs that share a sum.
-        fetch: it lies elsewhere and is stored in its slot, which has to have its bytes then.
-        weighted: tokens are summed.
+        launch: what to run.
+        memory: where it runs; a `Host`, or what has its methods.
     """
-    shape, generator = ExpertShape(*SIZES, DTYPE), torch.Generator().manual_seed(bits)
-    sections = [torch.empty(fmt.nbytes, dtype=torch.uint8) for fmt in shape.formats(bits)]
-    matrices = []
-    for fmt, section in zip(shape.formats(bits), sections, strict=True):
-        fill_randomly(fmt, section, generator)
-        matrices.append(fmt.view(section))
-    memory, slots = Memory(), [torch.zeros_like(section) for section in sections]
-    addresses, targets = (torch.tensor([[memory.place(part) for part in some]]) for some in (sections, slots))
-    widths = torch.full((1, 3), bits, dtype=torch.int32)
-    table = ExpertTable(shape, frozenset((bits,)), addresses, widths, targets if fetch else None)
-    index = torch.arange(tokens)
-    pieces = [[0, 0, tokens]] if fetch else [[0, at, min(at + 2, tokens)] for at in range(0, tokens, 2)]
+    generator = torch.Generator().manual_seed(launch.encoding.tag)
+    flags = launch.bias, launch.integer_zeros, launch.act_order
+    fmt = ExpertFormat(*launch.sizes, launch.encoding, launch.group, launch.dtype, *flags)
+    packed, expert = [torch.zeros(part.nbytes, dtype=torch.uint8) for part in fmt.slices], None
+    for part, held in zip(fmt.slices, packed, strict=True):
+        for matrix, section in zip(part.matrices, part.sections, strict=True):
+            fill_randomly(matrix, held[section], generator)
+        if expert is None or not launch.low:
+            expert, computed = part.view(held, expert), part
+    if launch.act_order:
+        for matrix in expert:
+            matrix.order.copy_(torch.randperm(len(matrix.order), generator=generator))
+    if launch.bias:
+        for matrix in expert:
+            matrix.bias.copy_(torch.randn(len(matrix.bias), generator=generator) / 16)
+    shape = ExpertShape.of([computed.matrices])
+    precision = computed.matrices[1].encoding.tag
+    slots = [torch.zeros_like(held) for held in packed]
+
+    def places(held: torch.Tensor, part: ExpertFormat) -> torch.Tensor:
+        return torch.tensor([[memory.place(held) + section.start for section in part.sections]])
+
+    used = packed[: 1 + (computed.nested)]
+    addresses = [places(held, part) for held, part in zip(used, fmt.slices, strict=False)]
+    targets = [places(held, part) for held, part in zip(slots[: len(used)], fmt.slices, strict=False)]
+    if shape.nested and len(used) == 1:
+        addresses, targets = addresses * 2, [*targets, torch.zeros(1, 3, dtype=torch.int64)]
+    destinations = targets if launch.fetch else [None, None]
+    residual = (addresses[1], destinations[1]) if shape.nested else (None, None)
+    bits = torch.full((1, 3), precision, dtype=torch.int32)
+    table = ExpertTable(shape, frozenset((precision,)), addresses[0], bits, destinations[0], *residual)
+    tokens, index = launch.tokens, torch.arange(launch.tokens)
+    tile = DecodeTile(launch.warps, launch.split, tensor_cores=launch.tensor_cores, dependent=launch.dependent)
+    apart = tokens if launch.fetch else tile.positions
+    pieces = [[0, at, min(at + apart, tokens)] for at in range(0, tokens, apart)]
+    summed = tokens + launch.weighted
+    if launch.weighted:
+        pieces.append([-1, 0, summed])
     work = WorkList(torch.tensor(pieces, dtype=torch.int32), index, index)
-    x = torch.randn(tokens, shape.hidden, generator=generator).to(DTYPE)
-    hidden, out = x.new_full((tokens, shape.intermediate), torch.nan), torch.full_like(x, torch.nan)
-    scratch = Scratch(torch.full((1 << 14,), torch.nan), torch.zeros(1 << 8, dtype=torch.int32))
-    weighting = Weighting(torch.full((tokens, 1), 0.5), torch.ones(tokens, 1, dtype=torch.int32)) if weighted else None
-    tile = DecodeTile(4, split)
+    # The same first tokens, however many there are.
+    x = torch.randn(64, shape.hidden, generator=generator)[:tokens].to(launch.dtype)
+    hidden, out = (x.new_full(size, torch.nan) for size in ((tokens, shape.intermediate), (summed, shape.hidden)))
+    scratch = Scratch(torch.full((1 << 16,), torch.nan), torch.zeros(1 << 8, dtype=torch.int32))
+    weights = Weighting(torch.full((summed, 1), 0.5), (torch.arange(summed) < tokens).int()[:, None])
 
-    def run(kernel: Any, grid: tuple[int, ...], tensors: Any, constants: dict[str, Any], options: Any) -> None:
-        key = MAIN, kernel.__name__.removesuffix("_kernel"), "", "", ""
-        ptx = compiled_ptx(variant_of(key, kernel, tensors, constants, options))
-        arguments = [memory.place(tensor) for tensor in tensors]
-        for place in product(*map(range, grid)):
-            Launched(ptx, memory.bytes, arguments, 32 * options["num_warps"], place).run()
+    start = memory.run
+    read = rotated_inputs(x, shape.rotation(table.precisions), start=start)
+    first = WorkList(work.items[: len(work.items) - launch.weighted].clone(), index, index)
+    decode_gate_up(read, hidden, table, first, launch.activation, tile, scratch, start=start)
+    decode_down(hidden, out, table, work, tile, scratch, weights if launch.weighted else None, start=start)
+    want = expert_reference(x, *expert, launch.activation) * (0.5 if launch.weighted else 1.0)
+    got, rest = memory.read(out).split([tokens, launch.weighted])
+    error = float((got.double() - want).norm() / want.norm())
+    if rest.count_nonzero():
+        error = torch.inf
+    fetched = zip(slots[: len(used)], used, strict=True)
+    if launch.fetch and not all(torch.equal(memory.read(slot), held) for slot, held in fetched):
+        error = torch.inf
+    placed = (hidden, out, scratch.partials, scratch.semaphores)
+    return Ran(error, got, x, expert, [range(memory.place(t), memory.place(t) + t.nbytes) for t in placed])
 
-    read = rotated_inputs(x, shape.rotation(table.precisions), start=run)
-    decode_gate_up(read, hidden, table, work, Activation.SILU, tile, scratch, start=run)
-    decode_down(hidden, out, table, work, tile, scratch, weighting, start=run)
-    if fetch and not all(torch.equal(memory.read(slot), part) for slot, part in zip(slots, sections, strict=True)):
-        return torch.inf
-    want = expert_reference(x, *matrices, Activation.SILU) * (0.5 if weighted else 1.0)
-    return float((memory.read(out).double() - want).norm() / want.norm())
+
+SHARED = {"split": 2, "fetch": True, "weighted": True}
+ON_TENSOR_CORES = tuple(encoding for encoding in (*WHOLE.values(), *NESTED.values()) if encoding.name != "16")
 
 
-def wrong_numbers(codes: Sequence[int] = CODES) -> list[str]:
-    """Sentences about codes, by their tags, whose outputs are not what they should be: of one token, and of three whose
-    sums are shared, fetched and weighted."""
+def plain_launches() -> Iterator[tuple[int, Launch]]:
+    """An architecture and launches of every code: a token alone, and three whose sums are shared, fetched, weighted."""
+    for code in ENCODINGS:
+        yield from ((MAIN, Launch(code, tokens, **more)) for tokens, more in ((1, {}), (3, SHARED)))
+
+
+def tensor_core_launches() -> Iterator[tuple[int, Launch]]:
+    """Architectures and launches on tensor cores: of three tokens, and of eleven; every code on one architecture."""
+    for architecture in (80, 89, MAIN, 120):
+        codes = ON_TENSOR_CORES if architecture == MAIN else (STEPS[2], NESTED[4])
+        yield from ((architecture, Launch(code, 3, **SHARED, tensor_cores=8)) for code in codes)
+        yield from ((architecture, Launch(code, 11, tensor_cores=16)) for code in (STEPS[4], NESTED[4]))
+
+
+def wrong_numbers(chosen: Iterable[tuple[int, Launch]]) -> list[str]:
+    """Sentences about launches whose outputs are not what they should be."""
     found = []
-    for bits in codes:
-        for tokens, options in ((1, {}), (3, {"split": 2, "fetch": True, "weighted": True})):
-            if not (error := relative_error(bits, tokens, **options)) < TOLERANCE:
-                found.append(f"{WHOLE[bits].name}: {tokens} tokens have a relative error of {error:.2g}")
+    for architecture, launch in chosen:
+        if not (error := ran(launch, Host(architecture)).error) < TOLERANCE:
+            how = f"on tensor cores of sm_{architecture}" if launch.tensor_cores else "without tensor cores"
+            found.append(f"{launch.encoding.name}: {launch.tokens} tokens {how} have a relative error of {error:.2g}")
     return found

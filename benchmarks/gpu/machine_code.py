@@ -10,6 +10,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from variants import Variant
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -24,7 +25,7 @@ class Report:
     shared_bytes: int  # of a program
     tensor_cores: str  # mma, wgmma or tcgen05 if the PTX has such instructions, else ""
     barriers_in_loops: int  # barriers inside the longest innermost loop: with none, its threads exchange nothing
-    instructions: int  # of that loop
+    instructions: int  # of that loop; of the longest one with mma instructions if there are such
 
 
 def compile_variant(variant: Variant) -> Report:
@@ -73,7 +74,8 @@ def _prepared(variant: Variant) -> tuple[ASTSource, GPUTarget, dict[str, Any]]:
         for parameter in kernel.params
         if variant.types.get(parameter.name, "").startswith("*") and not parameter.do_not_specialize_on_alignment
     }
-    source = ASTSource(kernel, signature, constexprs=variant.constants, attrs=aligned)
+    of_language = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = of_language(kernel, signature, constexprs=variant.constants, attrs=aligned)
     options = {"enable_fp_fusion": True, **variant.options}
     return source, GPUTarget("cuda", variant.architecture, 32), options
 
@@ -109,5 +111,6 @@ def _longest_loop(code: list[str]) -> list[str]:
             if target and target[1] in labels:
                 loops.append((labels[target[1]], len(instructions)))
     inner = [loop for loop in loops if not any(o != loop and loop[0] <= o[0] and o[1] <= loop[1] for o in loops)]
-    first, last = max(inner, key=lambda loop: loop[1] - loop[0], default=(0, 0))
+    of_products = [loop for loop in inner if any(line.startswith("HMMA") for line in instructions[slice(*loop)])]
+    first, last = max(of_products or inner, key=lambda loop: loop[1] - loop[0], default=(0, 0))
     return instructions[first:last]

@@ -168,7 +168,7 @@ def host_waits(name: str, kind: Kind) -> list[str]:
         def finish(self):
             return self._x
 
-    nothing = {"list_predicted": lambda *_: None, "copy_predicted": lambda *_: None}
+    nothing = dict.fromkeys(("judge_predicted", "list_predicted", "copy_predicted"), lambda *_: None)
     nothing |= {"forward": lambda self, table, layer, rows, plan, x, *_: x}
     nothing |= {"large_batch_step": lambda *arguments: Nothing(*arguments)}
     with mock.patch.multiple(PlainKernels, **nothing):

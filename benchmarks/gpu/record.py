@@ -48,7 +48,10 @@ class Recorder:
             self._write("check", name=name, wrong=wrong, seconds=round(time.perf_counter() - begin, 2))
 
     def speed(self, name: str, unit: str, measured: float, bound: float, share: float, remark: str = "") -> None:
-        """A measurement beside what the hardware allows, both in a unit, and its share of that, 0 to 1."""
+        """A measurement beside what the hardware allows, both in a unit, and its share of that, 0 to 1.
+
+        The bound is 0 where none is known.
+        """
         self._write("speed", name=name, unit=unit, measured=measured, bound=bound, share=share, remark=remark)
 
     def say(self, sentence: str) -> None:

@@ -4,7 +4,9 @@ All combinations of precisions, tiles, dtype, bias, activation, group size and w
 launch them in the interpreter. Compiled are, on the H100's architecture, every width by itself, the mixes 4/2 and 16/4,
 each kind of published floats and points of a lattice, in decode and grouped on the largest tile; in decode these as the
 device's own steps launch them, too (fetching, weighted, with indices of 32 bits), which the oldest and the newest
-architecture have as well; the weighted sum, rotations, and what places experts, decides a step, and copies.
+architecture have as well; the weighted sum, rotations, and what places experts, decides a step, and copies. Decode on
+tensor cores is compiled for every code on the main architecture, and at 4, 2 and 4/2 bits on all five; Ada and
+data-center Blackwell have 4 and 4/2 bits without them beside that.
 
 Codes of 4/2 and 8/4 are two sections, as they are stored.
 """
@@ -39,6 +41,7 @@ from vllm_dymoe.kernels.triton import (
     grouped_gate_up,
     large_batch,
     launch,
+    mma_decode,
     place,
     planner,
     popularity,
@@ -52,7 +55,12 @@ from vllm_dymoe.planner.plan import LayerPlan
 from vllm_dymoe.planner.prefetch import PrefetchList
 from vllm_dymoe.planner.table import Table
 
-ARCHITECTURES, MAIN = (80, 90, 120), 90
+ARCHITECTURES, MAIN = (80, 89, 90, 100, 120), 90
+WHOLE_STEPS = 80, 90, 120
+"""Architectures for which everything that a device's own step launches without tensor cores is compiled; for the others
+what it does by default, at 4 and 4/2 bits."""
+_SOME = {("4", 8), ("2", 8), ("4/2", 8), ("4/2", 16)}
+"""Bits and tokens of decode on tensor cores on other architectures than the main one, which has all of it."""
 MIXES = ((16,), (8,), (4,), (2,), (16, 4), (4, 2))
 SIZES, DTYPE = (2048, 768), torch.bfloat16
 """Hidden and intermediate size of Qwen3-30B-A3B."""
@@ -67,14 +75,16 @@ _TYPES = {
 }
 _WIDE = ("count", "list", "place_pairs")  # around the products of a large-batch step
 _DECODE = "activation", "combine", "decode", "fetch", "float_rows", "rotate", "rows", "section"
+_TENSOR_CORES = "in_gluon", "mma_codes", "mma_decode", "mma_rows"
 _GROUPED_CODE = "activation", "float_rows", "float_tiles", "grouped", "rotate", "section"
 _MODULES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gate_up", "down"), _DECODE),
+    **dict.fromkeys(("mma_gate_up", "mma_down"), (*_DECODE, *_TENSOR_CORES)),
     **dict.fromkeys(("grouped_gate_up", "grouped_down"), _GROUPED_CODE),
     **{name: (name,) for name in ("rotate", "combine", "place")},
     "decide": ("planner",),
     "copy_spans": ("spans",),
-    **dict.fromkeys(("list_predicted", "copy_predicted"), ("planner", "prefetch")),
+    **dict.fromkeys(("name_experts", "judge_predicted", "list_predicted", "copy_predicted"), ("planner", "prefetch")),
     "popularity": ("popularity",),
     **dict.fromkeys(_WIDE, ("planner", "large_batch")),
     **dict.fromkeys(("post", "wait", "collect"), ("cpu_queue",)),
@@ -100,7 +110,7 @@ class Variant:
         """The kernel itself; by name, because Triton's functions cannot travel to another process."""
         name, modules = (
             f"{self.kernel}_kernel",
-            (launch, combine, place, planner, prefetch, popularity, rotate, spans, large_batch, cpu_queue),
+            (launch, mma_decode, combine, place, planner, prefetch, popularity, rotate, spans, large_batch, cpu_queue),
         )
         return next(vars(module)[name] for module in modules if name in vars(module))
 
@@ -123,6 +133,7 @@ class Case:
 
     bits: tuple[int, ...]  # tags of their codes
     device: bool = False  # as `SmallBatchStep.run` launches: misses are fetched on the way, and experts weighted
+    tensor_cores: int = 0  # see DecodeTile
 
     @property
     def shape(self) -> ExpertShape:
@@ -135,6 +146,9 @@ _POINTS = E8_NESTED.tag, E8.tag
 _OTHERS = (*(Case((book.tag,)) for book in CODEBOOKS.values()), Case((E8.tag,)), Case(_POINTS))
 _DEVICE = tuple(replace(case, device=True) for case in (
     *map(Case, ((16,), (8,), (4,), (2,), (4, 2), (8, 4))), *_OTHERS))  # fmt: skip
+_ON_TENSOR_CORES = tuple(replace(case, device=True, tensor_cores=8) for case in (
+    *map(Case, ((8,), (4,), (2,), (4, 2), (8, 4))), *_OTHERS))  # fmt: skip
+_MANY = tuple(replace(case, device=True, tensor_cores=16) for case in map(Case, ((4,), (4, 2))))
 # Hidden size, top_k, dtype, and whether pairs can be absent: DeepSeek-V3's, gpt-oss's, and an odd one of 22.
 _SUMS = ((7168, 8, torch.bfloat16, False), (2880, 4, torch.float16, True), (1001, 22, torch.bfloat16, True))
 # Experts and top_k: gpt-oss-20b's, Qwen3-30B-A3B's, and the most there are.
@@ -148,9 +162,15 @@ _LAUNCHES = {
 
 
 def all_variants() -> Iterator[Variant]:
-    """Everything on one architecture, and on both ends' what the device plans."""
+    """Everything on one architecture, and on the others what the device's own steps launch."""
     for architecture in ARCHITECTURES:
-        yield from (found for found in variants(architecture) if architecture == MAIN or found.note == "device")
+        for found in variants(architecture):
+            if found.kernel.startswith("mma"):
+                some = (found.precisions, found.constants["MOST"]) in _SOME
+            else:
+                some = found.note == "device" and (architecture in WHOLE_STEPS or found.precisions in ("4", "4/2"))
+            if architecture == MAIN or some:
+                yield found
 
 
 def variants(architecture: int) -> Iterator[Variant]:
@@ -159,12 +179,14 @@ def variants(architecture: int) -> Iterator[Variant]:
     kernels = tuple(_LAUNCHES)
     for cases, pair in (((*everywhere, *_DEVICE), kernels[:2]), (everywhere, kernels[2:])):
         yield from (_experts(architecture, kernel, case) for case in cases for kernel in pair)
+    yield from (_experts(architecture, kernel, case) for case in (*_ON_TENSOR_CORES, *_MANY) for kernel in kernels[:2])
     yield from _others(architecture)
 
 
 def _experts(architecture: int, kernel: str, case: Case) -> Variant:
     """One token of one expert, at no address, with indices as the server has them."""
-    grouped, tile = kernel.startswith("grouped"), getattr(choose_tiles(architecture, *SIZES), kernel)
+    grouped, tiles = kernel.startswith("grouped"), choose_tiles(architecture, *SIZES)
+    tile = getattr(tiles.on_tensor_cores(case.tensor_cores) if case.tensor_cores else tiles, kernel)
     tile = tile[-1] if grouped else tile
     addresses, bits = torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int32)
     fetched = addresses if case.device else None
@@ -180,8 +202,9 @@ def _experts(architecture: int, kernel: str, case: Case) -> Variant:
     if kernel == "down" and case.device:
         arguments.append(Weighting(torch.empty(1, 8), torch.empty(1, 8, dtype=torch.int32)))
     note = f"m {tile.block_m}" if grouped else "device" if case.device else ""
+    name, note = (f"mma_{kernel}", f"{note}, {case.tensor_cores} tokens") if case.tensor_cores else (kernel, note)
     shape, precisions = "x".join(map(str, SIZES)), "/".join(WHOLE[tag].name for tag in case.bits)
-    return _noted((architecture, kernel, shape, precisions, note), _LAUNCHES[kernel], *arguments)
+    return _noted((architecture, name, shape, precisions, note), _LAUNCHES[kernel], *arguments)
 
 
 def _others(architecture: int) -> Iterator[Variant]:
@@ -223,13 +246,24 @@ def _others(architecture: int) -> Iterator[Variant]:
 
 
 def _prefetch(architecture: int, experts: int, top_k: int) -> Iterator[Variant]:
-    """What lists and copies predicted experts."""
+    """What names, judges, lists and copies predicted experts: of one gate or six, for one coming layer or two."""
     table = vars(Table.allocate(2, experts, rows=1, top_k=top_k, depth=1, device="cpu"))
     listed, rows = vars(PrefetchList.allocate(experts, "cpu")), torch.zeros(1).int()
     key = f"{experts} experts", "", ""
-    yield _noted((architecture, "list_predicted", *key), prefetch.list_predicted_on_gpu, table, 1, rows, 3, listed)
+    for look_ahead, nested in ((1, False), (2, False), (1, True), (2, True)):
+        sizes: dict[str, Any] = {"rows": 1, "top_k": top_k, "depth": 1, "device": "cpu", "nested": nested}
+        own, lists = Table.allocate(2, experts, **sizes).at(1), PrefetchList.allocate(experts, "cpu", slices=1 + nested)
+        note = key[0], "", f"{look_ahead} ahead" + ", nested" * nested
+        given = own, 1, rows, 3, vars(lists), look_ahead
+        yield _noted((architecture, "list_predicted", *note), prefetch.list_predicted_on_gpu, *given)
+    ids, numbers = torch.zeros(1, top_k).int(), torch.zeros(2, experts).int()
+    yield _noted((architecture, "judge_predicted", *key), prefetch.judge_predicted_on_gpu, table, 1, ids, rows, listed)
+    for voters in (1, 6):
+        given = table, 1, 0, torch.zeros(voters, 1, experts), rows, numbers, numbers, listed["scratch"]
+        note = key[0], "", f"{voters} voters"
+        yield _noted((architecture, "name_experts", *note), prefetch.name_experts_on_gpu, *given)
     yield _noted((architecture, "copy_predicted", *key), prefetch.copy_predicted_on_gpu, table, 1, 3, listed)
-    counts, ids = torch.zeros(2, experts).long(), torch.zeros(1, top_k).int()
+    counts = torch.zeros(2, experts).long()
     named = counts, table["predicted"][0], 0, ids, rows, 10, 1 << 20, top_k
     yield _noted((architecture, "popularity", *key), popularity.count_and_name_on_gpu, *named)
 
@@ -264,7 +298,7 @@ def _cpu_queue(architecture: int) -> Iterator[Variant]:
     yield _noted((architecture, "wait", "", "", ""), cpu_queue.wait, turn)
     yield _noted((architecture, "collect", str(SIZES[0]), "", ""), cpu_queue.take, door, rows, ids)
     for nested in (False, True):  # where experts come from disk
-        table = vars(Table.allocate(1, 128, rows=1, top_k=8, depth=1, device="cpu", nested=nested))
+        table = Table.allocate(1, 128, rows=1, top_k=8, depth=1, device="cpu", nested=nested).at(0)
         asked, note = LayerPlan.allocate(16, 8, 128, "cpu", slices=1 + nested).tensors, "nested" * nested
         yield _noted((architecture, "ask", "128 experts", "", note), cpu_queue.ask, door, 0, asked)
         taken = door, table, 0, asked

@@ -3,16 +3,12 @@
     python benchmarks/ranks/ranks.py
 
 Writes README.md here. By `plan`'s functions: made-up routers of all requests choose among all experts, each rank keeps
-its own by the rule, and every layer of a step waits for the rank that lacks most. Beside it a simulation, which knows
-no formula: every rank has a cache of each layer, a link that brings one expert after the other, and computes what is
-there; all ranks meet in front of the experts and behind them.
+its own by the rule, and every layer of a step waits for the rank that lacks most.
 """
 
 import sys
 from dataclasses import replace
 from pathlib import Path
-
-import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
@@ -22,12 +18,9 @@ from readme import markdown, put  # noqa: E402
 from vllm_dymoe.experts.identity import ModelIdentity  # noqa: E402
 from vllm_dymoe.plan.choice import predict  # noqa: E402
 from vllm_dymoe.plan.device import find_device  # noqa: E402
-from vllm_dymoe.plan.model import ITEM, shape_of  # noqa: E402
+from vllm_dymoe.plan.model import shape_of  # noqa: E402
 from vllm_dymoe.plan.ranks import Ranks  # noqa: E402
-from vllm_dymoe.plan.replay import LOCALITY, SKEW, made_up  # noqa: E402
-from vllm_dymoe.planner.rule import HIGH, HIT  # noqa: E402
-from vllm_dymoe.planner.table import Table, set_pools  # noqa: E402
-from vllm_dymoe.trace.synthetic import synthetic_trace  # noqa: E402
+from vllm_dymoe.plan.routings import made_up  # noqa: E402
 
 V4 = {"num_hidden_layers": 43, "hidden_size": 4096, "n_routed_experts": 256, "num_experts_per_tok": 6,
       "moe_intermediate_size": 2048, "n_shared_experts": 1, "vocab_size": 129280, "num_attention_heads": 64,
@@ -43,7 +36,6 @@ SETUPS = [
 PARTS, REQUESTS, OPTIONS = (0.1, 0.25, 0.5, 0.75, 1.0), (1, 4, 16, 64), {"policy": "exact", "high": 4}
 OPTIONS |= {"policy_options": {"look_ahead": 0}}
 SPARE = 1 << 28  # bytes beside slots, for the workspace
-STEPS, COLD, CHECKED = 60, 20, 0.25  # of a simulation; the share of experts that it is made for
 
 
 def step(model, card, ranks, requests, part):
@@ -53,44 +45,6 @@ def step(model, card, ranks, requests, part):
     spread = made_up(identity, requests).spread(ranks.experts_over)
     row = predict(OPTIONS, round(part * own) + SPARE, part, shape, ranks.device(card), spread, 64, 2048)
     return ranks.whole(row, model, card, -(-requests // ranks.dp), 64).tpot
-
-
-def simulate(model, card, ranks, requests, part):
-    """Seconds of a step, rank by rank and layer by layer."""
-    shape, device = ranks.shape(model), ranks.device(card)
-    deciding, layers, own = device.in_a_graph(), model.moe_layers, shape.experts
-    identity = ModelIdentity("m", "", layers, model.experts, model.top_k, model.hidden)
-    sizes = {"requests": max(2, requests), "prompt": 1, "decode": STEPS, "skew": SKEW, "locality": LOCALITY}
-    trace = synthetic_trace(identity, **sizes, seed=1)
-    chosen = trace.experts.long().numpy().reshape(1 + STEPS, -1, layers, model.top_k)[1:, :requests]
-    tables = [Table.allocate(layers, own) for _ in range(ranks.experts_over)]
-    for rank in tables:
-        kept = {HIGH: [int(part * own)] * layers}
-        set_pools(rank, {HIGH: (0, 0, sum(kept[HIGH]))}, kept)
-    packed = shape.packed((4,)).nbytes(4) / (layers * own)
-    computing, coming = packed / device.bandwidth, packed / device.link
-    between = shape.token_weights * ITEM / device.bandwidth + ranks.seconds(model, card, -(-requests // ranks.dp))
-    seconds = 0.0
-    for step in range(STEPS):
-        now = between
-        for layer in range(layers):
-            used, rows = np.unique(chosen[step, :, layer], return_counts=True)
-            now += deciding.layer_seconds
-            ends = [now]
-            for number, rank in enumerate(tables):
-                here = used // own == number
-                active = used[here] - number * own
-                wanted = np.full(len(active), HIGH, np.int8)
-                places = rank.begin_step(layer, active, wanted, rows[here])
-                rank.keep(layer, active, wanted, places)
-                misses = int((places[0] != HIT).sum())
-                end = now + (len(active) - misses) * computing
-                for miss in range(1, misses + 1):
-                    end = max(end, now + miss * coming) + computing
-                ends.append(end + misses * deciding.miss)
-            now = max(ends)
-        seconds += now * (step >= COLD)
-    return seconds / (STEPS - COLD)
 
 
 def table(name, config, gpu, ranks):
@@ -103,9 +57,8 @@ def table(name, config, gpu, ranks):
             kept = requests / ranks.count / step(model, card, ranks, requests, part)
             bold = "**" * (part < 0.7 and kept > requests / more.count / step(model, card, more, requests, 1.0))
             cells.append(f"{bold}{kept:.2f}{bold}")
-        simulated = requests / ranks.count / simulate(model, card, ranks, requests, CHECKED)
-        lines.append([str(requests), *cells, f"{simulated:.2f}"])
-    head = ["requests", *(f"{part:.0%}" for part in PARTS), f"{CHECKED:.0%} simulated"]
+        lines.append([str(requests), *cells])
+    head = ["requests", *(f"{part:.0%}" for part in PARTS)]
     return f"{name}, `{ranks.arguments.strip()}`:\n\n{markdown(head, lines)}"
 
 

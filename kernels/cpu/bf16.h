@@ -2,9 +2,17 @@
 // bfloat16. With FP8 an activation is the sum of two of them; with 16 bits it is rounded to one, as between vLLM's layers.
 INLINE void add_pairs(F& sum, __m512i a, __m512i b) { asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b)); }
 
+// Sums of the lanes of four vectors, pairwise: in a quarter of the instructions, and always in the same order.
+INLINE __m128 sums_of_lanes(const F* v) {
+    auto halves = [](F a, F b) LAMBDA { return _mm512_add_ps(_mm512_unpacklo_ps((__m512)a, (__m512)b), _mm512_unpackhi_ps((__m512)a, (__m512)b)); };
+    const __m512d ab = (__m512d)halves(v[0], v[1]), cd = (__m512d)halves(v[2], v[3]);
+    const __m512 lanes = _mm512_add_ps((__m512)_mm512_unpacklo_pd(ab, cd), (__m512)_mm512_unpackhi_pd(ab, cd));
+    const __m256 two = _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps(lanes, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps(two, 1));
+}
+
 template <int R, int N> INLINE void dot_pairs(const uint16_t* w, i64 columns, const Row* x, float* out) {
-    F sum[R * N];
-    unroll<R * N>([&](auto i) LAMBDA { sum[i] = F{}; });
+    F sum[N * 4] = {};  // four rows of each token, or R of them
     auto step = [&](i64 c, __mmask32 there) LAMBDA {
         __m512i weights[R];
         unroll<R>([&](auto r) LAMBDA {
@@ -13,13 +21,17 @@ template <int R, int N> INLINE void dot_pairs(const uint16_t* w, i64 columns, co
         });
         unroll<N>([&](auto t) LAMBDA {
             const __m512i values = _mm512_loadu_si512(x[t].pair + c);
-            unroll<R>([&](auto r) LAMBDA { add_pairs(sum[r * N + t], weights[r], values); });
+            unroll<R>([&](auto r) LAMBDA { add_pairs(sum[4 * t + r], weights[r], values); });
         });
     };
     i64 c = 0;
     for (; c + 32 <= columns; c += 32) step(c, ~0u);
     if (c < columns) step(c, (1u << (columns - c)) - 1);
-    unroll<R * N>([&](auto i) LAMBDA { out[BLOCK * (i % N) + i / N] = sum_of_lanes(sum[i]); });
+    unroll<N>([&](auto t) LAMBDA {
+        alignas(16) float sums[4];
+        _mm_store_ps(sums, sums_of_lanes(sum + 4 * t));
+        memcpy(out + BLOCK * t, sums, R * sizeof(float));
+    });
 }
 static void plain_pairs(const Matrix& m, const uint8_t* section, i64 block, const Row* x, i64 n, float* out) {
     const uint16_t* w = (const uint16_t*)section + BLOCK * block * m.columns;

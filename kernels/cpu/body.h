@@ -50,14 +50,21 @@ INLINE F least(F a, F b) { return choose(b < a, b, a); }   // NaN in a stays
 INLINE F most(F a, F b) { return choose(b > a, b, a); }
 
 INLINE float sum_of_lanes(F v) {  // of a copy, or the compiler keeps sums in memory for their lanes
-    float lanes[W], total = 0;
+    float lanes[W];
     memcpy(lanes, &v, sizeof(lanes));
-    for (int i = 0; i < W; i++) total += lanes[i];
-    return total;
+    for (int half = W / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+    return lanes[0];
 }
 template <class Function> INLINE F each(F v, Function function) {
     for (int i = 0; i < W; i++) v[i] = function(v[i]);
     return v;
+}
+INLINE float power_of_two(int power) {  // -126 to 127
+    const int bits = (power + 127) << 23;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
 }
 INLINE F sigmoid(F x) { return all(1.0f) / (all(1.0f) + exponential(-x)); }
 
@@ -117,30 +124,31 @@ struct Row {               // one token's activations, padded with zeros
     INLINE void integers(i64 column, i64 digits) const {  // of BLOCK columns, from x
         for (i64 c = column; c < column + BLOCK; c += UNIT) {
             const float* v = x + c;
-            float largest = 0;
-            bool finite = true;
-            for (int i = 0; i < UNIT; i++) {
-                float size = fabsf(v[i]);
-                largest = size > largest ? size : largest;
-                finite &= size < INFINITY;
-            }
-            float factor = largest / 127, inverse = largest > 1e-30f ? 127 / largest : 0;
+            int bits[UNIT], q[UNIT] = {}, largest_bits = 0, sums[2] = {0, 0};
+            memcpy(bits, v, sizeof(bits));
+            for (int i = 0; i < UNIT; i++) largest_bits = std::max(largest_bits, bits[i] & 0x7fffffff);  // floats without sign sort as integers
+            const bool finite = largest_bits < 0x7f800000;
+            float largest, factor, inverse;
+            memcpy(&largest, &largest_bits, 4);
             if (digits == 2) {
-                int power = 0;
-                if (largest > 0) frexpf(largest, &power);
-                if (power < -100) power = -100;
-                if (ldexpf(largest, 15 - power) > 32639.0f) power++;  // whose high digit would not fit
-                inverse = ldexpf(1.0f, 15 - power), factor = ldexpf(1.0f, power - 15);
+                int power = largest_bits ? std::max((largest_bits >> 23) - 126, -100) : 0;
+                if (largest * power_of_two(15 - power) > 32639.0f) power++;  // whose high digit would not fit
+                inverse = power_of_two(15 - power), factor = power_of_two(power - 15);
+            } else {
+                factor = largest / 127, inverse = largest > 1e-30f ? 127 / largest : 0;
             }
-            if (!finite) factor = NAN;
-            int sums[2] = {0, 0};
-            for (int i = 0; i < UNIT; i++) {
-                int q = finite ? (int)(v[i] * inverse + 0x1.8p23f - 0x1.8p23f) : 0, digit = (int8_t)q;
-                sums[i / 16] += q;
-                const i64 place = COPIES * ((c + i) & -STEP) + i % STEP;
+            if (finite) for (int i = 0; i < UNIT; i++) q[i] = (int)(v[i] * inverse + 0x1.8p23f - 0x1.8p23f);
+            else factor = NAN;
+            for (int i = 0; i < 16; i++) sums[0] += q[i];
+            for (int i = 16; i < UNIT; i++) sums[1] += q[i];
+            int8_t lows[UNIT], highs[UNIT];
+            for (int i = 0; i < UNIT; i++) lows[i] = (int8_t)q[i];
+            for (int i = 0; i < UNIT; i++) highs[i] = (int8_t)((q[i] - lows[i]) >> 8);
+            constexpr int PIECE = COPIES == 1 ? UNIT : STEP;
+            for (int i = 0; i < UNIT; i += PIECE) {
                 for (int copy = 0; copy < COPIES; copy++) {
-                    low[place + STEP * copy] = (int8_t)digit;
-                    high[place + STEP * copy] = (int8_t)((q - digit) >> 8);
+                    memcpy(low + COPIES * (c + i) + STEP * copy, lows + i, PIECE);
+                    memcpy(high + COPIES * (c + i) + STEP * copy, highs + i, PIECE);
                 }
             }
             scale[c / UNIT] = factor;
@@ -482,7 +490,7 @@ static void product(const Matrix& m, const Item& item, int which, i64 block, con
 
 // Columns of a row, from x, as the layer's products want them.
 INLINE void prepare(const Layer& k, const Row& row, i64 column) {
-    row.integers(column, k.digits);
+    if (k.digits) row.integers(column, k.digits);
     if (k.floats) row.pairs(column);
 }
 

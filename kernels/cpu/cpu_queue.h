@@ -26,7 +26,9 @@ static i64 nanoseconds() {
     return now.tv_sec * 1000000000ll + now.tv_nsec;
 }
 
-// Spin while a step runs; with nothing to do for longer, sleep up to a millisecond at a time.
+#include "team.h"
+
+// Spin briefly; with nothing to do for longer, sleep up to a millisecond at a time.
 static void rest(i64 times) {
     if (times < 4000) {
 #if defined(__x86_64__)
@@ -40,8 +42,14 @@ static void rest(i64 times) {
 }
 
 // Answer entries until `stop`: of `forms`, `kinds` of them, each says which matrices the experts of a tag have. Rows of
-// an entry are at most `tokens` of the layer's scratch, and its positions at most `positions`.
-API void dymoe_answer(QueueControl* control, Layer* layer, const Form* forms, i64 kinds, i64 tokens, int isa, Parallel parallel) {
+// an entry are at most `tokens` of the layer's scratch, and its positions at most `positions`. With `spin_ns`, threads of
+// its own spin for so long after each answer, and take the place of `parallel`.
+API void dymoe_answer(
+    QueueControl* control, Layer* layer, const Form* forms, i64 kinds, i64 tokens, int isa, Parallel parallel, i64 spin_ns) {
+    Team team(spin_ns ? std::max<i64>(layer->threads - 1, 0) : 0, spin_ns);
+    team_of_thread = &team;
+    if (spin_ns) parallel = run_team;
+    i64 since = nanoseconds();
     std::vector<i64> rows, pairs;
     std::vector<Item> items;
     layer->hidden = control->hidden;
@@ -49,7 +57,8 @@ API void dymoe_answer(QueueControl* control, Layer* layer, const Form* forms, i6
         i64 answered = __atomic_load_n(&control->answered.value, __ATOMIC_ACQUIRE);
         const i64 number = answered / 2 + 1;
         if (__atomic_load_n(&control->posted.value, __ATOMIC_ACQUIRE) < number) {
-            rest(idle++);
+            if (spin_ns && nanoseconds() - since < spin_ns) pause_briefly();
+            else rest(idle++);
             continue;
         }
         idle = 0;
@@ -80,7 +89,7 @@ API void dymoe_answer(QueueControl* control, Layer* layer, const Form* forms, i6
         layer->item = items.data(), layer->rows = rows.data(), layer->pairs = pairs.data();
         layer->phase = READ, layer->last = DOWN;
         dymoe_experts(layer, isa, parallel);
-        entry->began_ns = began, entry->ended_ns = nanoseconds();
+        entry->began_ns = began, entry->ended_ns = since = nanoseconds();
         control->busy_ns += entry->ended_ns - began, control->rows += rows.size();
         __atomic_compare_exchange_n(&control->answered.value, &answered, 2 * number, false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED);
     }

@@ -41,7 +41,7 @@ struct Layer {
     i64 width;             // columns of such a row, a multiple of 256 that no matrix exceeds
     i64 phase, last;       // the phases that a call runs
     i64 has_gate, curve;
-    i64 digits;            // of 8 bits that activations have, 2 or 1
+    i64 digits;            // of 8 bits that activations have: 2, 1, or 0 where all experts have floats
     i64 outer, inner;      // neighbouring inputs of gate and up, and of down, that are rotated together, or 0
     i64 floats;            // whether experts have floats, and the processor multiplies pairs of bfloat16
     i64 tiles;             // whether it multiplies tiles

@@ -189,7 +189,8 @@ def take_sources(
     wait(device_queue.turn, start=start)
     items, slices = len(plan["experts"]), len(plan["action"])
     layers, experts = table["precision"].shape
-    of_table = (table[name] for name in ("precision", "slot", "source", "pool", "offsets", "unread"))
+    names = "precision", "slot", "source", "first_slot", "pool", "slot_bytes", "offsets", "unread"
+    of_table = (table[name] for name in names)
     of_plan = (plan[name] for name in ("count", "action", "experts", "precisions", "addresses", "destinations"))
     sizes = {"SLICES": slices, "WIDTH": max(32, triton.next_power_of_2(items)), "ITEMS": items, "EXPERTS": experts}
     numbers = layer, layers, plan["action"].stride(0), plan["addresses"].stride(0)
@@ -252,13 +253,14 @@ def ask_kernel(
 
 @triton.jit(
     do_not_specialize_on_alignment=[
-        "turn", "precision", "slot", "source", "pool", "offsets", "unread", "count", "action", "experts", "precisions",
-        "addresses", "destinations",
+        "turn", "precision", "slot", "source", "first_slot", "pool", "slot_bytes", "offsets", "unread", "count",
+        "action", "experts", "precisions", "addresses", "destinations",
     ],
     do_not_specialize=["layer", "layers", "apart", "addresses_apart"],
 )  # fmt: skip
 def take_sources_kernel(
-    turn, precision, slot, source, pool, offsets, unread, count, action, experts, precisions, addresses, destinations,
+    turn, precision, slot, source, first_slot, pool, slot_bytes, offsets, unread, count, action, experts, precisions,
+    addresses, destinations,
     layer: tl.int32, layers: tl.int32, apart: tl.int32, addresses_apart: tl.int32,
     CONTROL: tl.constexpr, DEPTH: tl.constexpr, ENTRY: tl.constexpr, CALLS: tl.constexpr, SLICES: tl.constexpr,
     WIDTH: tl.constexpr, ITEMS: tl.constexpr, EXPERTS: tl.constexpr,
@@ -281,7 +283,8 @@ def take_sources_kernel(
             # Volatile, as in ``collect_kernel``: no earlier answer may come from a cache.
             address = tl.load(call + 4 + part, mask=needs, other=1, volatile=True)
             lost = lost | (address == 0)
-            address = tl.where(address == 0, tl.load(pool + version), address)
+            some = tl.load(first_slot + layer * 3 + version) * tl.load(slot_bytes + version)
+            address = tl.where(address == 0, tl.load(pool + version) + some, address)
             tl.store(source + row.to(tl.int64) * 3 + version, address, mask=needs)
             for column in tl.static_range(3):
                 at = addresses + part * addresses_apart + 3 * item + column

@@ -1,6 +1,6 @@
 """The kernel for experts in a GPU's memory, for steps that the host plans."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from vllm_dymoe.experts.format import PackedExpert
 from vllm_dymoe.experts.matrix import MatrixFormat, PackedMatrix
 from vllm_dymoe.kernels.activation import Activation
-from vllm_dymoe.kernels.base import Receive, check_activations, check_formats
+from vllm_dymoe.kernels.base import Decode, Receive, check_activations, check_formats
 from vllm_dymoe.kernels.triton.cpu_queue import DeviceQueue
 from vllm_dymoe.kernels.triton.large_batch_step import TritonLargeBatch
 from vllm_dymoe.kernels.triton.launch import (
@@ -21,6 +21,7 @@ from vllm_dymoe.kernels.triton.launch import (
     WorkList,
     decode_down,
     decode_gate_up,
+    fastest_decode,
     grouped_down,
     grouped_gate_up,
 )
@@ -30,12 +31,21 @@ from vllm_dymoe.kernels.triton.rotate import rotated_inputs
 from vllm_dymoe.kernels.triton.small_batch_step import SmallBatchStep
 from vllm_dymoe.kernels.triton.start import Start, compile_kernel, compiling_together, run_kernel
 from vllm_dymoe.kernels.triton.tiles import Tiles, choose_tiles
+from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.planner.large_batch import LargeBatchShape
 from vllm_dymoe.planner.plan import LayerPlan
 
 DEFAULT_WORKSPACE_BYTES = 32 << 20
 MINIMUM_WORKSPACE_BYTES = 320 << 10
 _SEMAPHORES = 1 << 14
+
+
+def architecture_of(device: torch.device) -> int:
+    """Return a card's compute capability times ten; 90 for the interpreter."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 class TritonKernel:
@@ -49,6 +59,8 @@ class TritonKernel:
         workspace_bytes: scratch to keep, at least 320 KiB. It bounds the tokens that are computed together.
         formats: the formats that calls may use, of any sizes, to compile once for all of them; empty for those of each
             call, which compiles again for another mix.
+        decode: how experts of few tokens are computed; where precisions or card do not have this way, the next slower
+            one is taken, see ``launch.fastest_decode``.
 
     Raises:
         ValueError: the workspace is too small.
@@ -61,6 +73,8 @@ class TritonKernel:
         device: torch.device | str,
         workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
         formats: Iterable[MatrixFormat] = (),
+        *,
+        decode: Decode = Decode.PLAIN,
     ) -> None:
         if workspace_bytes < MINIMUM_WORKSPACE_BYTES:
             raise ValueError(f"workspace has {workspace_bytes} bytes, expected at least {MINIMUM_WORKSPACE_BYTES}")
@@ -74,10 +88,7 @@ class TritonKernel:
         self.step: TritonStep
         self._compiled: set[tuple[ExpertShape, frozenset[int], Activation]] = set()
         self.asynchronous = self.device.type == "cuda"
-        self._architecture = 90
-        if self.device.type == "cuda":
-            major, minor = torch.cuda.get_device_capability(self.device)
-            self._architecture = 10 * major + minor
+        self._architecture, self._decode = architecture_of(self.device), decode
 
     def begin(self, x: Tensor, plan: LayerPlan, out: Tensor, activation: Activation) -> None:
         """Begin a layer's step, see :class:`vllm_dymoe.kernels.base.ExpertKernel`."""
@@ -103,7 +114,7 @@ class TritonKernel:
         if kind in self._compiled:
             return
         shape, dtype, device = table.shape, table.shape.dtype, self.device
-        tiles = self._tiles_of(shape)
+        tiles = self._tiles_of(shape, table.precisions)
         row = torch.zeros(1, dtype=torch.int64, device=device)
         work = WorkList(torch.zeros(1, 3, dtype=torch.int32, device=device), row, row)
         x = torch.empty(1, shape.hidden, dtype=dtype, device=device)
@@ -113,6 +124,9 @@ class TritonKernel:
             rotated_inputs(x, shape.rotation(table.precisions), start=compile_kernel)
             for grouped in range(DECODE, len(tiles.grouped_down)):
                 self.launch(grouped, x, x, table, work, activation, tiles, start=compile_kernel)
+            if tiles.gate_up.tensor_cores:  # where no expert has more tokens
+                tiles = self._tiles_of(shape, table.precisions, tokens=1)
+                self.launch(DECODE, x, x, table, work, activation, tiles, start=compile_kernel)
         self._compiled.add(kind)
 
     def launch(
@@ -152,18 +166,22 @@ class TritonKernel:
         :meth:`shape_of`.
         """
         shape, precisions = self.shape_of(formats)
-        memory = self._memory, self._semaphores
-        return SmallBatchStep(shape, precisions, self._tiles_of(shape), activation, *memory, disk_queue)
+        return SmallBatchStep(
+            shape, precisions, self._tiles_of(shape, precisions), activation, self._memory, self._semaphores,
+            dependent=self._decode_of(precisions) is Decode.DEPENDENT, disk_queue=disk_queue,
+        )  # fmt: skip
 
     def large_batch_step(
-        self, table: Mapping[str, Tensor], shape: LargeBatchShape, formats: Sequence[Formats], activation: Activation,
-        disk_queue: DeviceQueue | None = None,
+        self, table: Callable[[int], Mapping[str, Tensor]], shape: LargeBatchShape, formats: Sequence[Formats],
+        activation: Activation, disk_queue: DeviceQueue | None = None,
     ) -> TritonLargeBatch:  # fmt: skip
-        """Return a large-batch step for experts of some formats; errors as :meth:`shape_of`."""
+        """Return a large-batch step for experts of some formats; errors as :meth:`shape_of`.
+
+        ``table`` returns the columns of a Table for a layer.
+        """
         experts, precisions = self.shape_of(formats)
-        return TritonLargeBatch(
-            table, shape, experts, precisions, self._tiles_of(experts), activation, self._scratch_of, disk_queue
-        )
+        tiles = self._tiles_of(experts, precisions)
+        return TritonLargeBatch(table, shape, experts, precisions, tiles, activation, self._scratch_of, disk_queue)
 
     def _scratch_of(self, partials: int, semaphores: int) -> Scratch:
         """Return this kernel's scratch, or larger scratch that is kept as long as steps use it."""
@@ -184,9 +202,9 @@ class TritonKernel:
         precisions = frozenset(fmt.encoding.tag for three in formats for fmt in three)
         return ExpertShape.of(formats, self._kinds), precisions.union(kind.bits for kind in self._kinds)
 
-    def plan(self, shape: ExpertShape, counts: Sequence[int]) -> tuple[Tiles, Plan]:
+    def plan(self, shape: ExpertShape, precisions: frozenset[int], counts: Sequence[int]) -> tuple[Tiles, Plan]:
         """Return sizes of programs, and the launches for experts with so many tokens."""
-        tiles = self._tiles_of(shape)
+        tiles = self._tiles_of(shape, precisions, max(counts))
         return tiles, plan(counts, tiles, self._limits(shape, tiles))
 
     def _limits(self, shape: ExpertShape, tiles: Tiles) -> tuple[int, int]:
@@ -201,8 +219,15 @@ class TritonKernel:
             )
         return decode, room // hidden
 
-    def _tiles_of(self, shape: ExpertShape) -> Tiles:
-        return choose_tiles(self._architecture, shape.hidden, shape.intermediate)
+    def _tiles_of(self, shape: ExpertShape, precisions: frozenset[int], tokens: int = SMALL_BATCH_ROWS) -> Tiles:
+        """Return sizes of programs for experts with at most so many tokens."""
+        tiles = choose_tiles(self._architecture, shape.hidden, shape.intermediate)
+        if self._decode_of(precisions) is Decode.PLAIN:
+            return tiles
+        return tiles.on_tensor_cores(tokens)
+
+    def _decode_of(self, precisions: frozenset[int]) -> Decode:
+        return min(self._decode, fastest_decode(precisions, self._architecture))
 
 
 class TritonStep:
@@ -261,10 +286,10 @@ class TritonStep:
 
     def _describe(self, fresh: Mapping[int, PackedExpert]) -> None:
         """Copy everything that is known to the device."""
-        shape, _ = self._kernel.shape_of(self._formats)
+        shape, precisions = self._kernel.shape_of(self._formats)
         self._nested = shape.nested > 0
         items = [item for item, size in enumerate(self._sizes) if size]
-        self.tiles, self._plan = self._kernel.plan(shape, [self._sizes[item] for item in items])
+        self.tiles, self._plan = self._kernel.plan(shape, precisions, [self._sizes[item] for item in items])
         order = [items[number] for number in self._plan.order]
         self._row = {item: row for row, item in enumerate(order)}
         index = [

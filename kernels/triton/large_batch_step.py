@@ -26,20 +26,17 @@ from vllm_dymoe.kernels.triton.launch import (
 )
 from vllm_dymoe.kernels.triton.rotate import rotated_inputs
 from vllm_dymoe.kernels.triton.spans import copy_spans
-from vllm_dymoe.kernels.triton.start import prepared
+from vllm_dymoe.kernels.triton.start import PreparedLaunch
 from vllm_dymoe.kernels.triton.tiles import Tiles
 from vllm_dymoe.planner.large_batch import ADMITTED, STREAMED, LargeBatchShape, LargeBatchWork
 from vllm_dymoe.planner.plan import LayerPlan
-
-_Launch = tuple[Callable[..., None], tuple[Tensor | int, ...]]
-"""And its tensors, but for the first two."""
 
 
 class TritonLargeBatch:
     """See :class:`vllm_dymoe.executor.large_batch.LargeBatchStep`.
 
     Args:
-        table: the tensors of a Table, by name.
+        table: returns the tensors of a Table by name, as a layer's kernels take them.
         shape: of the step.
         experts: what all experts have in common.
         precisions: bit-widths, or codebooks' tags, that may occur.
@@ -51,7 +48,7 @@ class TritonLargeBatch:
 
     def __init__(
         self,
-        table: Mapping[str, Tensor],
+        table: Callable[[int], Mapping[str, Tensor]],
         shape: LargeBatchShape,
         experts: ExpertShape,
         precisions: frozenset[int],
@@ -62,7 +59,7 @@ class TritonLargeBatch:
     ) -> None:
         self.shape, self._table, self._tiles, self._activation = shape, table, tiles, activation
         self._disk_queue = disk_queue
-        device, self._inner = table["precision"].device, experts.intermediate
+        device, self._inner = table(0)["precision"].device, experts.intermediate
         self._steps = tiles.decode_tokens, *(tile.block_m for tile in tiles.grouped_down)
         self.layer_plan = plan = LayerPlan.allocate(
             shape.tokens, shape.top_k, shape.experts, device, slices=shape.slices, scratch=shape.scratch
@@ -72,7 +69,9 @@ class TritonLargeBatch:
         self._lists = self._large, self._large.with_own_spans()  # for even and odd layers
         self.ids, self._parity = self._large.ids, 0
         groups = range(ADMITTED, STREAMED + shape.streamed_groups + (shape.streamed_groups > 0))
-        self._spans = [{group: lists.spans[shape.spans(group)] for group in groups} for lists in self._lists]
+        self._copies = [
+            {group: _prepared_copies(lists.spans[shape.spans(group)]) for group in groups} for lists in self._lists
+        ]
         residual = plan.addresses[-1] if experts.nested else None
         self._rotation = experts.rotation(precisions)
         self._experts = ExpertTable(experts, precisions, plan.addresses[0], plan.bits, residual=residual)
@@ -80,7 +79,7 @@ class TritonLargeBatch:
         # Experts that are decoded come first, and share scratch by their positions.
         self._decoded = min(shape.positions, shape.items * tiles.decode_tokens)
         self._scratch = scratch(*(self._decoded * each for each in tiles.shared(experts.hidden, experts.intermediate)))
-        self._launches: list[list[tuple[_Launch, _Launch]]] = []  # of each group and class
+        self._launches: list[list[tuple[PreparedLaunch, PreparedLaunch]]] = []  # of each group and class
 
     def plan(
         self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, rows: Tensor, half: int, ahead: int,
@@ -89,7 +88,7 @@ class TritonLargeBatch:
         """Plan the step in four launches, and allocate hidden states and unweighted outputs."""
         self._parity = layer % 2
         plan_large_batch_on_gpu(
-            self._table, layer, ids, weights, rows, self._plan, self.shape, half, ahead, self._steps,
+            self._table(layer), layer, ids, weights, rows, self._plan, self.shape, half, ahead, self._steps,
             vars(self._lists[self._parity]), marks, self._disk_queue,
         )  # fmt: skip
         self._x = rotated_inputs(x, self._rotation)
@@ -100,21 +99,21 @@ class TritonLargeBatch:
 
     def copy(self, group: int) -> None:
         """Copy a group's experts in one launch."""
-        copy_spans(self._spans[self._parity][group])
+        self._copies[self._parity][group]()
 
     def compute(self, group: int) -> None:
         """Compute a group in two launches per class."""
         x, hidden, out = self._x, self._hidden, self._out
-        for (up, of_up), (down, of_down) in self._launches[group]:
-            up(x, hidden, *of_up)
-            down(hidden, out, *of_down)
+        for up, down in self._launches[group]:
+            up(x, hidden)
+            down(hidden, out)
 
-    def _products(self, group: int) -> list[tuple[_Launch, _Launch]]:
+    def _products(self, group: int) -> list[tuple[PreparedLaunch, PreparedLaunch]]:
         """Prepare the launches of a group. They are checked once: between layers only the first two tensors differ."""
-        found: list[_Launch] = []
+        found: list[PreparedLaunch] = []
 
         def start(kernel: Any, grid: tuple[int, ...], tensors: Sequence[Tensor | int], *rest: Any) -> None:
-            found.append((prepared(kernel, grid, *rest), tuple(tensors[2:])))
+            found.append(PreparedLaunch(kernel, grid, tensors[2:], *rest))
 
         tiles, table, lists = self._tiles, self._experts, self._large.work[group]
         rooms = self.shape.work_items(group, self._steps[: len(lists)])
@@ -133,3 +132,9 @@ class TritonLargeBatch:
     def finish(self) -> Tensor:
         """Sum each token's experts in one launch."""
         return combine(self._out, self._large.weights, self.ids)
+
+
+def _prepared_copies(spans: Tensor) -> PreparedLaunch:
+    found: list[PreparedLaunch] = []
+    copy_spans(spans, start=lambda *launch: found.append(PreparedLaunch(*launch)))
+    return found[0]

@@ -4,7 +4,7 @@ Every argument that changes from step to step is a device tensor, and nothing he
 can capture a step.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from vllm_dymoe.experts.encoding import E8_BASE, E8_NESTED, NESTED, UPPER_HALVES
 from vllm_dymoe.experts.format import ExpertFormat
 from vllm_dymoe.experts.matrix import GROUP_SIZES, MatrixFormat
 from vllm_dymoe.kernels.activation import Activation
+from vllm_dymoe.kernels.base import Decode
 from vllm_dymoe.kernels.triton.activation import constants
 from vllm_dymoe.kernels.triton.decode import down_kernel, gate_up_kernel
 from vllm_dymoe.kernels.triton.grouped import grouped_down_kernel, grouped_gate_up_kernel
@@ -156,6 +157,17 @@ class ExpertTable:
         return tuple(self.addresses if part is None else part for part in parts)
 
 
+def fastest_decode(precisions: Collection[int], architecture: int) -> Decode:
+    """Return the fastest way to decode experts of some bit-widths, or codebooks' tags, on a card.
+
+    ``mma_decode`` has no 16-bit weights, and cards before Ampere have no bfloat16. Launches depend on each other from
+    Hopper on.
+    """
+    if architecture < 80 or 16 in precisions:
+        return Decode.PLAIN
+    return Decode.DEPENDENT if architecture >= 90 else Decode.TENSOR_CORES
+
+
 @dataclass(frozen=True, eq=False)
 class WorkList:
     """Tokens sorted by expert. Raises TypeError or ValueError if a tensor has another dtype or shape."""
@@ -212,8 +224,8 @@ def decode_gate_up(
         x: [tokens, hidden] in the experts' dtype, rotated if the shape says so.
         hidden: [positions, intermediate], dtype of x, overwritten with the inputs of down.
         table: the experts. With destinations, all bytes of the sections of gate and up are stored there as well.
-        work: an item has one or two positions. With destinations it has any number, because an expert is then in one
-            item only, so that its bytes are read once.
+        work: an item has one or two positions, or up to tile.positions. With destinations it has any number, because an
+            expert is then in one item only, so that its bytes are read once.
         tile: size of a program; its split determines the order of sums, with and without destinations.
         scratch: needed if the tile's split is above 1.
         start: launch, or only compile.
@@ -280,10 +292,25 @@ def _decode(
     states: tuple[Tensor, ...], others: tuple[Tensor, ...], sizes: dict[str, Any],
 ) -> None:  # fmt: skip
     if len(work.items):
-        fetch = {"SPLIT": tile.split, "FETCH": table.destinations is not None, "WARPS": tile.warps}
+        fetch: dict[str, Any] = {
+            "SPLIT": tile.split, "FETCH": table.destinations is not None, "WARPS": tile.warps
+        }  # fmt: skip
+        after: dict[str, Any] = {}
+        if tile.tensor_cores:
+            if fastest_decode(table.precisions, 90) is Decode.PLAIN:
+                raise ValueError(
+                    "tile has tensor cores, but decode has none for 16-bit weights and points of a lattice"
+                )
+            # Imported here: the interpreter has no Gluon, and other launches do not need it.
+            from vllm_dymoe.kernels.triton.mma_decode import mma_down_kernel, mma_gate_up_kernel
+
+            if tile.dependent and kernel is down_kernel:
+                after = {"launch_pdl": True}
+            kernel = mma_gate_up_kernel if kernel is gate_up_kernel else mma_down_kernel
+            fetch |= {"MOST": tile.tensor_cores, "DEPENDENT": tile.dependent}
         tensors = *states, *table.places, table.bits, work.items, *others
         grid = blocks, len(work.items), tile.split
-        start(kernel, grid, tensors, {**sizes, **table.constants, **fetch}, tile.options)
+        start(kernel, grid, tensors, {**sizes, **table.constants, **fetch}, tile.options | after)
 
 
 def grouped_gate_up(

@@ -46,7 +46,7 @@ def plan(counts: Sequence[int], tiles: Tiles, limits: tuple[int, int]) -> Plan:
     position = 0
     for row, expert in enumerate(order):
         grouped, count = classes[expert], counts[expert]
-        step = 2 if grouped == DECODE else tiles.grouped_down[grouped].block_m
+        step = tiles.gate_up.positions if grouped == DECODE else tiles.grouped_down[grouped].block_m
         limit = limits[grouped != DECODE]
         largest = limit if grouped == DECODE else max(limit // step, 1) * step
         made.pieces.append([])

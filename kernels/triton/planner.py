@@ -398,48 +398,50 @@ def decide_kernel(
     most = tl.minimum(EXPERTS, tokens * TOP_K)
     low_action = tl.where(far, 3, tl.where(low_misses, tl.where(low_kept, 1, 2), 0))
     high_action = tl.where(far, 3, tl.where(high_misses, tl.where(high_kept, 1, 2), 0))
+    SLICES: tl.constexpr = 2 if NESTED else 1
+    arrived_scratch = item_scratch + WIDTH
+    ahead_slot, ahead_code, ahead = _arrived(
+        staged, staged_for, layer, 0, arrived_scratch, expert, known, EXPERTS, SLICES
+    )
+    ahead_counts = counters + layer * COUNTERS
+    if LARGE == 0:
+        if real > 0:
+            _count_ahead(ahead_counts + 11, offsets, slot_bytes, ahead_code, ahead)
+    residual_slot, residual_ahead = ahead_slot, ahead
     if NESTED:
-        ahead = tl.zeros([WIDTH], tl.int32)
-    else:
-        half = layer % 2 * 3 * EXPERTS
-        ahead_slot = tl.load(staged + half + expert, mask=known, other=-1)
-        of_precision = tl.load(staged + half + EXPERTS + expert, mask=known, other=0) == wanted
-        # Volatile: copies may arrive now. The bytes of those that are seen here are read by later launches.
-        ahead = tl.load(staged + half + 2 * EXPERTS + expert, mask=known, other=0, volatile=True)
-        ahead = tl.where(tl.load(staged_for + layer % 2) == layer, ahead, 0)
-        # Where warps hold the same experts, all have to see the same arrivals.
-        tl.store(item_scratch + WIDTH + expert, ahead)
-        tl.debug_barrier()
-        ahead = tl.load(item_scratch + WIDTH + expert)
-        tl.debug_barrier()
+        residual_slot, residual_code, residual_ahead = _arrived(
+            staged, staged_for, layer, 1, arrived_scratch, expert, known, EXPERTS, SLICES
+        )
         if LARGE == 0:
             if real > 0:
-                ahead_code = tl.load(staged + half + EXPERTS + expert, mask=known, other=0)
-                arrived = tl.sum(tl.where(ahead > 0, bytes_ahead(offsets, slot_bytes, ahead_code, ahead), 0), 0)
-                add_to(counters + layer * COUNTERS, 11, number_of(ahead > 0))
-                add_to(counters + layer * COUNTERS, 12, arrived)
-        ahead = tl.where((uses & (hit == 0) & (far == 0)) & of_precision, ahead, 0)
+                _count_ahead(ahead_counts + 11, offsets, slot_bytes, residual_code, residual_ahead)
+        ahead = tl.where(low_misses & (ahead_code == 1), ahead, 0)
+        residual_ahead = tl.where(high_misses & (residual_code == 2), residual_ahead, 0)
         if real > 0:
-            used = tl.sum(tl.where(ahead > 0, bytes_ahead(offsets, slot_bytes, wanted, ahead), 0), 0)
-            add_to(counters + layer * COUNTERS, 13, number_of(ahead > 0))
-            add_to(counters + layer * COUNTERS, 14, used)
-    read_through = (uses & (sizes > _AT_ONCE)) & (ahead < 3)
-    low_staged = _staging_slots(staging + 2, prefetch_slots + 1, read_through & (low_action == 2))
-    high_staged = _staging_slots(staging + 4, prefetch_slots + 2, read_through & (high_action == 2))
+            _count_ahead(ahead_counts + 13, offsets, slot_bytes, residual_code, residual_ahead)
+    else:
+        ahead = tl.where((uses & (hit == 0) & (far == 0)) & (ahead_code == wanted), ahead, 0)
+        residual_ahead = ahead
+    if real > 0:
+        _count_ahead(ahead_counts + 13, offsets, slot_bytes, ahead_code, ahead)
+    read_through = uses & (sizes > _AT_ONCE)
+    low_through, high_through = read_through & (ahead < 3), read_through & (residual_ahead < 3)
+    low_staged = _staging_slots(staging + 2, prefetch_slots + 1, low_through & (low_action == 2))
+    high_staged = _staging_slots(staging + 4, prefetch_slots + 2, high_through & (high_action == 2))
     high = computed_precision == 2
     empty = (expert >= items) & (expert < most)
     if NESTED:
         action = low_action
         to = tl.where(action == 3, -1, tl.where(action == 2, low_staged, now_slot))
         _list_slices(
-            item_slots, item_action, item_addresses, item_destinations, item, to, to, ahead, action, uses, uses,
+            item_slots, item_action, item_addresses, item_destinations, item, to, ahead_slot, ahead, action, uses, uses,
             pool + 1, slot_bytes + 1, source + row.to(tl.int64) * 3 + 1, offsets + 3, empty, expert,
         )  # fmt: skip
         to = tl.where(far, -1, tl.where(high_action == 2, high_staged, now_residual))
         _list_slices(
             item_slots + apart, item_action + apart, item_addresses + 3 * apart, item_destinations + 3 * apart,
-            item, to, to, ahead, high_action, uses, high, pool + 2, slot_bytes + 2, source + row.to(tl.int64) * 3 + 2,
-            offsets + 6, empty, expert,
+            item, to, residual_slot, residual_ahead, high_action, uses, high, pool + 2, slot_bytes + 2,
+            source + row.to(tl.int64) * 3 + 2, offsets + 6, empty, expert,
         )  # fmt: skip
     else:
         action = tl.where(high, high_action, low_action)
@@ -628,6 +630,33 @@ def _list_slices(
         tl.store(item_destinations + 3 * item + column, tl.where(stored, slot_at + offset, 0), mask=uses)
         tl.store(item_addresses + 3 * expert + column, 0, mask=empty)
         tl.store(item_destinations + 3 * expert + column, 0, mask=empty)
+
+
+@triton.jit
+def _arrived(
+    staged, staged_for, layer, slice_number, scratch, expert, known, EXPERTS: tl.constexpr, SLICES: tl.constexpr
+):
+    """Slot, version and number of projections that were fetched ahead of a slice of each expert; of scratch [WIDTH]."""
+    at = staged + (layer % 2 * SLICES + slice_number) * 3 * EXPERTS + expert
+    slot = tl.load(at, mask=known, other=-1)
+    code = tl.load(at + EXPERTS, mask=known, other=0)
+    # Volatile: copies may arrive now. The bytes of those that are seen here are read by later launches.
+    ahead = tl.load(at + 2 * EXPERTS, mask=known, other=0, volatile=True)
+    ahead = tl.where(tl.load(staged_for + layer % 2) == layer, ahead, 0)
+    # Where warps hold the same experts, all have to see the same arrivals.
+    tl.store(scratch + expert, ahead)
+    tl.debug_barrier()
+    ahead = tl.load(scratch + expert)
+    tl.debug_barrier()
+    return slot, code, ahead
+
+
+@triton.jit
+def _count_ahead(counts, offsets, slot_bytes, code, ahead):
+    """Add experts of which something was fetched ahead, and its bytes."""
+    nbytes = tl.sum(tl.where(ahead > 0, bytes_ahead(offsets, slot_bytes, code, ahead), 0), 0)
+    add_to(counts, 0, number_of(ahead > 0))
+    add_to(counts, 1, nbytes)
 
 
 @triton.jit

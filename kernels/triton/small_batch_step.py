@@ -37,6 +37,7 @@ class SmallBatchStep:
     activation: Activation
     memory: Tensor  # uint8, at least :meth:`nbytes`; one layer at a time uses it
     semaphores: Tensor  # int32, zeros before and after every step, at least :meth:`counted`
+    dependent: bool = False  # where tiles have tensor cores: down begins while gate and up run, see DecodeTile
     disk_queue: DeviceQueue | None = None  # brings what is missing into memory; None if all of it is there
 
     def nbytes(self, tokens: int, top_k: int) -> int:
@@ -98,18 +99,20 @@ class SmallBatchStep:
         addresses, destinations = plan["addresses"], plan["destinations"]
         residual = (addresses[-1], destinations[-1]) if self.shape.nested else (None, None)
         experts = ExpertTable(self.shape, self.precisions, addresses[0], plan["bits"], destinations[0], *residual)
-        work, at = plan["work"], (plan["rows"], plan["pairs"])
+        work, at, tiles = plan["work"], (plan["rows"], plan["pairs"]), self.tiles
+        if tiles.gate_up.tensor_cores:
+            tiles = tiles.on_tensor_cores(tokens, dependent=self.dependent)
         x = rotated_inputs(x, self.shape.rotation(self.precisions), start=start)
         decode_gate_up(
-            x, hidden, experts, WorkList(work[:-1], *at), self.activation, self.tiles.gate_up, scratch, start=start
+            x, hidden, experts, WorkList(work[:-1], *at), self.activation, tiles.gate_up, scratch, start=start
         )
         if device_queue is not None:
             rows_out = x.new_empty(positions, self.shape.hidden)
-            decode_down(hidden, rows_out, experts, WorkList(work[:-1], *at), self.tiles.down, scratch, start=start)
+            decode_down(hidden, rows_out, experts, WorkList(work[:-1], *at), tiles.down, scratch, start=start)
             collect(device_queue, rows_out, plan["computed"], plan["weights"], out, start=start)
             return
         weighting = Weighting(plan["weights"], plan["computed"])
-        decode_down(hidden, out, experts, WorkList(work, *at), self.tiles.down, scratch, weighting, start=start)
+        decode_down(hidden, out, experts, WorkList(work, *at), tiles.down, scratch, weighting, start=start)
 
     def _hidden_bytes(self, positions: int) -> int:
         return -(-2 * positions * self.shape.intermediate // 256) * 256

@@ -6,7 +6,7 @@ others are on the device.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -23,12 +23,26 @@ class DecodeTile:
     """Limit for a thread, where warps is 4; None for as many as the compiler likes. It likes too few here and there and
     spills, for the sake of more programs at a time than it is given."""
 
+    tensor_cores: int = 0
+    """Positions that tensor cores compute at a time, 8 or 16 (``mma_decode``); 0 for the kernels of ``decode``, which
+    compute two."""
+    dependent: bool = False
+    """On tensor cores: down begins while gate and up still run, and waits for their end itself (programmatic dependent
+    launch, from sm_90 on); nothing may be enqueued between the two launches."""
+
     def __post_init__(self) -> None:
         _check_warps(self.warps)
         if self.split < 1:
             raise ValueError(f"split is {self.split}, expected at least 1")
         if self.registers is not None and not 32 <= self.registers <= 255:
             raise ValueError(f"registers is {self.registers}, expected 32 to 255, or None")
+        if self.tensor_cores not in (0, 8, 16):
+            raise ValueError(f"tensor_cores is {self.tensor_cores}, expected 8 or 16, or 0 for none")
+
+    @property
+    def positions(self) -> int:
+        """Positions of an item that has no expert to fetch: each reads the expert once."""
+        return self.tensor_cores or 2
 
     @property
     def options(self) -> dict[str, int]:
@@ -69,6 +83,14 @@ class Tiles:
     down: DecodeTile
     grouped_gate_up: tuple[GroupedTile, ...]  # by ascending block_m; the first that holds its tokens, or the last
     grouped_down: tuple[GroupedTile, ...]
+
+    def on_tensor_cores(self, tokens: int, *, dependent: bool = False) -> "Tiles":
+        """Return these sizes for decode on tensor cores, of experts that have at most so many tokens, or 16."""
+        most = 8 if tokens <= 8 else 16
+        # Left alone, gate and up of 16 tokens take 249 registers, so that two programs share a processor and not three.
+        change = {"tensor_cores": most, "dependent": dependent, "registers": None if most == 8 else 168}
+        gate_up, down = (replace(tile, **change) for tile in (self.gate_up, self.down))
+        return replace(self, decode_tokens=most, gate_up=gate_up, down=down)
 
     def shared(self, hidden: int, intermediate: int, *, weighted: bool = False) -> tuple[int, int]:
         """Return, per decoded position, the elements of partial sums and the semaphores, where programs share sums.

@@ -232,7 +232,8 @@ def forget_what_is_kept(cache, row):
 
 
 def reserve_another_slot(cache, row):
-    cache.pools[Precision.HIGH].lend()
+    pool = cache.pools[Precision.HIGH]
+    pool.lend(pool.slots[0])
 
 
 @pytest.mark.parametrize("plant", [lose_a_slot, forget_what_is_kept, reserve_another_slot])

@@ -11,6 +11,7 @@ from tests.cli.checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, MOE_LAYERS, com
 from vllm_dymoe.cache.budget import plan_slots, workspace_bytes
 from vllm_dymoe.cache.store import MANIFEST, FileStore, files
 from vllm_dymoe.cache.store.files import file_name
+from vllm_dymoe.experts.format import places_at
 from vllm_dymoe.options import ConfigError, Options
 from vllm_dymoe.policies.dymoe import Dymoe
 from vllm_dymoe.policies.exact import Exact
@@ -133,7 +134,7 @@ def test_errors_of_every_layer(checkpoint):
 @pytest.mark.parametrize(("expert", "byte"), [(0, 0), (EXPERTS - 1, -1)])
 def test_verify_finds_one_flipped_bit(checkpoint, bits, expert, byte):
     experts = FileStore(checkpoint).experts
-    fmt, place = experts.formats[bits], experts.places_at(4096)[bits]
+    fmt, place = experts.formats[bits], places_at(experts.formats, 4096)[bits]
     path = checkpoint / file_name(MOE_LAYERS[1])
     content = bytearray(path.read_bytes())
     header_end = 8 + int.from_bytes(content[:8], "little")

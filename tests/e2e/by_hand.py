@@ -1,11 +1,12 @@
 """Architectures and formats that are too many for CI: `make models`, or
 
-    python -m tests.e2e.by_hand [NAME ...] [NAME:KIND ...]
+    python -m tests.e2e.by_hand [--missing] [NAME ...] [NAME:KIND ...]
 
 A name is an architecture at 16 bits, a kind one of published floats or of 4-bit integers. Each is served by vLLM at 16
 bits without the plugin (of a kind: with the dequantized weights), by vLLM alone as it is, and with the plugin, at 100
 and at 30 % of the slots, which have to give the same bits. What came out is recorded in models.json, from which `make
-docs` makes the table of docs/models.md.
+docs` makes the tables of docs/models.md, with what families.json says of each family. With --missing only those are
+tried that models.json does not have: so a run that was stopped goes on.
 """
 
 import contextlib
@@ -54,6 +55,14 @@ _MOE: dict[str, Any] = {
 _DENSE_FIRST = {"mlp_layer_types": ["dense", "sparse"]}
 _ATTENTION = {"layer_types": ["full_attention", "full_attention"]}
 _GRANITE = {"intermediate_size": 96, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 64}
+_MLA = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "num_key_value_heads": 4,
+}
 MORE = {
     "exaone-moe": Architecture(
         "ExaoneMoeConfig",
@@ -101,6 +110,55 @@ MORE = {
     "hunyuan-moe": Architecture("HunYuanMoEV1Config", _MOE | {"intermediate_size": 96, "moe_topk": 2}),
     "flex-olmo": Architecture("FlexOlmoConfig", _MOE | {"intermediate_size": 96}),
     "qwen3-next": QWEN3_NEXT,
+    "qwen3.5-moe": Architecture("Qwen3_5MoeTextConfig", QWEN3_NEXT.sizes),
+    "dots1": Architecture("Dots1Config", _MOE | _ATTENTION | {"first_k_dense_replace": 1, "max_window_layers": 2}),
+    "glm-4-moe-lite": Architecture(
+        "Glm4MoeLiteConfig", _MOE | _MLA | {"q_lora_rank": 64, "mlp_layer_types": ["dense", "sparse"]}
+    ),
+    "hy-v3": Architecture(
+        "HYV3Config",
+        _MOE | _DENSE_FIRST,
+        written={
+            "first_k_dense_replace": 1,
+            "expert_hidden_dim": 96,
+            "route_norm": True,
+            "moe_router_use_sigmoid": True,
+        },
+    ),
+    "laguna": Architecture("LagunaConfig", _MOE | _DENSE_FIRST | _ATTENTION),
+    "mimo-v2": Architecture(
+        "MiMoV2FlashConfig",
+        _MOE | _DENSE_FIRST | _ATTENTION | {"head_dim": 32, "v_head_dim": 32},
+        written={
+            "moe_layer_freq": [0, 1],
+            "hybrid_layer_pattern": [0, 0],
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 2,
+            "swa_head_dim": 32,
+            "swa_v_head_dim": 32,
+        },
+    ),
+    "glm-5": Architecture("GlmMoeDsaConfig", _MOE | _MLA | {"q_lora_rank": 64, "mlp_layer_types": ["dense", "sparse"]}),
+    "kimi-linear": Architecture(
+        "KimiLinearConfig",
+        _MOE | _MLA | _DENSE_FIRST | {"layer_types": ["linear_attention", "full_attention"]},
+    ),
+    "jamba": Architecture(
+        "JambaConfig",
+        _MOE
+        | {
+            "intermediate_size": 96,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "use_mamba_kernels": False,
+            "num_logits_to_keep": None,
+        },
+    ),
+    "longcat": Architecture("LongcatFlashConfig", _MOE | _MLA | {"q_lora_rank": 64}),
 }
 
 
@@ -188,10 +246,17 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {said.splitlines()[0][:160]}" if said else type(error).__name__
 
 
+def recorded() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    return found
+
+
 if __name__ == "__main__":
-    for chosen in sys.argv[1:] or (*MORE, *QUANTIZED):
+    names = [name for name in sys.argv[1:] if name != "--missing"] or [*MORE, *QUANTIZED]
+    for chosen in names:
+        if "--missing" in sys.argv and chosen in recorded():
+            continue
         with tempfile.TemporaryDirectory() as temporary, sigmoid_routers():
             found = check(*chosen.partition(":")[::2], Path(temporary))
         print("BY HAND", json.dumps({chosen: found}), flush=True)
-        record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-        RECORD.write_text(json.dumps(dict(sorted((record | {chosen: found}).items())), indent=1) + "\n")
+        RECORD.write_text(json.dumps(dict(sorted((recorded() | {chosen: found}).items())), indent=1) + "\n")

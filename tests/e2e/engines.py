@@ -122,19 +122,27 @@ def answer(llm: Any, texts: list[Any], max_tokens: int = 32, logprobs: int | Non
 
 @contextlib.contextmanager
 def recorded_layers(server: Any) -> Iterator[list[torch.Tensor]]:
+    """Collect what layers return, whoever plans them."""
     outputs: list[torch.Tensor] = []
-    original = server.host_planned.forward
 
-    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        out = original(*args, **kwargs)
-        outputs.append(out.clone())
-        return out
+    def recorded(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+            out = original(*args, **kwargs)
+            outputs.append(out.clone())
+            return out
 
-    server.host_planned.forward = forward
+        return forward
+
+    ways = [(server.host_planned, "forward")]
+    if server.small_batches is not None:
+        ways += [(server.small_batches, "forward"), (server.small_batches, "forward_large")]
+    for owner, name in ways:
+        setattr(owner, name, recorded(getattr(owner, name)))
     try:
         yield outputs
     finally:
-        del server.host_planned.forward
+        for owner, name in ways:
+            delattr(owner, name)
 
 
 def same_bits(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
@@ -155,7 +163,7 @@ def answers_at_budgets(llm: Any, budgets: Iterable[str], ask: Callable[[], Any])
         with recorded_layers(server) as layers:
             got = ask()
         server.check_integrity()
-        slots = sum(pool.count * pool.format.nbytes for pool in server.cache.pools.values())
+        slots = sum(pool.nbytes for pool in server.cache.pools.values())
         assert slots + server.kernel.workspace_bytes <= server.budget.limit
         assert server.budget.reserved <= server.budget.limit
         if want is None:

@@ -45,3 +45,26 @@ def test_engines_of_data_parallelism_are_one_row(tmp_path):
         assert measured["decode_tokens"] == 4 * 5
         # Layers, experts for a token, tokens: of both engines, each of which counts at its own experts.
         assert measured["decode"]["hits"] + measured["decode"]["misses"] > 8 * 4 * 4 * 4
+
+
+def test_prompts_are_measured_cold_cached_and_beside_requests_that_decode(tmp_path):
+    asked = [
+        "bench",
+        MODEL,
+        "--prefixes",
+        192,
+        "--budget",
+        "50%",
+        "--engine",
+        '{"max_model_len": 256}',
+        "--out",
+        tmp_path,
+    ]
+    result = command(*map(str, asked))
+    assert result.exit_code == 0, result.output
+    (row,) = read_rows(tmp_path / "rows.jsonl")
+    measured = row["measured"]
+    assert row["chunks"] == 1
+    assert measured["cached"] < measured["cold"], "a block at least is not computed again"
+    assert min(measured.values()) > 0
+    assert "50%" in result.stdout

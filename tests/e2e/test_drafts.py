@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from tests.e2e.architectures import QWEN3_NEXT
 from tests.e2e.engines import answer, answers_at_budgets, random_prompts, resize, server_of, small_engine
 from tests.e2e.quantized import write
+from vllm_dymoe.experts.format import SliceKey
 from vllm_dymoe.options import Options
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.convert import convert
@@ -43,6 +44,17 @@ def add_drafts(folder):
     (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
 
 
+def check_draft(server, tensors):
+    """Every weight of the draft's experts is the checkpoint's, at 16 bits."""
+    (bits,) = server.experts.formats
+    fmt = server.experts.of_layers[2][bits]
+    for expert in range(server.experts.num_experts):
+        packed = torch.empty(fmt.nbytes, dtype=torch.uint8)
+        server.store.read_into(SliceKey(2, expert, bits), packed)
+        for word, matrix in zip(("gate", "up", "down"), fmt.view(packed), strict=True):
+            assert torch.equal(matrix.weight, tensors[f"mtp.layers.0.mlp.experts.{expert}.{word}_proj.weight"])
+
+
 def answers(llm):
     return [a.tokens for a in answer(llm, random_prompts(), 12)]
 
@@ -56,6 +68,8 @@ def test_drafts_at_16_bits_share_the_slots_of_quantized_experts(tmp_path):
     with small_engine(tmp_path / "quantized", {"expert_budget": "50%"}, **SPECULATION) as llm:
         server = server_of(llm)
         assert (len(server.experts.layers), server.experts.draft_layers) == (3, 1)
+        assert server.experts.kinds == (0, 0, 1)
+        check_draft(server, load_file(tmp_path / "quantized" / "model.safetensors"))
         assert type(llm.llm_engine.vllm_config.quant_config).__name__ == "DymoeModelOptNvFp4Config"
         assert answers_at_budgets(llm, ("100%", "30%"), lambda: answers(llm)) == want
     convert(Checkpoint.open(tmp_path / "quantized"), tmp_path / "ours", Options(high=4, group_size=64))

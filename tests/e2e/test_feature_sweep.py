@@ -66,15 +66,19 @@ def features(llm):
     }
 
 
-@pytest.fixture(scope="module")
-def both():
-    """Ours, and stock vLLM's."""
-    with engine(**SETTINGS) as llm:
-        theirs = features(llm)
-    with engine(dymoe={"high": 16, "expert_budget": "25%"}, **SETTINGS) as llm:
-        ours = features(llm)
+def ours_and_stock(use, **settings):
+    """What is made of our engine, and of stock vLLM's."""
+    with engine(**settings) as llm:
+        theirs = use(llm)
+    with engine(dymoe={"high": 16, "expert_budget": "25%"}, **settings) as llm:
+        ours = use(llm)
         server_of(llm).check_integrity()
     return ours, theirs
+
+
+@pytest.fixture(scope="module")
+def both():
+    return ours_and_stock(features, **SETTINGS)
 
 
 def of(both, name):
@@ -135,3 +139,20 @@ def test_a_cached_prefix_says_the_same(both):
         again, cached = ([Answer.of(output.outputs[0]) for output in each[name]] for name in ("again", "cached"))
         assert equal_share(cached, again) > 0.9
         assert all(output.num_cached_tokens > 0 for output in each["cached"] if len(output.prompt_token_ids) > 128)
+
+
+def test_a_cache_of_keys_and_values_in_fp8():
+    """vLLM's; experts see activations that are rounded in it, the same as stock vLLM's."""
+    ours, theirs = ours_and_stock(
+        lambda llm: [Answer.of(output.outputs[0]) for output in ask(llm)], kv_cache_dtype="fp8"
+    )
+    check_logprobs_close(ours, theirs)
+    assert equal_share(ours, theirs) > 0.8
+
+
+def test_pooled_embeddings():
+    def use(llm):
+        return torch.tensor([output.outputs.embedding for output in llm.embed(prompts()[:4], use_tqdm=False)])
+
+    ours, theirs = ours_and_stock(use, runner="pooling", convert="embed")
+    assert torch.cosine_similarity(ours, theirs).min() > 0.999

@@ -58,10 +58,11 @@ def merge(model, adapter):
         weight.data += adapter[name] @ adapter[f"{place}.lora_A.weight"]
 
 
-def test_adapters_of_dense_layers_beside_streamed_experts(tmp_path):
+@pytest.mark.parametrize("dense", [16, 8])
+def test_adapters_of_dense_layers_beside_streamed_experts(tmp_path, dense):
     adapter = random_adapter()
     request = LoRARequest("adapter", 1, write(adapter, tmp_path / "adapter"))
-    with engine(dymoe={"high": 16}, **SETTINGS) as llm:
+    with engine(dymoe={"high": 16, "dense": dense}, **SETTINGS) as llm:
         read, said = answers_at_budgets(llm, ("100%", "30%"), lambda: answers(llm, request))
     model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     plain, adapted = ((read[first::2], said[first::2]) for first in (0, 1))

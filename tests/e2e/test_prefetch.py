@@ -28,6 +28,7 @@ BUDGET = "25%"
 
 # A link on which the shipped model's experts take about a millisecond each: there is something to hide.
 OPTIONS = {"high": 4, "expert_budget": BUDGET, "link_gbps": 0.03, "planning": "host"}
+ON_DEVICE = OPTIONS | {"planning": "device"}
 
 
 @pytest.fixture(scope="module")
@@ -191,16 +192,64 @@ def test_tracing_training_and_serving_as_in_the_docs(tmp_path):
 
     result = CliRunner().invoke(app, ["train", str(traces), "--out", str(file)])
     assert result.exit_code == 0, result.output
-    with engine(dymoe=options | {"predictor": str(file)}) as llm:
-        assert server_of(llm).predictor.predictor.network.look_ahead == FAR
-        new_tokens, new_layers, stats = answered(llm)
-        registry = CollectorRegistry()
-        Statistics("tiny", registry).publish(llm.collective_rpc("dymoe_stats"))
-        assert stats.predictor_bytes == load_predictor(file)[1].nbytes * 2  # float32, float16 in the file
-    assert new_tokens == tokens
-    assert same_bits(new_layers, layers)
-    for kind in ("predicted", "needed", "correct"):
-        assert metric(registry, "predictions", kind=kind) == stats.predictions[kind] > 0
-    assert metric(registry, "prefetches", outcome="useful") == stats.prefetches["useful"] > 0
-    assert metric(registry, "transfers", reason="prefetch") > 0
-    assert stats.predictions["correct"] / stats.predictions["needed"] > 0.6
+    for planning in ("host", "device"):
+        memory = {"host_store": "pinned"} if planning == "device" else {}
+        with engine(dymoe=options | memory | {"predictor": str(file), "planning": planning}) as llm:
+            server = server_of(llm)
+            assert (server.small_batches is None) == (planning == "host")
+            new_tokens, new_layers, stats = answered(llm)
+            registry = CollectorRegistry()
+            Statistics("tiny", registry).publish(llm.collective_rpc("dymoe_stats"))
+            network = server.predictor.predictor.network
+            assert network.look_ahead == (FAR if planning == "host" else 2)
+            assert stats.predictor_bytes - network.nbytes in range(8192), "float32 here, float16 in the file"
+        assert new_tokens == tokens
+        assert same_bits(new_layers, layers)
+        for kind in ("predicted", "needed", "correct"):
+            assert metric(registry, "predictions", kind=kind) == stats.predictions[kind] > 0
+        assert metric(registry, "prefetches", outcome="useful") == stats.prefetches["useful"] > 0
+        assert metric(registry, "transfers", reason="prefetch") > 0
+        assert stats.predictions["correct"] / stats.predictions["needed"] > 0.6
+
+
+def test_a_device_asks_the_network_that_is_trained_meanwhile(tmp_path):
+    """From the start, since a captured graph cannot be given another predictor; before it is trained it is the gate."""
+    options = ON_DEVICE | {"host_store": "pinned", "link_gbps": 0.3}
+    with engine(dymoe=options | {"train_predictor": str(tmp_path / "own.safetensors")}) as llm:
+        server = server_of(llm)
+        predictor = server.predictor.predictor
+        assert isinstance(predictor, TrainedPredictor)
+        before = server.overhead
+        tokens, layers, stats = answered(llm)
+        assert stats.predictions["correct"] / stats.predictions["needed"] > 0.6, "the next gate is"
+        for first in range(0, 48, 16):
+            answer(llm, pieces(48)[first : first + 16], max_tokens=64)
+        (report,) = llm.collective_rpc("dymoe_predictor")
+        assert report["accuracy"] > report["next_gate"] > 0.6
+        assert server.predictor.predictor is predictor
+        assert server.overhead == before
+        new_tokens, new_layers, trained = answered(llm)
+        assert new_tokens == tokens
+        assert same_bits(new_layers, layers)
+
+    def accuracy(stats):
+        return stats.predictions["correct"] / stats.predictions["needed"]
+
+    assert accuracy(trained) > accuracy(stats)
+
+
+def test_several_gates_vote_on_a_device():
+    with engine(dymoe=ON_DEVICE | {"host_store": "pinned", "policy": "firm"}) as llm:
+        server = server_of(llm)
+        tuner = server.predictor.predictor._tuner
+        tokens, layers, stats = answered(llm)
+        assert stats.predictions["correct"] / stats.predictions["predicted"] > 0.6
+        assert stats.prefetches["useful"] > 0
+        assert any(group.rounds for group in tuner._groups), "HEOP was not told"
+        server.resize("100%")
+        server.reset_stats()
+        with recorded_layers(server) as plain_layers:
+            plain = [answer(llm, [text], max_tokens=24)[0].tokens for text in prompts()[:3]]
+        assert server.stats().bytes_moved["prefetch"] == 0
+    assert plain == tokens
+    assert same_bits(plain_layers, layers)

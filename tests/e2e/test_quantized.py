@@ -5,7 +5,7 @@ vLLM with the dequantized weights.
 """
 
 import json
-import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,7 +26,6 @@ from tests.e2e.engines import (
 from tests.e2e.make_checkpoints import FOLDER
 from tests.e2e.quantized import check_store, dequantize_checkpoint, save, write
 from tests.quantize.readers.kinds import INTEGERS, gptq, random_integers
-from vllm_dymoe.experts.format import Projection, SliceKey
 from vllm_dymoe.kernels import native
 from vllm_dymoe.options import Options
 from vllm_dymoe.quantize.checkpoint import Checkpoint
@@ -95,34 +94,30 @@ def test_experts_in_the_order_of_their_activations_are_served_beside_dense_layer
     assert share_of_likeliest(model, read, [ours.tokens for ours in got]) > 0.9
 
 
-def test_a_16_bit_layer_and_another_formats_projections_are_served_from_what_they_dequantize_to(tmp_path):
-    """As recipes leave the last layer alone, and the down projections at more bits."""
-    experts = write(ARCHITECTURES["qwen3-moe"], "gptq", tmp_path)
+def test_layers_and_projections_in_other_formats_keep_their_numbers(tmp_path):
+    """As recipes leave a layer alone, and some down projections at more bits."""
+    model = ARCHITECTURES["qwen3-moe"]
+    experts = write(replace(model, sizes=model.sizes | {"num_hidden_layers": 4}), "gptq", tmp_path)
     plain, tensors = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "quantized"))
-    for name in [name for name in plain if ".layers.1." in name and ".experts." in name]:
-        for part in ("qweight", "qzeros", "scales", "g_idx"):
-            del tensors[name.replace("weight", part)]
-        tensors[name] = plain[name]
-    for number, name in enumerate(name for name in experts if ".layers.0." in name and "down" in name):
-        matrix = random_integers(*plain[name].shape, 32, bits=8, symmetric=True, seed=number)
-        tensors |= {name.replace("weight", part): tensor for part, tensor in gptq(matrix).items()}
-        plain[name] = matrix.dequantize()
-    rules = {"dynamic": {r".*down_proj": {"bits": 8}}}
+    for number, name in enumerate(experts):
+        if ".layers.1." in name:
+            for part in ("qweight", "qzeros", "scales", "g_idx"):
+                del tensors[name.replace("weight", part)]
+            experts[name] = tensors[name] = plain[name]
+        elif ".layers.3." in name and "down" in name:
+            experts[name] = random_integers(*plain[name].shape, 32, bits=8, symmetric=True, seed=number)
+            tensors |= {name.replace("weight", part): tensor for part, tensor in gptq(experts[name]).items()}
+            plain[name] = experts[name].dequantize()
     described = json.loads((tmp_path / "quantized" / "config.json").read_text())
-    described["quantization_config"] |= rules
+    described["quantization_config"] |= {"dynamic": {r".*layers\.3\..*down_proj": {"bits": 8}}}
     save(tmp_path / "quantized", described, tensors)
     save(tmp_path / "plain", json.loads((tmp_path / "plain" / "config.json").read_text()), plain)
     with small_engine(tmp_path / "plain") as llm:
         want = answers(llm)
     with small_engine(tmp_path / "quantized", {"expert_budget": "50%"}) as llm:
         server = server_of(llm)
-        assert server.options.stored_bits == (16,)
-        fmt = server.experts.formats[16]
-        for name, weight in ((name, plain[name]) for name in experts):
-            layer, expert, word = re.search(r"layers\.(\d+)\..*experts\.(\d+)\.(\w+)_proj", name).groups()
-            packed = torch.empty(fmt.nbytes, dtype=torch.uint8)
-            server.store.read_into(SliceKey(int(layer), int(expert), 16), packed)
-            assert torch.equal(fmt.view(packed)[Projection[word.upper()]].weight, weight), name
+        assert (server.options.stored_bits, server.experts.kinds) == ((4,), (0, 1, 0, 2))
+        check_store(server.store, experts)
         got = answers_at_budgets(llm, ("100%", "30%"), lambda: answers(llm))
     check_logprobs_close(got, want)
     assert equal_share(got, want) > 0.8

@@ -286,6 +286,22 @@ def test_metrics_say_what_the_workers_count(client, server, checkpoint):
     assert 0 < after["vllm_dymoe_resident_experts", "high"] <= after["vllm_dymoe_slots", "high"] == 64
 
 
+def test_two_front_ends_share_one_engine(checkpoint, tmp_path):
+    server = Server(checkpoint, tmp_path / "log", "--api-server-count", "2")
+    server.wait_until_ready()
+    try:
+        said = set()
+        for _ in range(8):  # each on a connection of its own, which either of them may take
+            client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+            said.add(complete(client, "The", max_tokens=4).choices[0].text)
+            client.close()
+        assert len(said) == 1
+        assert len([line for line in server.log.read_text().splitlines() if "is active" in line]) == 1
+        assert any("ApiServer_1" in line for line in server.log.read_text().splitlines())
+    finally:
+        server.stop()
+
+
 def test_a_mistake_ends_the_start_with_one_sentence(checkpoint):
     options = '{"dymoe": {"expert_budget": 1000}}'
     done = run_until_it_ends([BIN / "vllm", "serve", checkpoint, "--enforce-eager", "--additional-config", options])

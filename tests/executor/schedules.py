@@ -101,9 +101,8 @@ class RecordedPools(SlotPools):
         self._history, self._stream, self._made = history, stream, made
         super().__init__(*arguments)
 
-    def _make(self, precision, fmt, count, reserved):
-        super()._make(precision, fmt, count, reserved)
-        pool = self[precision]
+    def _make(self, fmt, count, reserved):
+        pool = super()._make(fmt, count, reserved)
         pool.close = lambda: None
         self._made.append(pool)
         for slot in pool.slots:
@@ -111,6 +110,7 @@ class RecordedPools(SlotPools):
             self._history.watch(slot.packed, name, fmt.sections)
             slot.packed.fill_(0xEE)
         self.write(pool)
+        return pool
 
     def write(self, pool):
         agent = self._stream or threading.current_thread()
@@ -127,8 +127,10 @@ class RecordedParts(Parts):
         super().__init__(torch.device("cpu"))
         self._history, self._stream, self._made = history, stream, []
 
-    def pools(self, plan, formats):
-        return RecordedPools(self._history, self._stream, self._made, plan, formats, self.device, self.device_memory)
+    def pools(self, plan, experts, bits):
+        return RecordedPools(
+            self._history, self._stream, self._made, plan, experts, bits, self.device, self.device_memory
+        )
 
 
 def resize_recorded(server, share):

@@ -49,6 +49,7 @@ from vllm_dymoe.planner.rule import HIGH
 from vllm_dymoe.planner.table import Table, check_integrity
 from vllm_dymoe.policies.exact import Exact
 from vllm_dymoe.prefetch.on_device import DevicePredictor
+from vllm_dymoe.prefetch.popularity import AllExperts
 
 PROMPT = SMALL_BATCH_ROWS + 4
 MISSES = ("fetch", "compute", "share") if native.load() else ("fetch",)
@@ -103,7 +104,8 @@ class RecordedKernels(PlainKernels):
             for half, staged in enumerate(table.staged):
                 history.watch(staged, f"what half {half} of the layers finds", [slice(0, staged.nbytes)])
         history.follow("branch", history.now(threading.current_thread()))
-        history.write("branch", table.staged[layer % 2])
+        for later in range(layer, min(layer + arguments[-1], LAYERS)):
+            history.write("branch", table.staged[later % 2])
         PlainKernels.list_predicted(table, layer, *arguments)
 
     def copy_predicted(self, *arguments):
@@ -125,8 +127,8 @@ class RecordedKernels(PlainKernels):
         self._history.read(COMPUTATION, table.staged[layer % 2])
         super().decide(table, layer, *arguments, **how)
 
-    def large_batch_step(self, *arguments):
-        return RecordedLargeBatch(self, *arguments)
+    def large_batch_step(self, table, shape, activation, kind):
+        return RecordedLargeBatch(self, table, shape, activation)
 
 
 class RecordedLargeBatch(PlainLargeBatch):
@@ -158,14 +160,17 @@ class NamesExperts(DevicePredictor):
     """Names what a program says for the layer after each step's."""
 
     answers = iter(())
+    history, look_ahead = History(), 1
 
     def predict(self, layer, x, ids, rows):
-        if layer + 1 == LAYERS:
-            return
-        named = dict.fromkeys(expert for later, expert in next(self.answers, ()) if later == layer + 1)
-        self._table.predicted[:, layer + 1] = -1
-        self._table.predicted[0, layer + 1, : len(named)] = torch.tensor([*named], dtype=torch.int32)
-        self._table.predicted[1, layer + 1] = HIGH
+        self.history.follow("branch", self.history.now(threading.current_thread()))
+        self.history.read("branch", x)
+        answer = next(self.answers, ()) if layer + 1 < LAYERS else ()
+        for later in range(layer + 1, min(layer + 1 + self.look_ahead, LAYERS)):
+            named = dict.fromkeys(expert for of_layer, expert in answer if of_layer == later)
+            self._table.predicted[:, later] = -1
+            self._table.predicted[0, later, : len(named)] = torch.tensor([*named], dtype=torch.int32)
+            self._table.predicted[1, later] = HIGH
 
 
 class Roomy(Exact):
@@ -176,7 +181,17 @@ class Roomy(Exact):
 
     @cached_property
     def prefetch(self):
-        return replace(super().prefetch, on_device=NamesExperts)
+        return replace(super().prefetch, needs_gates=False, make=lambda model: ByProgram())
+
+
+class ByProgram(AllExperts):
+    """Has a device name experts by a program."""
+
+    def __init__(self):
+        super().__init__(LAYERS, EXPERTS)
+
+    def on_device(self, table, experts):
+        return NamesExperts(table, experts.top_k)
 
 
 class DevicePlannedParts(RecordedParts):
@@ -185,7 +200,7 @@ class DevicePlannedParts(RecordedParts):
         self._branch = RecordedBranch(history)
 
     def decode_kernel(self, kernel, experts, link_gbps=None):
-        return RecordedKernels(self._history, self._branch, kernel, experts.formats)
+        return RecordedKernels(self._history, self._branch, kernel, experts.of_layers)
 
     def branch(self):
         return self._branch
@@ -208,7 +223,10 @@ def execute(program, turns, history):
         )
     if not program.budget:
         server.resize(server.minimum_budget)
-    NamesExperts.answers = iter(program.predictions)
+    NamesExperts.answers, NamesExperts.history = iter(program.predictions), history
+    NamesExperts.look_ahead = 1 + len(program.predictions) % 2
+    inputs = torch.zeros(PROMPT, STORES[program.nested].experts.formats[4].hidden, dtype=torch.bfloat16)
+    history.watch(inputs, "a layer's input", [slice(0, inputs.nbytes)])
     server.kernel.asynchronous = True
     record_reads(server.kernel, history, COMPUTATION, turns.pause)
     outputs, before, failed, cpu_queue = [], LAYERS, False, server.cpu_execution.cpu_queue
@@ -222,7 +240,10 @@ def execute(program, turns, history):
                 failed = cpu_queue.failed
             before = layer
             run = decode if tokens <= SMALL_BATCH_ROWS else run_large_batch
-            outputs.append(run(server, layer, *random_step(seed, tokens, STORES[program.nested].experts)))
+            x, *chosen = random_step(seed, tokens, STORES[program.nested].experts)
+            history.follow(COMPUTATION, history.now(threading.current_thread()))
+            history.write(COMPUTATION, inputs)  # its memory was another tensor's
+            outputs.append(run(server, layer, inputs[:tokens].copy_(x), *chosen))
             check_integrity(server.cache.device_table.table.on_host(), ranges=True)
             if cpu_queue is not None and cpu_queue.given_up:
                 outputs[-1], cpu_queue.given_up = None, False
@@ -296,6 +317,7 @@ def faults(seeds=range(40), misses=MISSES[:1]):
 def elsewhere(self, source, destination):
     if self._branch.stream == COMPUTATION:
         self._history.write("another", destination)
+    self._clocks.append({})
     return PlainKernels.fetch(self, source, destination)
 
 
@@ -321,7 +343,18 @@ def as_deep_as_a_step(depth, *sizes):
     return QueueShape(LAYERS, *sizes)
 
 
+def end_without_predictions(self, layer, end=DevicePrefetch.end_layer):
+    self._predicted = {}
+    end(self, layer)
+
+
 PLANTED = {
+    "an input goes while predictions read it": (
+        DevicePrefetch,
+        "end_layer",
+        end_without_predictions,
+        "a layer's input",
+    ),
     "a slot is filled while a layer reads it": (
         RecordedBranch,
         "fork",
@@ -344,7 +377,9 @@ PLANTED = {
     "a layer is planned while its list is made": (
         DevicePrefetch,
         "begin_layer",
-        lambda self, layer, x, ids: setattr(self, "_predicted", self._branch.mark()),
+        lambda self, layer, x, ids: vars(self).update(
+            _runs=True, _listed_for=-1, _predicted=self._branch.mark(), _all_made=self._branch.mark()
+        ),
         "of what half",
     ),
     "a prediction counts before it has arrived": (
@@ -353,7 +388,7 @@ PLANTED = {
         lambda self, made: {},
         "the computation stream reads",
     ),
-    "a group is computed before it is there": (RecordedBranch, "join", lambda self, mark: None, "reads"),
+    "a group is computed before it is there": (RecordedBranch, "join", lambda self, mark: None, "stream"),
     "a row is published before another stream has filled its slot": (RecordedKernels, "fetch", elsewhere, "writes"),
 }
 RUNG = {

@@ -124,7 +124,7 @@ def test_no_step_waits_for_the_device(monkeypatch, captured):
         def finish(self):
             return self._x
 
-    monkeypatch.setattr(PlainKernels, "large_batch_step", lambda *given: Launches(*given))
+    monkeypatch.setattr(PlainKernels, "large_batch_step", lambda *given: Launches(*given[:-1]))
     server = device_planned_server(STORES[0], "25%", Roomy(), low=0)
     OnDevice.log = []
     for step in range(2):
@@ -190,9 +190,8 @@ def test_the_link_never_rests_in_a_sweep(resident):
     shape = LargeBatchShape(512, 8, 128, 1, 8, -(-(128 - resident) // 8))
     clocks = Clocks(shape, resident, each=2.65e6 / 25e9, compute=1.15e-3, decide=1e-4)
     kernel = SimpleNamespace(large_batch_step=lambda *_: clocks)
-    large = LargeBatches(
-        8, table.layers, table, kernel, clocks, torch.zeros(1), {HIGH: [resident] * 48}, {HIGH: 16}, {}
-    )
+    slots = {HIGH: [resident] * 48}, {HIGH: 16}, (0,) * 48, {}
+    large = LargeBatches(8, table.layers, table, kernel, clocks, torch.zeros(1), *slots)
     for layer in range(48):
         large.forward(layer, torch.empty(512, 1), None, None, Activation.SILU)
         assert large._last[0][0] == shape
@@ -221,7 +220,7 @@ def test_without_overlap_copies_and_computations_alternate():
     for kind, overlaps in ((Alternating, False), (Clocks, True)):
         clocks = kind(shape, resident, each=1e-4, compute=1e-2, decide=1e-4)
         kernel = SimpleNamespace(large_batch_step=lambda *_, made=clocks: made)
-        slots = {HIGH: [resident] * 4}, {HIGH: 16}, {}
+        slots = {HIGH: [resident] * 4}, {HIGH: 16}, (0,) * 4, {}
         large = LargeBatches(8, 4, table, kernel, clocks, torch.zeros(1), *slots, overlaps=overlaps)
         for layer in range(4):
             large.forward(layer, torch.empty(512, 1), None, None, Activation.SILU)

@@ -19,9 +19,15 @@ from vllm_dymoe.policies import POLICIES
 LAYERS, EXPERTS = 4, 16
 STORE = make_store(make_experts(layers=LAYERS, num_experts=EXPERTS))
 STEPS = [(seed, layer, tokens) for seed, tokens in enumerate((1, 1, 20, 3, 1, 40, 2, 1)) for layer in range(LAYERS)]
-ON_DEVICE = sorted(name for name, kind in POLICIES.items() if not kind().needs_host)
+PREFETCH = {name: kind().prefetch for name, kind in POLICIES.items()}
+"""What is trained, and what asks gates, has tests of its own (test_predictors_on_device.py)."""
+ON_DEVICE = sorted(
+    name
+    for name, kind in POLICIES.items()
+    if not kind().needs_host and not (PREFETCH[name] and PREFETCH[name].needs_predictor)
+)
 HIGH_ONLY = [name for name in ON_DEVICE if len(POLICIES[name]().precision.precisions) == 1]
-NAMES_EXPERTS = [name for name in HIGH_ONLY if (ahead := POLICIES[name]().prefetch) and ahead.on_device]
+NAMES_EXPERTS = [name for name in HIGH_ONLY if PREFETCH[name] and not PREFETCH[name].needs_gates]
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +72,10 @@ def test_predictions_evict_nothing_and_leave_slots_for_experts_of_several_tokens
             others = torch.arange(LAYERS) != layer
             assert torch.equal(before[others], table.precision[others])
             if layer + 1 < LAYERS:
-                slots, _, projections = table.staged[(layer + 1) % 2]
+                slots, _, projections = table.staged[(layer + 1) % 2, 0]
                 staged += slots[projections > 0].tolist()
         check_device_planned(server)
-    first, count = table.staging[2].tolist()
+    first, count = table.staging[0, 2].tolist()
     assert all(first <= slot < first + count - count // 4 for slot in staged)
 
 
@@ -79,6 +85,7 @@ def test_no_policy_waits_for_the_device(policy, monkeypatch):
     monkeypatch.setattr(PlainKernels, "forward", lambda self, table, layer, rows, plan, x, *_: x)
     monkeypatch.setattr(PlainKernels, "list_predicted", lambda *_: None)
     monkeypatch.setattr(PlainKernels, "copy_predicted", lambda *_: None)
+    monkeypatch.setattr(PlainKernels, "judge_predicted", lambda *_: None)
     kind = POLICIES[policy]
     migrates = kind().residency.migrating is not None
     low = 2 if migrates else kind.default_low

@@ -105,7 +105,7 @@ class Ahead:
 def make_ahead(slots=6, staging=2, projections=3):
     quotas = layer_quotas(slots, [1] * 4, staging, slots)
     plan = SlotPlan(slots * FORMAT.nbytes, 0, {Precision.HIGH: slots}, {Precision.HIGH: quotas})
-    cache = DeviceCache(STORE, plan, SlotPools(plan, {Precision.HIGH: FORMAT}, CPU, DeviceMemory()))
+    cache = DeviceCache(STORE, plan, SlotPools(plan, STORE.experts, {Precision.HIGH: FORMAT.bits}, CPU, DeviceMemory()))
     engine = Link()
     fetcher = Fetcher(cache, engine)
     for layer, quota in enumerate(quotas):

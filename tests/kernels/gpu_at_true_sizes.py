@@ -1,6 +1,6 @@
 """The measurements of `make gpu` and `make bench-gpu` at their true sizes, with launches and copies that do nothing.
 
-    python tests/kernels/gpu_at_true_sizes.py speeds|layers FILE [few]
+    python tests/kernels/gpu_at_true_sizes.py speeds|decode|prompts|layers FILE [few]
 
 The host is in place of the card, memory is mapped and not written, and what is left is the host's own work: FILE gets
 what the part found, and the times of "server, ..." and of prompts that the device plans are the host's for a layer.
@@ -27,7 +27,7 @@ torch.set_num_threads(1)
 MODE = host_card.put_in_place()
 
 import kernel_speeds  # noqa: E402
-from parts import speeds, stack  # noqa: E402
+from parts import decode, prompts, speeds, stack  # noqa: E402
 from record import Recorder  # noqa: E402
 
 from tests.support.memory_writer import MemoryStore  # noqa: E402
@@ -76,14 +76,17 @@ for name in ("normal_", "uniform_", "mul_", "copy_"):
     setattr(torch.Tensor, name, unless_large(getattr(torch.Tensor, name)))
 torch.randint = lambda low, high, size, dtype=torch.int64, **rest: torch.empty(size, dtype=dtype)
 torch.mm = lambda a, b: a
-kernel_speeds.ProcessPoolExecutor = host_card.Inline
+kernel_speeds.ProcessPoolExecutor = decode.ProcessPoolExecutor = host_card.Inline
+decode.check = decode.check_alone = lambda launch: []  # of launches that do nothing
 kernel_speeds.seconds.__defaults__ = (0.0,)
-speeds.pinned_store = lambda model, bits: MemoryStore(model.at(bits))
+speeds.pinned_store = decode.pinned_store = prompts.pinned_store = lambda model, bits: MemoryStore(model.at(bits))
 kernel_speeds.TOKENS = kernel_speeds.TOKENS[::3]
 if "few" in sys.argv:
-    speeds.MODEL = replace(speeds.MODEL, layers=2, experts=16)
+    speeds.MODEL = decode.MODEL = prompts.MODEL = replace(speeds.MODEL, layers=2, experts=16)
 cpu_execution.measure = partial(cpu_execution.measure, seconds=0.0)
 speeds.STEPS, speeds.WARM = {phase: (tokens, 4) for phase, (tokens, _) in speeds.STEPS.items()}, 8
+decode.STEPS_MEASURED = 4
+prompts.LARGE_STEPS, prompts.DECODE_STEPS = 2, 3
 LargeBatches.forward = timed(LargeBatches.forward)
 large_batch_step.combine = lambda out, weights, ids: out.new_empty(len(ids), out.shape[1])  # a launch
 speeds.same_bits = lambda one, other: True
@@ -91,5 +94,5 @@ MAKE, stack.Stack.server = stack.Stack.server, server
 
 if __name__ == "__main__":
     recorder = OfTheHost(Path(sys.argv[2]))
-    {"speeds": speeds, "layers": kernel_speeds}[sys.argv[1]].run(recorder)
+    {"speeds": speeds, "decode": decode, "prompts": prompts, "layers": kernel_speeds}[sys.argv[1]].run(recorder)
     recorder.end()

@@ -51,7 +51,7 @@ runtime.TOKENS, runtime.BUSY_BYTES = (1, 2, 20), 1 << 10
 graphs.STEPS, graphs.BATCH, graphs.WIDE = 3, 2, 20
 sanitizer.TOKENS = (1, 10)
 if "short" not in sys.argv:  # a launch in the interpreter takes a second: one part shows that the server launches them
-    expert_server.make_kernel = lambda device, *arguments: make_kernel("cpu", *arguments)
+    expert_server.make_kernel = lambda device, *arguments, **options: make_kernel("cpu", *arguments)
     decode_as_launches(setattr, host_card.capturing)
 speeds.KERNEL_LAYERS, speeds.KERNEL_TOKENS = kernel_speeds.LAYERS, (1,)
 kernel_speeds.TOKENS, kernel_speeds.run.__defaults__ = (1, 9), (("4",),)

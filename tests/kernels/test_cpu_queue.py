@@ -15,6 +15,7 @@ import torch
 
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.cache.device_cache import view_in_store
+from vllm_dymoe.executor import cpu_worker
 from vllm_dymoe.executor.cpu_worker import CpuQueue, CpuWorker
 from vllm_dymoe.experts.format import SliceKey
 from vllm_dymoe.kernels import Activation, native
@@ -276,3 +277,33 @@ def test_another_process_answers_with_the_same_bits_and_a_kill_ends_no_wait():
     process.join()
     cpu_queue._closing.set()
     watchdog.join()
+
+
+@needs_library
+@pytest.mark.parametrize("spins", [True, False])
+def test_threads_that_spin_and_threads_that_sleep_give_the_same_bits(spins, monkeypatch):
+    """Three threads, more than there may be cores; between some posts they have time to fall asleep."""
+    monkeypatch.setattr(cpu_worker, "_SPIN_NS", 2_000_000)
+    store = make_store(make_experts(layers=2, hidden=256, intermediate=192))
+    experts = store.experts
+    cpu_queue = CpuQueue(experts, TOKENS, 3, 20.0, 16, torch.device("cpu"), on_failure=print, spins=spins)
+    cpu_queue.serve(Activation.SILU)
+    out = torch.empty(TOKENS * experts.top_k, experts.formats[4].hidden, dtype=torch.bfloat16)
+    for number, (layer, x, ids) in enumerate(random_posts(experts, 60)):
+        if number % 20 == 10:
+            time.sleep(0.02)
+        plan = plan_of(store, layer, ids)
+        post_plain(cpu_queue.queue, cpu_queue.turn, layer, x, ids, plan)
+        assert collect_plain(cpu_queue.queue, cpu_queue.turn, out, plan.computed)
+        assert torch.equal(out, computed_here(store, layer, x, ids))
+    cpu_queue.close()
+
+
+@pytest.mark.parametrize(("cores", "ranks", "threads"), [(2, 1, 1), (7, 1, 6), (8, 1, 6), (16, 1, 14), (16, 4, 3)])
+def test_threads_spin_where_a_rank_has_enough_cores_and_leave_one_more_free(cores, ranks, threads, monkeypatch):
+    monkeypatch.setattr(cpu_worker, "usable_cores", lambda: cores)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: ranks > 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
+    assert cpu_worker.spins("cuda") == (cores // ranks >= 8)
+    assert cpu_worker.cpu_worker_threads("cuda") == threads
+    assert not cpu_worker.spins("cpu")

@@ -1,5 +1,6 @@
 """`make gpu` to its end with the host in place of the card, and what it says when something is wrong."""
 
+import dataclasses
 import json
 import os
 import re
@@ -93,7 +94,7 @@ def test_it_runs_to_its_end(tmp_path):
     assert "gpu: everything that was checked is right." in done.stdout
 
 
-@pytest.mark.parametrize(("part", "speeds"), [("speeds", 33), ("layers", 51)])
+@pytest.mark.parametrize(("part", "speeds"), [("speeds", 33), ("decode", 40), ("prompts", 15), ("layers", 51)])
 def test_every_line_of_the_measurements_runs_at_its_true_size(tmp_path, part, speeds):
     """Sizes at which a down projection is split in four, which the small ones above do not have."""
     pytest.importorskip("triton")
@@ -203,7 +204,8 @@ def test_the_named_packages_are_enough(gpu):
     assert absent
     program = (
         f"import sys; [sys.modules.__setitem__(name, None) for name in {absent}]; "
-        "from parts import engine, graphs, kernels, machine, runtime, sanitizer, speeds; print('all')"
+        "from parts import decode, engine, graphs, kernels, machine, prompts, runtime, sanitizer, serving, speeds; "
+        "print('all')"
     )
     packages = str(Path(torch.__file__).parents[1])
     done = subprocess.run(
@@ -212,3 +214,43 @@ def test_the_named_packages_are_enough(gpu):
         capture_output=True, text=True, check=False, cwd="/",
     )  # fmt: skip
     assert done.stdout == "all\n", done.stderr
+
+
+def test_a_wheel_comes_together_from_its_pieces_or_says_which_are_missing(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import wheel_parts
+
+    wheel, pieces, into = tmp_path / "some.whl", tmp_path / "pieces", tmp_path / "into"
+    wheel.write_bytes(bytes(range(256)) * 9000)  # 2.2 MiB
+    assert wheel_parts.main(["split", str(wheel), str(pieces), "--mib", "1"]) == 0
+    assert wheel_parts.main(["join", str(pieces), str(into)]) == 0
+    assert (into / "some.whl").read_bytes() == wheel.read_bytes()
+    (pieces / "001.piece").write_bytes(b"other bytes")
+    (pieces / "002.piece").unlink()
+    assert wheel_parts.main(["join", str(pieces), str(into)]) == 1
+    assert "001.piece, 002.piece" in capsys.readouterr().err
+
+
+def test_routers_of_dummy_weights_choose_experts_by_zipfs_law(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    from parts import serving
+
+    generator = torch.Generator().manual_seed(0)
+    weights = serving.router_weights(64, 256, 8, generator)
+    chosen = (torch.randn(4000, 256, generator=generator) @ weights.T).topk(8).indices
+    load = chosen.flatten().bincount(minlength=64).sort(descending=True).values / 4000
+    assert 0.3 < load[0] < 0.6
+    assert load[16] < load[0] / 2
+    assert load[63] < load[0] / 8
+
+
+def test_every_engine_that_is_measured_has_settings_that_vllm_knows():
+    vllm = pytest.importorskip("vllm")
+    sys.path.insert(0, str(FOLDER))
+    try:
+        from parts import serving
+    finally:
+        sys.path.remove(str(FOLDER))
+    known = {field.name for field in dataclasses.fields(vllm.EngineArgs)}
+    for settings in serving.ENGINES.values():
+        assert settings.keys() | serving.SETTINGS.keys() <= known

@@ -86,7 +86,7 @@ def test_ask_and_take_are_their_plain_twins(nested):
                 queue.entry(asked).calls[:, Ask.ADDRESS : Ask.ADDRESS + 2] = answers
             queue.control.answered = 2 * asked
         take_plain(queues[0], turns[0], tables[0], layer, plans[0])
-        take_sources(device_queue, vars(tables[1]), layer, plans[1].tensors)
+        take_sources(device_queue, tables[1].at(layer), layer, plans[1].tensors)
         for one, other in ((plans[0].tensors, plans[1].tensors), tuple(map(vars, tables))):
             for name, values in one.items():
                 assert name == "scratch" or torch.equal(values, other[name]), name

@@ -90,7 +90,7 @@ def test_precision_shares_and_records_change_between_steps(nested):
         precision = Dymoe(retention=retention, high_by="threshold" if number % 2 else "depth").precision
         critical = torch.from_numpy(precision.critical_counts(LAYERS, EXPERTS))
         for table in (twins.plain, twins.table):
-            pools = {code: (int(table.pool[code]), int(table.slot_bytes[code]), 12) for code in (LOW, HIGH)}
+            pools = {code: [(int(table.pool[0, code]), int(table.slot_bytes[0, code]), 12)] for code in (LOW, HIGH)}
             set_pools(table, pools, {LOW: [low] * LAYERS, HIGH: [high] * LAYERS})
             table.critical.copy_(critical)
             table.threshold.copy_(torch.tensor((precision.thresholds or [NO_THRESHOLD] * 2)[1]))
@@ -186,15 +186,15 @@ def test_what_the_program_does_not_hold_is_refused():
     plan = LayerPlan.allocate(1, 3, 600, "cpu")
     ids, weights = random_step(0, 1)
     with pytest.raises(ValueError, match="600 experts, but a device decides for at most 512"):
-        plan_small_batch_on_gpu(vars(table), 0, ids, weights, rows(1), plan.tensors)
+        plan_small_batch_on_gpu(table.at(0), 0, ids, weights, rows(1), plan.tensors)
     table = make_table({LOW: [0, 0], HIGH: [0, 0]})
     ids, weights = random_step(0, TOKENS + 1)
     with pytest.raises(ValueError, match="7 tokens, but the table was made for at most 6"):
         plan_small_batch_on_gpu(
-            vars(table), 0, ids, weights, rows(1), vars(LayerPlan.allocate(TOKENS + 1, 3, EXPERTS, "cpu"))
+            table.at(0), 0, ids, weights, rows(1), vars(LayerPlan.allocate(TOKENS + 1, 3, EXPERTS, "cpu"))
         )
     with pytest.raises(TypeError, match=r"weights is torch.float64, expected torch.float32"):
-        plan_small_batch_on_gpu(vars(table), 0, ids, weights.double(), rows(1), plan.tensors)
+        plan_small_batch_on_gpu(table.at(0), 0, ids, weights.double(), rows(1), plan.tensors)
 
 
 @pytest.mark.parametrize("high_by", ["threshold", "depth"])

@@ -9,8 +9,14 @@ from tests.kernels.sections import DEVICE, at_the_edge
 from tests.kernels.twins import Twins, moved
 from tests.support.decode_steps import EXPERTS, LAYERS, random_step, rows
 from vllm_dymoe.kernels.triton.popularity import count_and_name_on_gpu
-from vllm_dymoe.kernels.triton.prefetch import copy_predicted_on_gpu, list_predicted_on_gpu
-from vllm_dymoe.planner.prefetch import PrefetchList, list_predicted, set_prefetch
+from vllm_dymoe.kernels.triton.prefetch import (
+    copy_predicted_on_gpu,
+    judge_predicted_on_gpu,
+    list_predicted_on_gpu,
+    name_experts_on_gpu,
+)
+from vllm_dymoe.planner.constants import experts_width
+from vllm_dymoe.planner.prefetch import PrefetchList, judge_predicted, list_predicted, name_experts, set_prefetch
 from vllm_dymoe.planner.rule import ABSENT, HIGH, LOW
 from vllm_dymoe.planner.small_batch import PROJECTIONS
 from vllm_dymoe.planner.table import Table
@@ -28,25 +34,29 @@ def predict(twins, layer, seed):
         table.predicted[:, layer] = torch.stack((experts, codes)).to(table.predicted.device)
 
 
-def list_both(twins, layer, real, projections):
-    plain = PrefetchList.allocate(twins.plain.experts, "cpu")
+def list_both(twins, layer, real, projections, look_ahead=1):
+    plain = PrefetchList.allocate(twins.plain.experts, "cpu", layers=LAYERS, slices=1 + twins.plain.nested)
     found = moved(plain, lambda values: twins.place(values.clone()).fill_(77))
-    list_predicted(twins.plain, layer, rows(real), projections, plain)
-    list_predicted_on_gpu(vars(twins.table), layer, twins.place(rows(real)), projections, vars(found))
+    list_predicted(twins.plain, layer, rows(real), projections, plain, look_ahead)
+    given = layer, twins.place(rows(real)), projections, vars(found), look_ahead
+    list_predicted_on_gpu(twins.table.at(layer), *given)
     count = int(plain.count)
     assert int(found.count) == count
     assert torch.equal(plain.copies[:count], found.copies[:count].cpu())
-    assert not found.arrivals[: twins.plain.experts].any()
+    assert torch.equal(plain.held[layer % 2], found.held[layer % 2].cpu())
+    assert not found.arrivals.any()
     twins.compare()
-    return count
+    found.held.copy_(plain.held)
+    found.counts.zero_()
+    return plain, found
 
 
 def arrive(twins, layer, seed):
     """Some of the listed copies are complete."""
     some = torch.rand(twins.plain.experts, generator=torch.Generator().manual_seed(seed)) < 0.5
     for table in (twins.plain, twins.table):
-        staged = table.staged[layer % 2]
-        staged[2] = torch.where(some.to(staged.device) & (staged[1] > 0), PROJECTIONS, 0)
+        for staged in table.staged.flatten(0, 1):
+            staged[2] = torch.where(some.to(staged.device) & (staged[1] > 0), PROJECTIONS, 0)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
@@ -56,18 +66,56 @@ def arrive(twins, layer, seed):
     st.sampled_from([0, 1, 2, 7]),
     st.sampled_from([0.0, 0.5, 1.0]),
     st.integers(1, PROJECTIONS),
+    st.booleans(),
+    st.integers(1, 2),
 )
-def test_any_predictions_and_steps(steps, share, staging, retention, projections):
+def test_any_predictions_and_steps(steps, share, staging, retention, projections, nested, look_ahead):
     quotas = {LOW: [share] * LAYERS, HIGH: [share] * LAYERS}
-    twins = Twins(quotas, policy=Dymoe(retention=retention), staging=staging)
+    twins = Twins(quotas, policy=Dymoe(retention=retention), staging=staging, nested=nested)
     for table in (twins.plain, twins.table):
         set_prefetch(table, {LOW: staging, HIGH: staging})
     for number, (tokens, seed) in enumerate(steps):
         layer = number % LAYERS
         predict(twins, layer, seed)
-        list_both(twins, layer, seed % (tokens + 1), projections)
+        plain, found = list_both(twins, layer, seed % (tokens + 1), projections, look_ahead)
         arrive(twins, layer, seed)
-        twins.step(layer, *random_step(seed, tokens), real=seed % (tokens + 1))
+        ids, weights = random_step(seed, tokens)
+        real = rows(seed % (tokens + 1))
+        judge_predicted(twins.plain, layer, ids, real, plain)
+        judge_predicted_on_gpu(vars(twins.table), layer, twins.place(ids), twins.place(real), vars(found))
+        assert torch.equal(plain.counts, found.counts.cpu())
+        twins.step(layer, ids, weights, real=int(real))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.integers(0, 1 << 30),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.tuples(st.integers(0, EXPERTS + 1), st.integers(1, 4)),
+    st.sampled_from([0.0, 0.5, 1.0]),
+    st.booleans(),
+)
+def test_names_are_those_of_the_plain_twin(seed, tokens, voters, asked, retention, others):
+    """Of ties, of scores that are no numbers, and of experts of other ranks, too."""
+    twins = Twins({LOW: [2] * LAYERS, HIGH: [2] * LAYERS}, policy=Dymoe(retention=retention), staging=2)
+    generator, everyone = torch.Generator().manual_seed(seed), EXPERTS * (1 + others)
+    ahead = torch.from_numpy(Dymoe(retention=retention, ahead="high").precision.counts_ahead(LAYERS, EXPERTS))
+    numbers = torch.full((LAYERS, everyone), -1, dtype=torch.int32)
+    for of_layer in numbers:
+        of_layer[torch.randperm(everyone, generator=generator)[:EXPERTS]] = torch.arange(EXPERTS, dtype=torch.int32)
+    scores = (torch.randn(voters, tokens, everyone, generator=generator) * 4).round() / 4
+    scores[torch.rand(scores.shape, generator=generator) < 0.1] = torch.nan
+    scores[torch.rand(scores.shape, generator=generator) < 0.1] = -torch.inf
+    settings = torch.tensor([asked] * LAYERS, dtype=torch.int32)
+    real, layer = rows(seed % (tokens + 1)), seed % (LAYERS - 1)
+    for table in (twins.plain, twins.table):
+        table.fetched_ahead.copy_(ahead)
+    name_experts(twins.plain, layer + 1, layer, scores, real, settings, numbers)
+    placed = [twins.place(values) for values in (scores, real, settings, numbers)]
+    scratch = torch.zeros(experts_width(everyone), dtype=torch.int64, device=DEVICE)
+    name_experts_on_gpu(vars(twins.table), layer + 1, layer, *placed, scratch)
+    twins.compare()
 
 
 def test_nothing_beside_the_tensors_is_touched():
@@ -87,17 +135,18 @@ def test_copies_are_complete_and_published_or_stop(planned):
     slots = [torch.full((len(source) + 16,), 0xEE, dtype=torch.uint8, device=DEVICE) for source in sources]
     listed = PrefetchList.allocate(EXPERTS, DEVICE)
     for number, (source, slot, count) in enumerate(zip(sources, slots, lengths, strict=True)):
-        listed.copies[number] = torch.tensor((source.data_ptr(), slot.data_ptr(), count, 2 * number))
+        place = 5 * EXPERTS + 2 * number
+        listed.copies[number] = torch.tensor((source.data_ptr(), slot.data_ptr(), count, place))
     listed.count.fill_(len(lengths))
     table = Table.allocate(LAYERS, EXPERTS, device=DEVICE)
     assert (table.precision == ABSENT).all()
     table.planned.fill_(planned)
-    copy_predicted_on_gpu(vars(table), 1, 2, vars(listed))
+    copy_predicted_on_gpu(table.at(1), 1, 2, vars(listed))
     made = planned != 1
     for source, slot, count in zip(sources, slots, lengths, strict=True):
         assert torch.equal(slot[:count], source[:count]) == (made or not count)
         assert (slot[count:] == 0xEE).all()
-    arrived = table.staged[1, 2].tolist()
+    arrived = table.staged[1, 0, 2].tolist()
     assert arrived == [2 * (made and expert % 2 == 0 and expert < 2 * len(lengths)) for expert in range(EXPERTS)]
     assert not table.staged[0].any()
 

@@ -19,7 +19,7 @@ OPTIONS = Options(high=4, low=0, group_size=32)
 def run(monkeypatch):
     kinds = []
 
-    def triton_kernel(device, workspace_bytes, formats, activations):
+    def triton_kernel(device, workspace_bytes, formats, activations, **options):
         kinds.append(TritonKernel)
         return TritonKernel(device, workspace_bytes, formats)
 

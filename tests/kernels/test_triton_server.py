@@ -8,12 +8,17 @@ import torch
 from tests.executor.device_planned import KINDS, decode, device_planned_server, run_device_planned, store_of
 from tests.executor.steps import ByNumber, make_server, random_step, run, with_budget
 from tests.kernels.sections import DEVICE, TOLERANCE, relative_error
+from tests.prefetch.gates import random_gates
 from tests.small_model import make_experts, make_store
 from tests.support.memory_writer import MemoryWriter
 from vllm_dymoe.executor.triton_kernels import TritonKernels
+from vllm_dymoe.experts.encoding import PLAIN
 from vllm_dymoe.experts.format import ModelExperts
 from vllm_dymoe.kernels.triton import TritonKernel
+from vllm_dymoe.kernels.triton.prefetch import name_experts_on_gpu
 from vllm_dymoe.policies.dymoe import Dymoe
+from vllm_dymoe.prefetch import Gate, on_device
+from vllm_dymoe.prefetch.next_gate import NextGate
 from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.server import expert_server
 
@@ -23,7 +28,7 @@ STEPS = [(0, 0, 1), (1, 1, 1), (2, 0, 3), (3, 1, 40)]
 MIXED = ByNumber(low=frozenset({0, 3}), skipped=frozenset({5}))
 
 
-def triton_kernel(device, workspace_bytes, formats, activations):
+def triton_kernel(device, workspace_bytes, formats, activations, **options):
     return TritonKernel(device, workspace_bytes, formats)
 
 
@@ -85,6 +90,24 @@ def test_steps_without_the_host_have_the_bits_of_steps_with_it(on_triton, nested
         assert all(torch.equal(a, b) for a, b in zip(run_device_planned(server, steps), want, strict=True)), budget
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_steps_with_predictions_have_the_bits_of_steps_without(on_triton, nested, monkeypatch):
+    """Named, judged, listed and copied by the kernels of a GPU, for two layers ahead."""
+    name = lambda table, *given: name_experts_on_gpu(vars(table), *given)  # noqa: E731
+    monkeypatch.setattr(on_device, "_name_experts_on", lambda device: name)
+    store = make_store(make_experts(dtype=torch.float16, layers=3, nested=nested))
+    gates, _ = random_gates(3, 6, store.experts.formats[4].hidden)
+    floats = [Gate(lambda x, gate=gate: gate.logits(x.float())) for gate in gates]
+    steps = [(seed, layer, 1 + seed % 2) for seed in range(3) for layer in range(3)]
+    policy = Dymoe(retention=0.5, high_by="depth", reuse_high=False)
+    want = run(with_budget(store, "100%", policy), steps)
+    server = device_planned_server(store, "50%", policy, predictor=NextGate(floats, 2, 2))
+    assert all(map(torch.equal, run_device_planned(server, steps), want))
+    stats = server.stats()
+    assert stats.predictions["correct"] > 0
+    assert stats.prefetches["useful"] > 0
+
+
 def test_rows_without_an_expert_are_zero(memory_store, on_triton):
     """Padding, and tokens all of whose experts another rank has: whatever the output held is gone."""
     x, weights, ids = random_step(1, 4, memory_store.experts)
@@ -114,3 +137,23 @@ def test_a_step_that_the_scratch_has_no_room_for_is_refused(memory_store):
         TritonKernels(TritonKernel("cpu"), memory_store.experts, 9000)
     with pytest.raises(ValueError, match="a layer has 600 experts, but a device decides for at most 512"):
         TritonKernels(TritonKernel("cpu"), replace(memory_store.experts, num_experts=600), 1)
+
+
+def test_layers_of_other_formats_have_launches_of_their_own(monkeypatch):
+    """With groups and integers that one launch could not compute beside each other."""
+    plain = make_experts(layers=3, bits=(4,), dtype=torch.float16, intermediate=64)
+    usual = plain.formats[4]
+    own = {2: replace(usual, encoding=PLAIN), 3: replace(usual, group_size=64, integer_zeros=True)}
+    experts = replace(plain, own=own)
+    store = random_store(experts, MemoryWriter(experts), seed=3)
+    steps = [(seed, layer, tokens) for seed, tokens in enumerate((1, 3)) for layer in range(3)] + [(4, 1, 40)]
+    of_cpu = run(make_server(store, "100%", low=0), steps)
+    monkeypatch.setattr(expert_server, "make_kernel", triton_kernel)
+    want = run(make_server(store, "100%", low=0), steps)
+    for got, one in zip(want, of_cpu, strict=True):
+        assert relative_error(got, one.double()) < TOLERANCE[torch.float16]
+    server = device_planned_server(store, "50%", low=0)
+    assert isinstance(server.small_batches.kernel, TritonKernels)
+    assert all(torch.equal(a, b) for a, b in zip(run_device_planned(server, steps), want, strict=True))
+    by_host = run(with_budget(store, "minimum", low=0), steps)
+    assert all(torch.equal(a, b) for a, b in zip(by_host, want, strict=True))

@@ -32,11 +32,13 @@ class Twins:
     def stage(self, layer, seed):
         """Some experts of a layer lie in staging slots, whole or in part, as if they had been fetched ahead."""
         rng, half = np.random.default_rng(seed), layer % 2
-        order, staged = iter(rng.permutation(self.plain.experts)), torch.zeros_like(self.plain.staged[half])
+        staged = torch.zeros_like(self.plain.staged[half])
+        order = iter(rng.permutation(self.plain.experts))
         for code in (LOW, HIGH):
-            first, count = self.plain.staging[code].tolist()
+            first, count = self.plain.staging[layer, code].tolist()
             for slot, expert in zip(range(first, first + count), order, strict=False):
-                staged[:, expert] = torch.tensor((slot, code, rng.integers(1, PROJECTIONS + 1)))
+                number = code - 1 if self.plain.nested else 0
+                staged[number, :, expert] = torch.tensor((slot, code, rng.integers(1, PROJECTIONS + 1)))
         for table in (self.plain, self.table):
             table.staged[half].copy_(staged)
             table.staged_for[half] = layer
@@ -49,7 +51,7 @@ class Twins:
         found = moved(expected, self._soiled)
         plan_small_batch(self.plain, layer, ids, weights, count, expected)
         placed, on_cpu = map(self.place, (ids, weights, count)), bool(self.plain.cpu_costs.any())
-        plan_small_batch_on_gpu(vars(self.table), layer, *placed, found.tensors, on_cpu=on_cpu)
+        plan_small_batch_on_gpu(self.table.at(layer), layer, *placed, found.tensors, on_cpu=on_cpu)
         for name, values in expected.tensors.items():
             if name != "scratch":
                 assert torch.equal(values.nan_to_num(7), getattr(found, name).cpu().nan_to_num(7)), name
@@ -65,7 +67,7 @@ class Twins:
         plan_large_batch(self.plain, layer, ids, plan, shape, half, ahead, _classes(shape), large)
         on_cpu = [values.to(DEVICE) for values in (ids, weights, rows(real))]
         plan_large_batch_on_gpu(
-            vars(self.table), layer, *on_cpu, found.tensors, shape, half, ahead, STEPS, vars(lists), marks
+            self.table.at(layer), layer, *on_cpu, found.tensors, shape, half, ahead, STEPS, vars(lists), marks
         )
         copies = shape.spans(shape.groups if ahead else shape.groups - 1).stop if shape.streamed_groups else shape.items
         for name, values in vars(large).items():

@@ -2,18 +2,17 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from tests.plan.test_plan import DEEPSEEK_V2_LITE, MIXTRAL, QWEN3_30B
 from vllm_dymoe.experts.identity import ModelIdentity
 from vllm_dymoe.options import ConfigError
-from vllm_dymoe.plan.choice import ServeSettings, choices
+from vllm_dymoe.plan.choice import ServeSettings, choices, predict
+from vllm_dymoe.plan.costs import Costs
 from vllm_dymoe.plan.device import find_device
 from vllm_dymoe.plan.model import shape_of
 from vllm_dymoe.plan.ranks import Ranks
-from vllm_dymoe.plan.replay import made_up, replay
-from vllm_dymoe.planner.precision import Precision
+from vllm_dymoe.plan.routings import made_up
 
 QWEN, LITE, MIX = (shape_of(config, "config.json") for config in (QWEN3_30B, DEEPSEEK_V2_LITE, MIXTRAL))
 CARD = find_device("rtx4090", "20GB/s")
@@ -77,7 +76,7 @@ def test_two_cards_behind_one_switch_fetch_half_as_fast_and_stages_add_up():
     alone, both = fastest(ranks), fastest(switched)
     moving = alone.moved / CARD.link
     assert both.moved == alone.moved
-    assert both.tpot - alone.tpot == pytest.approx(moving)
+    assert 0.8 * moving < both.tpot - alone.tpot <= moving * 1.001, "computing hides a little of it"
     stages = Ranks(pp=2)
     row = fastest(stages)
     assert stages.whole(row, MIX, CARD, 1, 64).tpot == pytest.approx(2 * row.tpot)
@@ -107,16 +106,15 @@ def test_arguments_of_engines_are_those_of_serve():
             ranks.for_engines()
 
 
-@pytest.mark.parametrize(("ranks", "share"), [(1, 1.0), (4, 1.0), (4, 0.25), (16, 0.5)])
-def test_every_layer_waits_for_the_rank_that_lacks_most(ranks, share):
-    """Beside counting: with all or no experts kept, a rank lacks none or what is asked of it."""
+def test_the_rank_that_is_slowest_counts():
+    """Of ranks that share out the experts each has fewer, and one of them has most of what a step needs."""
     identity = ModelIdentity("m", "", 2, QWEN.experts, QWEN.top_k, QWEN.hidden)
-    routings, own = made_up(identity, 4), QWEN.experts // ranks
-    found = replay(routings.spread(ranks), {Precision.HIGH: [round(share * own)] * 2}, None, low=False)
-    assert 0 <= found.misses <= found.active[Precision.HIGH] <= own
-    assert found.missing[Precision.HIGH] == found.misses
-    if share == 1.0:  # nothing is missing once the cache is full, and the busiest counts
-        counts = [max(np.bincount(uses // own)) for steps in routings.steps.values() for uses, *_ in steps[40:]]
-        assert found.misses < 0.1
-        assert found.active[Precision.HIGH] == pytest.approx(np.mean(counts), rel=0.01)
-    assert routings.spread(ranks).distinct(9) * ranks == pytest.approx(routings.distinct(9))
+    routings = made_up(identity, 4)
+
+    def tpot(ranks):
+        shape = Ranks(tp=ranks, ep=True).shape(QWEN)
+        free = {"costs": Costs.nothing(), "prompt": 64, "chunk": 64}
+        return predict({}, 4 << 30, 1.0, replace(shape, moe_layers=2), CARD, routings.spread(ranks), **free).tpot
+
+    one, four = tpot(1), tpot(4)
+    assert one / 4 < four < one, "not a quarter of the experts: the busiest rank waits"

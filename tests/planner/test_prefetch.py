@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 
 from tests.support.decode_steps import EXPERTS, LAYERS, POOL, SOURCE, decide, make_table, random_step, rows
 from vllm_dymoe.planner.constants import Action
-from vllm_dymoe.planner.prefetch import PrefetchList, list_predicted, prefetch_slots, publish, set_prefetch
+from vllm_dymoe.planner.prefetch import (
+    PredictionCount,
+    PrefetchList,
+    judge_predicted,
+    list_predicted,
+    prefetch_slots,
+    publish,
+    set_prefetch,
+)
 from vllm_dymoe.planner.rule import ABSENT, HIGH, LOW
 from vllm_dymoe.planner.small_batch import PROJECTIONS
 from vllm_dymoe.planner.table import Counter
@@ -21,7 +29,7 @@ def predict(table, layer, experts, code=HIGH):
 
 
 def listed(table, layer, projections=PROJECTIONS, real=1):
-    out = PrefetchList.allocate(table.experts, "cpu")
+    out = PrefetchList.allocate(table.experts, "cpu", layers=LAYERS, slices=1 + table.nested)
     list_predicted(table, layer, rows(real), projections, out)
     return out, out.copies[: int(out.count)]
 
@@ -44,16 +52,17 @@ def test_copies_are_of_experts_that_the_layer_lacks_into_slots_that_no_layer_kee
     predict(table, 1, order[:named])
     _, copies = listed(table, 1, projections)
     lacking = [expert for expert in order[:named] if table.precision[1, expert] == ABSENT]
-    assert copies[:, 3].tolist() == lacking[: prefetch_slots(staging)]
+    assert (copies[:, 3] - 5 * EXPERTS).tolist() == lacking[: prefetch_slots(staging)]
     first, nbytes = (
-        int(table.staging[HIGH, 0]),
-        1 << 12 if projections == PROJECTIONS else int(table.offsets[HIGH, projections]),
+        int(table.staging[0, HIGH, 0]),
+        1 << 12 if projections == PROJECTIONS else int(table.offsets[0, HIGH, projections]),
     )
-    for number, (source, destination, size, expert) in enumerate(copies.tolist()):
+    for number, (source, destination, size, place) in enumerate(copies.tolist()):
+        expert = place - 5 * EXPERTS
         assert source == SOURCE[HIGH] + (table.experts + expert << 12)
         assert destination == POOL[HIGH] + (first + number << 12)
         assert size == nbytes
-    assert not table.staged[1, 2].any(), "nothing has arrived"
+    assert not table.staged[1, 0, 2].any(), "nothing has arrived"
 
 
 def test_what_has_arrived_is_read_from_its_slot_and_what_has_not_from_the_store():
@@ -61,10 +70,10 @@ def test_what_has_arrived_is_read_from_its_slot_and_what_has_not_from_the_store(
     ids, weights = torch.tensor([[3, 5, 7]]), torch.ones(1, 3)
     predict(table, 1, [7, 3, 9])
     listed(table, 1)
-    publish(table, 1, 3, PROJECTIONS)
-    publish(table, 1, 9, PROJECTIONS)
+    publish(table, 5 * EXPERTS + 3, PROJECTIONS)
+    publish(table, 5 * EXPERTS + 9, PROJECTIONS)
     plan = decide(table, 1, ids, weights)
-    offsets = table.offsets[HIGH]
+    offsets = table.offsets[1, HIGH]
     assert (plan.addresses[0, 0] - offsets).tolist() == [POOL[HIGH] + (1 << 12)] * 3
     for item, expert in ((1, 5), (2, 7)):
         assert (plan.addresses[0, item] - offsets).tolist() == [SOURCE[HIGH] + (table.experts + expert << 12)] * 3
@@ -80,11 +89,11 @@ def test_what_has_arrived_counts_for_one_plan(real):
     table = made()
     predict(table, 1, [3])
     listed(table, 1)
-    publish(table, 1, 3, PROJECTIONS)
+    publish(table, 5 * EXPERTS + 3, PROJECTIONS)
     ids, weights = torch.tensor([[3, 5, 7]]), torch.ones(1, 3)
     decide(table, 1, ids, weights, real=real)
     plan = decide(table, 1, ids, weights)
-    assert int(plan.addresses[0, 0, 0] - table.offsets[HIGH, 0]) == SOURCE[HIGH] + (table.experts + 3 << 12)
+    assert int(plan.addresses[0, 0, 0] - table.offsets[0, HIGH, 0]) == SOURCE[HIGH] + (table.experts + 3 << 12)
 
 
 def test_nothing_is_listed_without_tokens_or_without_slots():
@@ -103,3 +112,54 @@ def test_experts_of_several_tokens_stream_through_the_other_slots():
     assert plan.slots[0, :2].tolist() == [3, -1], "three of the four are for predictions"
     set_prefetch(table, {})
     assert decide(table, 0, ids, torch.ones(3, 3)).slots[0, :2].tolist() == [0, 1]
+
+
+def test_a_nested_version_is_fetched_as_the_slices_that_it_lacks():
+    table = make_table({LOW: [2] * LAYERS, HIGH: [1] * LAYERS}, policy=Dymoe(retention=1), staging=4, nested=True)
+    set_prefetch(table, {LOW: 4, HIGH: 4})
+    table.precision[1, 5], table.slot[0, 1, 5] = LOW, int(table.first_slot[1, LOW])
+    predict(table, 1, [5, 7])
+    _, copies = listed(table, 1)
+    base, residual = 8 * EXPERTS, 11 * EXPERTS
+    assert copies[:, 3].tolist() == [residual + 5, base + 7, residual + 7]
+    for place in (residual + 5, base + 7):
+        publish(table, place, PROJECTIONS)
+    plan = decide(table, 1, torch.tensor([[5, 7, 9]]), torch.ones(1, 3))
+    first = {code: int(table.staging[1, code, 0]) for code in (LOW, HIGH)}
+    found = plan.addresses[:, :2, 0] - table.offsets[1, 1:, :1]
+    assert found[0, 1] == POOL[LOW] + (first[LOW] << 12), "the base of 7"
+    assert found[1, 0] == POOL[HIGH] + (first[HIGH] << 12), "the residual slice of 5"
+    assert found[1, 1] == SOURCE[HIGH] + (table.experts + 7 << 12), "that of 7 has not arrived"
+    assert table.counters[1, [Counter.AHEAD, Counter.AHEAD_USED]].tolist() == [2, 2]
+
+
+def test_predictions_are_judged_by_what_the_router_chose():
+    table = made(quota=2)
+    table.precision[1, 4], table.slot[0, 1, 4] = HIGH, int(table.first_slot[1, HIGH])
+    predict(table, 1, [4, 3, 9])
+    out, _ = listed(table, 1)
+    ids = torch.tensor([[3, 4, -1], [3, 5, 6], [9, 9, 9]])
+    judge_predicted(table, 1, ids, rows(2), out)
+    judge_predicted(table, 1, ids, rows(0), out)
+    named = {count.name: int(out.counts[1, count]) for count in PredictionCount}
+    assert named == {"ASKED": 1, "PREDICTED": 3, "NEEDED": 4, "CORRECT": 2, "HELD": 1, "UNUSED": 1}
+    assert not out.counts[0].any()
+
+
+def test_what_came_for_the_second_next_layer_stays_when_it_is_the_next():
+    table = made(staging=4)  # three slots are for predictions
+    first, out = int(table.staging[0, HIGH, 0]), PrefetchList.allocate(table.experts, "cpu", layers=LAYERS)
+    predict(table, 0, [1, 2])
+    predict(table, 1, [5, 6, 7])
+    list_predicted(table, 0, rows(1), PROJECTIONS, out, 2)
+    odd = 5 * EXPERTS
+    assert out.copies[: int(out.count), 3].tolist() == [2 * EXPERTS + 1, 2 * EXPERTS + 2, odd + 5], "the next one first"
+    assert table.staged_for.tolist() == [0, 1]
+    publish(table, odd + 5, PROJECTIONS)
+    predict(table, 1, [6, 5, 8])
+    list_predicted(table, 1, rows(1), PROJECTIONS, out, 2)
+    assert out.copies[: int(out.count), 3].tolist() == [odd + 6, odd + 8], "5 is there"
+    slots = [int(copy[1] - POOL[HIGH]) >> 12 for copy in out.copies[: int(out.count)]]
+    assert slots == [first, first + 1], "it keeps its slot, the third one"
+    plan = decide(table, 1, torch.tensor([[5, 6, 9]]), torch.ones(1, 3))
+    assert int(plan.addresses[0, 0, 0] - table.offsets[1, HIGH, 0]) == POOL[HIGH] + (first + 2 << 12)

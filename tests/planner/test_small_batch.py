@@ -203,9 +203,9 @@ def test_an_expert_with_more_positions_than_are_multiplied_at_once_is_streamed_t
 def test_shares_that_a_pool_does_not_have_are_refused():
     table = make_table({LOW: [0, 0], HIGH: [6, 6]})
     with pytest.raises(ValueError, match=r"13 slots.* 12"):
-        set_pools(table, {HIGH: (0, 1, 12)}, {HIGH: [6, 7]})
+        set_pools(table, {HIGH: [(0, 1, 12)]}, {HIGH: [6, 7]})
     with pytest.raises(ValueError, match="13 of its 12"):
-        set_pools(table, {HIGH: (0, 1, 13)}, {HIGH: [13, 0]})
+        set_pools(table, {HIGH: [(0, 1, 13)]}, {HIGH: [13, 0]})
 
 
 def test_no_more_rows_are_tokens_than_a_layer_has():

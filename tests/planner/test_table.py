@@ -96,9 +96,10 @@ def test_what_layers_were_reserved_is_not_lent():
 
 def test_a_borrowed_slot_that_is_kept_makes_another_one_free():
     pool = pool_of(2, reserved=1)
-    assert pool.take(kept=False)
+    slot = pool.take(kept=False)
+    assert slot
     assert pool.take(kept=False) is None
-    pool.keep()
+    pool.keep(slot)
     assert pool.take(kept=False)
 
 
@@ -106,7 +107,7 @@ def test_a_pool_that_lends_gives_reserved_slots_to_what_is_streamed():
     pool = pool_of(3, reserved=2, lends=True)
     slots = [pool.take(kept=False) for _ in range(3)]
     assert None not in slots
-    pool.keep()
+    pool.keep(slots[0])
     assert pool.reserved == 1
     assert pool.take(kept=True) is None
     pool.give_back(slots[0], kept=True)
@@ -116,7 +117,7 @@ def test_a_pool_that_lends_gives_reserved_slots_to_what_is_streamed():
 def test_merged_pools_number_their_slots_on():
     one, other = pool_of(2, reserved=1), pool_of(3, reserved=2)
     slots = one.slots + other.slots
-    one.merge(other)
+    one.merge(other, [0])
     assert one.slots == slots
     assert (one.count, one.reserved, one.free, one.nbytes) == (5, 3, 5, 5 * FORMAT.nbytes)
     one.check_integrity([])
@@ -128,6 +129,6 @@ def test_integrity_finds_a_lost_slot():
     pool.check_integrity([slot.index])
     with pytest.raises(AssertionError, match="lost or doubled"):
         pool.check_integrity([])
-    pool._free.append(slot)
+    pool._free[0].append(slot)
     with pytest.raises(AssertionError, match="lost or doubled"):
         pool.check_integrity([slot.index])

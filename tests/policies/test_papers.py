@@ -67,7 +67,7 @@ def test_with_lru_the_expert_goes_whose_last_use_is_longest_ago():
     )
     table = Table.allocate(1, 6)
     table.evicts[:] = Eviction.LEAST_RECENT
-    set_pools(table, {HIGH: (0, 1, 2)}, {HIGH: [2]})
+    set_pools(table, {HIGH: [(0, 1, 2)]}, {HIGH: [2]})
     wanted, gone = np.full(1, HIGH, np.int8), []
     for expert in (0, 0, 0, 1, 2, 1, 3):  # 0 is used most
         places = table.begin_step(0, np.array([expert]), wanted)

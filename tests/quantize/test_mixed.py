@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.cli.checkpoints import EXPERTS, MOE_LAYERS, command, make_model, quantized, refused, sections
-from tests.quantize.readers.kinds import config_of, dtype_of, parts_of, random_matrix
+from tests.quantize.readers.kinds import config_of, dtype_of, gptq, parts_of, random_integers, random_matrix
 from vllm_dymoe.cache.store import FileStore
 from vllm_dymoe.experts.format import Projection
 
@@ -55,3 +55,20 @@ def test_one_expert_of_another_format_is_named(tmp_path, monkeypatch):
     sentence = refused("quantize", model.folder, "-o", tmp_path / "out")
     assert "layers.2.mlp.experts.1.up_proj" in sentence
     assert Projection.UP.name.lower() in sentence
+
+
+@pytest.mark.parametrize("where", ["down_proj", "layers.2.mlp.experts.1.down_proj"])
+def test_down_projections_that_config_json_says_nothing_of_are_refused_before_anything_is_packed(
+    tmp_path, monkeypatch, where
+):
+    monkeypatch.setattr("tests.cli.checkpoints.INTERMEDIATE", 64)
+    model, _ = mixed_model(tmp_path / "model", "gptq", "nothing")
+    for number, name in enumerate([name for name in model.tensors if where in name and name.endswith(".qweight")]):
+        matrix = random_integers(96, 64, 32, bits=8, symmetric=True, dtype=torch.float16, seed=number)
+        model.tensors |= {name.replace("qweight", part): tensor for part, tensor in gptq(matrix).items()}
+    model.save()
+    monkeypatch.setattr("vllm_dymoe.quantize.convert.StoreWriter", lambda *_, **__: pytest.fail("it is written"))
+    sentence = " ".join(refused("quantize", model.folder, "-o", tmp_path / "out").split())
+    assert f"{where} in" in sentence
+    assert "is no gptq at 4 bits in groups of 32" in sentence
+    assert "with a rule for what has other bits or groups" in sentence

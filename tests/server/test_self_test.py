@@ -8,11 +8,11 @@ import torch
 from tests.small_model import make_experts
 from vllm_dymoe.executor.plain_kernels import PlainKernels
 from vllm_dymoe.experts.encoding import CODEBOOKS, E8_NESTED
-from vllm_dymoe.kernels import Activation, CpuKernel, Curve
+from vllm_dymoe.kernels import Activation, CpuKernel, Curve, Decode
 from vllm_dymoe.options import ConfigError, Options
 from vllm_dymoe.server import expert_server, self_test
 from vllm_dymoe.server.expert_server import Parts
-from vllm_dymoe.server.self_test import SelfTest
+from vllm_dymoe.server.self_test import KernelChoice, SelfTest
 
 CPU = torch.device("cpu")
 OPTIONS = Options(high=4, low=2, group_size=32)
@@ -76,7 +76,7 @@ def test_a_broken_kernel_of_the_device_is_found(spoil, rows):
 
     class BrokenParts(Parts):
         def decode_kernel(self, kernel, experts, link_gbps=None):
-            return Broken(kernel, experts.formats, link_gbps)
+            return Broken(kernel, experts.of_layers, link_gbps)
 
     found = run(parts=BrokenParts(CPU))
     assert f"a step of {rows} tokens" in found.failure
@@ -93,7 +93,7 @@ def test_a_broken_kernel_of_the_host_is_found(monkeypatch):
             super().begin(x, plan, out, activation)
             self.out = out
 
-    def make_kernel(device, workspace_bytes, formats, activations):
+    def make_kernel(device, workspace_bytes, formats, activations, **options):
         return Broken(workspace_bytes)
 
     monkeypatch.setattr(expert_server, "make_kernel", make_kernel)
@@ -111,7 +111,7 @@ def test_a_kernel_that_cannot_be_compiled_is_a_failure():
 
 def test_a_lack_of_memory_is_no_failure():
     class NoMemory(Parts):
-        def pools(self, plan, formats):
+        def pools(self, plan, experts, bits):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     found = run(parts=NoMemory(CPU))
@@ -143,32 +143,47 @@ def test_what_could_not_run_is_not_kept(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("planned_by_device", [True, False])
-@pytest.mark.parametrize("broken", [set(), {True}, {False}, {True, False}])
-def test_a_failure_leaves_the_planning_to_the_host_or_ends_the_start(broken, planned_by_device, monkeypatch):
-    tried, said = [], []
+VARIANTS = [(by_device, decode) for by_device in (True, False) for decode in reversed(Decode)]
+"""In the order in which they are tried."""
 
-    def found(*given, device_plans, kept):
-        tried.append(device_plans)
-        return SelfTest(6, "step 3 is wrong" * (device_plans in broken), 0.1)
+
+@pytest.mark.parametrize("planned_by_device", [True, False])
+@pytest.mark.parametrize("fastest", Decode)
+@pytest.mark.parametrize("broken", range(64))
+def test_the_fastest_kernels_that_pass_are_used(broken, planned_by_device, fastest, monkeypatch):
+    tried, said, wrong = [], [], {variant for at, variant in enumerate(VARIANTS) if broken >> at & 1}
+    some = [v for v in VARIANTS if v[0] <= planned_by_device and v[1] <= fastest]
+
+    def found(*given, device_plans, decode, kept):
+        tried.append((device_plans, decode))
+        return SelfTest(6, "step 3 is wrong" * (tried[-1] in wrong), 0.1)
 
     def start():
         return self_test.tested(
-            make_experts(), OPTIONS, CPU, [Activation.SILU], device_plans=planned_by_device, kept=None, say=said.append
-        )
+            make_experts(), OPTIONS, CPU, [Activation.SILU], device_plans=planned_by_device, kept=None, say=said.append,
+            at_most=max(Decode),
+        )  # fmt: skip
 
     monkeypatch.setattr(self_test, "self_test", found)
-    if False in broken and (True in broken or not planned_by_device):
+    monkeypatch.setattr(self_test.kernels, "decode_kernels", lambda *given: tuple(Decode)[fastest::-1])
+    right = [variant for variant in some if variant not in wrong]
+    if not right:
         with pytest.raises(ConfigError, match=r"step 3 is wrong.*vllm-dymoe \d"):
             start()
-    else:
-        assert bool(start()) == bool(said) == (planned_by_device and True in broken)
-    assert tried == [True, False][: 1 + (True in broken)] if planned_by_device else [False]
+        assert tried == some
+        return
+    chosen = start()
+    assert (bool(chosen.obstacle), chosen.decode) == (planned_by_device and not right[0][0], right[0][1])
+    assert tried == some[: some.index(right[0]) + 1]
+    assert len(said) == len(tried) - 1
 
 
 def test_what_could_not_run_is_said_and_holds_nothing_up(monkeypatch):
     said = []
     monkeypatch.setattr(self_test, "self_test", lambda *given, **named: SelfTest(0, "", 0.1, skipped="no memory"))
-    settings = {"device_plans": True, "kept": None, "say": said.append}
-    assert self_test.tested(make_experts(), OPTIONS, CPU, [Activation.SILU], **settings) == ""
+    monkeypatch.setattr(self_test.kernels, "decode_kernels", lambda *given: tuple(reversed(Decode)))
+    settings = {"device_plans": True, "kept": None, "say": said.append, "at_most": max(Decode)}
+    assert self_test.tested(make_experts(), OPTIONS, CPU, [Activation.SILU], **settings) == KernelChoice(
+        "", Decode.PLAIN
+    )
     assert "no memory" in said[0]

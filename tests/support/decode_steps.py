@@ -49,8 +49,8 @@ def make_table(
     formats = (NESTED if nested else FORMATS) | ({LOW: None} if skip_low else {})
     policy = policy or Dymoe(retention=0.5)
     precision = policy.precision
-    set_precision(table, formats, precision.critical_counts(LAYERS, experts), precision.thresholds)
-    pools = {code: (POOL[code], 1 << 12, sum(quotas[code]) + staging) for code in (LOW, HIGH)}
+    set_precision(table, [formats] * LAYERS, precision.critical_counts(LAYERS, experts), precision.thresholds)
+    pools = {code: [(POOL[code], 1 << 12, sum(quotas[code]) + staging)] for code in (LOW, HIGH)}
     set_pools(table, pools, quotas)
     table.reuse_high.fill_(policy.precision.reuses_high)
     table.renormalizes.fill_(policy.precision.renormalizes)
@@ -66,7 +66,7 @@ def host_table(quotas, experts=EXPERTS, *, reuse_high=True, nested=False, costs=
     if costs is not None:
         table.cpu_costs[:] = costs
     table.reuse_high[:] = reuse_high
-    set_pools(table, {code: (0, 0, sum(quotas[code])) for code in (LOW, HIGH)}, quotas)
+    set_pools(table, {code: [(0, 0, sum(quotas[code]))] for code in (LOW, HIGH)}, quotas)
     return table
 
 

@@ -18,12 +18,10 @@ class MemoryStore(HostStore):
 
     def __init__(self, experts):
         self.experts = experts
-        self._slices = {
-            key: torch.zeros(experts.formats[key.bits].nbytes, dtype=torch.uint8) for key in all_keys(experts)
-        }
+        self._slices = {key: torch.zeros(experts.format(key).nbytes, dtype=torch.uint8) for key in all_keys(experts)}
 
     def packed(self, key, projections=EVERY_PROJECTION):
-        return self._slices[key][self.experts.formats[key.bits].span(projections)]
+        return self._slices[key][self.experts.format(key).span(projections)]
 
     def read_into(self, key, destination, projections=EVERY_PROJECTION, *, wait=True):
         destination.copy_(self.packed(key, projections))
@@ -53,7 +51,7 @@ class MemoryWriter:
         self._store = MemoryStore(experts)
 
     def write(self, key, projection, section):
-        self._store.packed(key)[self._store.experts.formats[key.bits].sections[projection]].copy_(section)
+        self._store.packed(key)[self._store.experts.format(key).sections[projection]].copy_(section)
 
     def finish(self, errors=None):
         return self._store

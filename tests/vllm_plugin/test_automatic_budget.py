@@ -12,8 +12,15 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from tests.small_model import make_experts
 from tests.vllm_plugin.test_prepare import configure
 from vllm_dymoe.options import ConfigError, Options
+from vllm_dymoe.policies import make_policy
 from vllm_dymoe.vllm_plugin import automatic_budget as module
-from vllm_dymoe.vllm_plugin.automatic_budget import automatic_budget, budget_in_host_memory, kv_cache_bytes, step_shape
+from vllm_dymoe.vllm_plugin.automatic_budget import (
+    automatic_budget,
+    budget_in_host_memory,
+    kv_cache_bytes,
+    leave_room,
+    step_shape,
+)
 
 GIB = 2**30
 LAYERS, LENGTH = 48, 40960
@@ -173,3 +180,27 @@ def test_on_a_cpu_host_memory_is_the_budget(options, budget):
     options, share = Options(host_memory="1GiB", expert_budget="25%"), EXPERTS.stored_nbytes // 4
     with pytest.raises(ConfigError, match=f"expert_budget is {share} bytes and host_memory {GIB}"):
         budget_in_host_memory(options, EXPERTS, 7 * GIB, 0)
+
+
+@pytest.mark.parametrize(
+    ("available", "asked", "ranks", "left"),
+    [
+        (GIB, "auto", False, GIB),  # enough
+        (GIB // 4, "auto", False, GIB // 2),
+        (GIB // 4, "8GiB", False, GIB // 4),  # the user's
+        (GIB // 4, "auto", True, GIB // 4),
+        (-8 * GIB, "auto", False, -8 * GIB),  # experts have not so much
+    ],
+)
+def test_experts_give_up_what_the_profile_run_found_missing(monkeypatch, available, asked, ranks, left):
+    monkeypatch.setattr(module, "kv_cache_bytes", lambda config: GIB // 2)
+    options, resized = Options(expert_budget=asked), []
+    server = SimpleNamespace(
+        options=options, experts=EXPERTS, policy=make_policy(options), ranks_add_up=ranks, resize=resized.append,
+        slot_plan=SimpleNamespace(limit=4 * GIB, workspace_bytes=32 * 2**20),
+    )  # fmt: skip
+    config = SimpleNamespace(model_config=SimpleNamespace(original_max_model_len=4096, max_model_len=4096))
+    assert leave_room(config, server, available) == left
+    assert resized == ([4 * GIB - (left - available)] if left > available else [])
+    config.model_config.original_max_model_len = -1  # vLLM shortens it
+    assert leave_room(config, server, available) == available

@@ -218,7 +218,7 @@ class Launches:
         assert plan.computed.shape == ids.shape
         return torch.empty_like(x)
 
-    def large_batch_step(self, table, shape, activation):
+    def large_batch_step(self, table, shape, activation, kind):
         assert not shape.streamed_groups, "a graph has one group"
         return Wide(shape)
 

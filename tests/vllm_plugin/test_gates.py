@@ -173,6 +173,7 @@ class Rank:
         self.predictor_observer.model_made(nn.ModuleList(self.blocks))
         for position, block in enumerate(self.blocks):
             self.predictor_observer.layer_loaded(position, block.routed)
+        self.predictor_observer.model_loaded(len(blocks))
         self.predictor = self.predictor_observer.predictor(RoutedModel(len(blocks), EXPERTS, TOP_K))
         self.predictor_observer.listen(self.observation, self._turn_off)
 

@@ -11,11 +11,12 @@ from tests.small_model import fill, make_experts, random_weight
 from vllm_dymoe.cache.store import HostPlace, Manifest, StoreError
 from vllm_dymoe.cache.store.writer import StoreWriter
 from vllm_dymoe.experts.format import Projection, SliceKey
-from vllm_dymoe.kernels import Activation, Curve
+from vllm_dymoe.kernels import Activation, Curve, Decode
 from vllm_dymoe.options import ConfigError, Options
 from vllm_dymoe.policies import make_policy
 from vllm_dymoe.quantize import QUANTIZERS
 from vllm_dymoe.quantize.packer import ExpertPacker
+from vllm_dymoe.server.self_test import KernelChoice
 from vllm_dymoe.vllm_plugin import loading as loading_module
 from vllm_dymoe.vllm_plugin.loading import Loading
 from vllm_dymoe.vllm_plugin.model_store import LayerSpec, layer_numbers
@@ -143,14 +144,46 @@ def test_a_start_on_a_gpu_tests_the_kernels_that_it_will_use(readable, obstacle,
 
     def tested(experts, options, device, activations, **given):
         asked.update(given, device=device, activations=activations)
-        return "its kernels are wrong" if given["device_plans"] else ""
+        return KernelChoice("its kernels are wrong" if given["device_plans"] else "", Decode.TENSOR_CORES)
 
     monkeypatch.setattr(loading_module, "tested", tested)
     model, options = model_of({}, {"activation": Activation.GELU}, {}), Options()
     model._model.rates = tmp_path / "rates.json"
     store = SimpleNamespace(experts=EXPERTS, readable=readable)
     found = model._tested(store, options, torch.device("cuda"), make_policy(options), obstacle)
-    assert found == (obstacle or "its kernels are wrong" * by_device)
+    assert found == KernelChoice(obstacle or "its kernels are wrong" * by_device, Decode.TENSOR_CORES)
     assert (asked["device_plans"], asked["device"].type) == (by_device, "cuda")
     assert asked["activations"] == [SPEC.activation, Activation.GELU]
     assert asked["kept"] == tmp_path / "self-test.json"
+
+
+@pytest.mark.parametrize(
+    ("fastest", "wrong_device", "chosen", "rounds"),
+    [
+        ((2, 2), (), KernelChoice("", Decode.DEPENDENT), 1),
+        ((2, 1), (), KernelChoice("", Decode.TENSOR_CORES), 2),
+        ((2, 2), (1,), KernelChoice("wrong", Decode.DEPENDENT), 2),
+        ((2, 0), (0,), KernelChoice("wrong", Decode.PLAIN), 2),
+    ],
+)
+def test_kinds_of_layers_are_tested_as_all_of_them_will_be_used(
+    fastest, wrong_device, chosen, rounds, monkeypatch, tmp_path
+):
+    asked = []
+
+    def tested(kind, options, device, activations, *, device_plans, kept, say, at_most):
+        asked.append((kind, device_plans, at_most))
+        obstacle = "wrong" if device_plans and kind in wrong_device else ""
+        return KernelChoice(obstacle, min(at_most, Decode(fastest[kind])))
+
+    monkeypatch.setattr(loading_module, "tested", tested)
+    model, options = model_of({}, {"activation": Activation.GELU}, {}), Options()
+    experts = SimpleNamespace(of_kinds=(0, 1), of_kind=lambda kind: kind)
+    store = SimpleNamespace(experts=experts, readable=True)
+    assert model._tested(store, options, torch.device("cuda"), make_policy(options), "") == chosen
+    assert len(asked) == 2 * rounds
+    by_device = not chosen.obstacle
+    assert {(planned, at_most) for _, planned, at_most in asked[-2:]} <= {
+        (by_device, chosen.decode),
+        (True, max(Decode)),
+    }

@@ -1,5 +1,6 @@
 """Models of ModelScope and of object stores come through vLLM's own resolvers; stubs stand for the services."""
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -12,12 +13,23 @@ from vllm.transformers_utils import runai_utils
 
 from tests.quantize.readers.kinds import config_of, random_matrix, tensors_of
 from tests.vllm_plugin.test_prepare import MODEL, configure, refusal, with_quantization_config
+from vllm_dymoe.plan.model import read_shape
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.vllm_plugin import model_files
 from vllm_dymoe.vllm_plugin.model_files import check_checkpoint, local_folder
 from vllm_dymoe.vllm_plugin.quant_config import DymoeConfig
 
 NAME = "someone/some-model"
+MIXTRAL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "max_position_embeddings": 128,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 2,
+    "num_local_experts": 8,
+    "vocab_size": 512,
+}
 
 
 @pytest.fixture
@@ -102,3 +114,12 @@ def test_an_object_store_has_16_bit_and_no_packed_experts(store):
     shutil.copytree(MODEL, store / "ours")
     with_quantization_config(store / "ours", {"quant_method": "dymoe", "format_version": 6, "hi": 4})
     assert "is in an object store" in refusal(model="s3://models/ours", load_format="runai_streamer")
+
+
+def test_plan_reads_the_config_of_modelscope(asked, tmp_path, monkeypatch):
+    folder = tmp_path / "scope" / NAME
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(MIXTRAL))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_: pytest.fail("the Hugging Face hub is asked"))
+    assert read_shape(NAME).experts == 8
+    assert asked == [(NAME, ["config.json"])]

@@ -26,6 +26,7 @@ from vllm_dymoe.options import ConfigError, Options, store_root
 from vllm_dymoe.quantize.checkpoint import Checkpoint, content_fingerprint
 from vllm_dymoe.quantize.convert import convert
 from vllm_dymoe.quantize.dummy import random_store
+from vllm_dymoe.quantize.packer import ExpertPacker
 from vllm_dymoe.quantize.readers import PLAIN_READER
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.vllm_plugin import model_store
@@ -281,11 +282,47 @@ def test_a_store_that_cannot_be_opened_now_is_left_as_it_is(model, tmp_path, mon
 
         for module in (durable, model_files_of_store):
             monkeypatch.setattr(module, "open_regular", fail)
-        monkeypatch.setattr(model_store, "StoreWriter", lambda *_: pytest.fail("written again"))
+        monkeypatch.setattr(model_store, "StoreWriter", lambda *_, **__: pytest.fail("written again"))
         with pytest.raises(StoreError):
             load(model, tmp_path / "cache")
         monkeypatch.undo()
     assert {path.name: path.stat().st_ino for path in store.folder.iterdir()} == before
+
+
+def test_an_interrupted_start_goes_on_with_the_layers_that_it_had_not_packed(model, tmp_path, monkeypatch):
+    whole, _ = load(model, tmp_path / "whole")
+    synced, real = [], StoreWriter.sync
+
+    def sync(writer, layer):
+        real(writer, layer)
+        synced.append(layer)
+
+    monkeypatch.setattr(StoreWriter, "sync", sync)
+
+    class EndsTheStart(BaseException):
+        pass
+
+    def put(packer, layer, expert, *given):
+        if (layer, expert) == (1, 1):
+            raise EndsTheStart
+        real_put(packer, layer, expert, *given)
+
+    real_put = ExpertPacker.put
+    monkeypatch.setattr(ExpertPacker, "put", put)
+    with pytest.raises(EndsTheStart):
+        load(model, tmp_path / "cache")
+    monkeypatch.setattr(ExpertPacker, "put", real_put)
+    packed = []
+    monkeypatch.setattr(
+        model_store, "ExpertPacker", lambda *given: packed.append(given[-1].layers.keys()) or ExpertPacker(*given)
+    )
+    store, now = load(model, tmp_path / "cache")
+    assert now
+    assert [list(layers) for layers in packed] == [[0]]
+    assert synced == [*range(len(MOE_LAYERS))], "each layer once"
+    assert torch.equal(experts_of(store), experts_of(whole))
+    assert store.manifest.errors == whole.manifest.errors
+    assert [path.name for path in store.folder.parent.iterdir()] == [store.folder.name]
 
 
 def test_every_start_removes_what_ended_ones_left(model, tmp_path):
@@ -335,3 +372,15 @@ def test_without_a_home_the_folder_has_to_be_named(monkeypatch, home):
     with pytest.raises(ConfigError, match="store_dir"):
         store_root(Path("~nosuch/x"))
     assert store_root(Path("/there")) == Path("/there")
+
+
+@pytest.mark.parametrize(("keeps", "bits"), [(True, 16), (False, 4)])
+def test_a_drafts_experts_have_their_own_format_or_the_models(tmp_path, keeps, bits):
+    """At 16 bits beside experts that another tool has quantized, or that we quantize, whose bits they get, too."""
+    options = Options(high=4, low=0, group_size=32, store_dir=tmp_path)
+    model = make_experts(bits=(4,), hidden=HIDDEN, intermediate=INTERMEDIATE).formats
+    draft = ModelStore(vllm_config(tmp_path), options, None, PLAIN_READER, 1 << 30, 0, model, keeps=keeps)
+    spec = LayerSpec("model.layers.9.mlp.experts", 6, 2, HIDDEN, INTERMEDIATE, torch.bfloat16, False, 0, 1, 0, 1)
+    draft.add(spec)
+    assert draft.experts.formats == model
+    assert draft.experts.of_layers[0][4].bits == bits

@@ -15,12 +15,12 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_dymoe import vllm_plugin
-from vllm_dymoe.vllm_plugin.patches import PATCHES, _warm_up, apply_patches
+from vllm_dymoe.vllm_plugin.patches import PATCHES, _determine_available_memory, _warm_up, apply_patches
 from vllm_dymoe.vllm_plugin.quant_config import DymoeConfig
 
 OTHER_MODULES = sorted(path for path in Path(vllm_plugin.__file__).parent.glob("*.py") if path.name != "patches.py")
 CAPTURES = {"capture_model", "profile_cudagraph_memory"}
-PAUSED = {patch.target[1] for patch in PATCHES if patch.replacement is _warm_up}
+PAUSED = {patch.target[1] for patch in PATCHES if patch.replacement in (_warm_up, _determine_available_memory)}
 
 
 def target_of(patch):

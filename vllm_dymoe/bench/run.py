@@ -76,7 +76,7 @@ def _described(case: Case) -> dict[str, Any]:
     return fixed | subject | said
 
 
-def run_job(job: dict[str, Any], folder: Path) -> None:
+def run_job(job: dict[str, Any], folder: Path, program: str = ENGINE) -> None:
     """One engine in a process of its own: no colours, no process of vLLM's, and on a CPU a KV cache that leaves room
     for experts. ConfigError if it failed; the sentence has the end of its log."""
     log = folder / "logs" / f"{job['cases'][0]['key']}.log"
@@ -87,7 +87,7 @@ def run_job(job: dict[str, Any], folder: Path) -> None:
         output.truncate(0)
         file = Path(work) / "job.json"
         file.write_text(json.dumps(job))
-        command = [sys.executable, "-m", ENGINE, str(file)]
+        command = [sys.executable, "-m", program, str(file)]
         done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment, check=False)
     if done.returncode:
         end = "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])

@@ -1,7 +1,8 @@
 """Plans a byte budget: how many slots each precision gets, and the smallest feasible budget."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heapreplace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,11 @@ class SlotPlan:
     quotas: Mapping[
         Precision, Sequence[int]
     ]  # experts of each precision that each layer may keep; the table's ``shares``
+    kinds: Mapping[Precision, Sequence[int]] = field(default_factory=dict)
+    """The slots of each kind of layers, where there are several."""
+
+    def slots_of_kinds(self, precision: Precision) -> Sequence[int]:
+        return self.kinds.get(precision, (self.slots[precision],))
 
     @property
     def staging(self) -> Mapping[Precision, int]:
@@ -37,7 +43,7 @@ class SlotPlan:
 
 def workspace_bytes(experts: ModelExperts, device_type: str = "cpu") -> int:
     """Scratch that the kernel gets: one projection in float32 with its codes, within what suits the device."""
-    largest = max(m.padded_rows * m.padded_columns * 5 for fmt in experts.formats.values() for m in fmt.matrices)
+    largest = max(m.padded_rows * m.padded_columns * 5 for fmt in experts.all_formats for m in fmt.matrices)
     return min(max(largest, MINIMUM_WORKSPACE_BYTES), _LARGEST_WORKSPACE_BYTES[device_type])
 
 
@@ -68,7 +74,7 @@ def minimum_budget(experts: ModelExperts, options: Options, policy: Policy, work
     if policy.residency.migrating is not None:
         return workspace_bytes + _resident_bytes(experts, options, policy, 1)
     bits = slot_bits(experts, options, policy.precision.precisions).values()
-    return workspace_bytes + sum(experts.formats[width].nbytes for width in bits)
+    return workspace_bytes + sum(formats[width].nbytes for formats in experts.of_kinds for width in bits)
 
 
 def limit_in_bytes(
@@ -87,7 +93,7 @@ def limit_in_bytes(
     if budget.share is not None:
         return int(budget.share * everything) + workspace_bytes
     slots = experts.top_k if budget.slots == "top-k" else experts.num_experts
-    return slots * experts.formats[options.high].whole_nbytes + workspace_bytes
+    return slots * sum(formats[options.high].whole_nbytes for formats in experts.of_kinds) + workspace_bytes
 
 
 def plan_slots(
@@ -119,6 +125,8 @@ def plan_slots(
     every_expert = layers * experts.num_experts
     shares = policy.precision.all_shares(experts)
     weights = {precision: shares.get(precision, [1.0] * layers) for precision in bits}
+    if len(experts.of_kinds) > 1:
+        return _plan_kinds(experts, policy, weights, limit, workspace_bytes)
     sizes = {precision: experts.formats[bits[precision]].nbytes for precision in bits}
     if Precision.HIGH in bits and experts.formats[bits[Precision.HIGH]].nested:
         high = (
@@ -139,6 +147,43 @@ def plan_slots(
         staging = 0 if count == every_expert and complete else _staging(experts, policy, count)
         quotas[precision] = layer_quotas(count, weights[precision], staging, experts.num_experts)
     return SlotPlan(limit, workspace_bytes, slots, quotas)
+
+
+def _plan_kinds(
+    experts: ModelExperts, policy: Policy, weights: Mapping[Precision, Sequence[float]], limit: int,
+    workspace_bytes: int,
+) -> SlotPlan:  # fmt: skip
+    """Plan for layers of several formats, which have one version of each expert: as many staging slots for each kind,
+    and for each layer the same share of its experts, but for its weight.
+    """
+    ((precision, of_layers),) = weights.items()
+    kinds = np.array(experts.kinds)
+    sizes = np.array([next(iter(formats.values())).nbytes for formats in experts.of_kinds])
+    layers, each, spare = len(kinds), experts.num_experts, limit - workspace_bytes
+    quotas, staging = np.full(layers, each), 0
+    if not policy.residency.keeps or (sizes[kinds] * each).sum() > spare:
+        most = spare // int(sizes.sum())
+        usual = spare // max(1, int(sizes[kinds].sum()) // layers)  # slots, if all were of one kind
+        staging = max(1, min(_staging(experts, policy, usual), most)) if policy.residency.keeps else min(most, each)
+        room = spare - staging * int(sizes.sum())
+        quotas = np.zeros(layers, np.int64)
+        # D'Hondt, as in layer_quotas; the first layer whose next slot is too large ends it.
+        claims = [(-weight, layer) for layer, weight in enumerate(of_layers) if weight > 0 and policy.residency.keeps]
+        heapify(claims)
+        while claims:
+            _, layer = claims[0]
+            room -= int(sizes[kinds[layer]])
+            if room < 0:
+                break
+            quotas[layer] += 1
+            if quotas[layer] == each:
+                heappop(claims)
+            else:
+                heapreplace(claims, (-of_layers[layer] / (quotas[layer] + 1), layer))
+    counts = [int(quotas[kinds == kind].sum()) + staging for kind in range(len(sizes))]
+    return SlotPlan(
+        limit, workspace_bytes, {precision: sum(counts)}, {precision: quotas.tolist()}, {precision: tuple(counts)}
+    )
 
 
 def _version_slots(

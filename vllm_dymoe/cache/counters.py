@@ -4,6 +4,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.table import Counter as Column
 
@@ -25,9 +28,10 @@ class ResidencyCounts:
         self.planned.clear()
         self.hits = self.misses = self.cpu_executed = self.promotions = self.reuses = self.evictions = 0
 
-    def take(self, counters: Any) -> list[int]:
-        """Add the counters of planned steps, int64 [layers, Counter], and zero them; return their sums over layers."""
-        values: list[int] = counters.sum(0).tolist()  # waits for a device
+    def take(self, counters: Any) -> NDArray[np.int64]:
+        """Add the counters of planned steps, int64 [layers, Counter], and zero them; return a copy of them."""
+        of_layers = np.array(counters.tolist(), np.int64).reshape(-1, len(Column))  # waits for a device
+        values = of_layers.sum(0).tolist()
         counters[:] = 0
         low = values[Column.NEEDED_LOW] - values[Column.SKIPPED]
         self.planned.update(
@@ -39,7 +43,7 @@ class ResidencyCounts:
         self.reuses += values[Column.REUSES]
         self.promotions += values[Column.PROMOTIONS]
         self.evictions += values[Column.EVICTIONS]
-        return values
+        return of_layers
 
     @property
     def hit_rate(self) -> float:

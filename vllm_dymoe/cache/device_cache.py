@@ -13,7 +13,7 @@ from vllm_dymoe.cache.device_table import DeviceTable
 from vllm_dymoe.cache.expert_cache import ExpertCache
 from vllm_dymoe.cache.slots import Arena, Slot, SlotPool
 from vllm_dymoe.cache.store import HostStore
-from vllm_dymoe.experts.format import ExpertFormat, PackedExpert, SliceKey
+from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, PackedExpert, SliceKey
 from vllm_dymoe.options import ConfigError
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.rule import HIGH
@@ -40,23 +40,33 @@ class Budget(NamedTuple):
 
 
 class SlotPools(dict[Precision, SlotPool]):
-    """The slots of one plan by precision, the high one first; ConfigError if their memory cannot be had."""
+    """The slots of one plan by precision, the high one first; ConfigError if their memory cannot be had.
+
+    Attributes:
+        bits: of what the slots of each precision hold, as the experts' formats are named.
+    """
 
     def __init__(
-        self, plan: SlotPlan, formats: Mapping[Precision, ExpertFormat], device: torch.device,
+        self, plan: SlotPlan, experts: ModelExperts, bits: Mapping[Precision, int], device: torch.device,
         device_memory: DeviceMemory,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.bits = {precision: bits[precision] for precision in plan.slots}
         self._device, self._device_memory = device, device_memory
         self._where = "host" if device.type == "cpu" else "device"  # in messages
         try:
-            for precision, count in plan.slots.items():
-                self._make(precision, formats[precision], count, sum(plan.quotas[precision]))
+            for precision in plan.slots:
+                kinds = list[SlotPool]()
+                for kind, count in enumerate(plan.slots_of_kinds(precision)):
+                    quotas = zip(experts.kinds, plan.quotas[precision], strict=True)
+                    reserved = sum(quota for own, quota in quotas if own == kind)
+                    kinds.append(self._make(experts.of_kinds[kind][bits[precision]], count, reserved))
+                self[precision] = SlotPool.of_kinds(experts.formats[bits[precision]], kinds)
         except ConfigError:
             self.free()
             raise
 
-    def _make(self, precision: Precision, fmt: ExpertFormat, count: int, reserved: int) -> None:
+    def _make(self, fmt: ExpertFormat, count: int, reserved: int) -> SlotPool:
         nbytes, available = count * fmt.nbytes, self._device_memory.available()
         if available < nbytes:
             raise ConfigError(
@@ -74,7 +84,7 @@ class SlotPools(dict[Precision, SlotPool]):
                 "end what else takes memory.",
                 option="expert_budget",
             ) from error
-        self[precision] = SlotPool(fmt, [arena], reserved)
+        return SlotPool(fmt, [arena], reserved)
 
     def fence(self, filled: Any) -> None:
         for pool in self.values():
@@ -90,11 +100,12 @@ class SlotPools(dict[Precision, SlotPool]):
         self.clear()
         self._device_memory.available()
 
-    def check_growth(self, plan: SlotPlan, before: SlotPlan, formats: Mapping[Precision, ExpertFormat]) -> None:
-        """ConfigError for more slots than fit beside what computation takes; the old ones are still there."""
+    def check_growth(self, plan: SlotPlan, before: SlotPlan, nbytes: int) -> None:
+        """ConfigError for slots of so many bytes, if they do not fit beside what computation takes; the old ones are
+        still there."""
         if plan.limit <= before.limit:  # the device has given as much before
             return
-        wanted = sum(count * formats[precision].nbytes for precision, count in plan.slots.items())
+        wanted = nbytes
         held = sum(pool.nbytes for pool in self.values())
         available, computation = self._device_memory.available(), self._device_memory.computation()
         room = held + max(0, available - computation)
@@ -123,7 +134,7 @@ class DeviceCache(ExpertCache):
         budget: every byte of it.
         parts: pools that an expert of a precision needs a slot of.
         quotas: slots of each layer, by LOW and HIGH of the precisions in use.
-        staging: number of staging slots of each precision in use.
+        staging: number of staging slots of each precision in use, for each kind of layers.
     """
 
     pools: SlotPools
@@ -135,7 +146,7 @@ class DeviceCache(ExpertCache):
         assert (device_table is None) == (writer is Writer.HOST)
         self.store, self.experts, self.slot_plan, self.writer = store, store.experts, plan, writer
         self.device_table, self._views = device_table, dict[tuple[int, int, tuple[int, ...]], PackedExpert]()
-        taken = sum(count * pools[precision].format.nbytes for precision, count in plan.slots.items())
+        taken = sum(slot.format.nbytes for pool in pools.values() for slot in pool.slots)
         self.budget = Budget(plan.limit, plan.workspace_bytes + taken)
         assert self.budget.reserved <= plan.limit, f"{self.budget.reserved} bytes would exceed {plan.limit}"
         nested = Precision.HIGH in pools and pools[Precision.HIGH].format.nested
@@ -145,15 +156,14 @@ class DeviceCache(ExpertCache):
         }
         table = Table.allocate(len(self.experts.layers), self.experts.num_experts, nested=nested)
         table.reuse_high[:] = reuse_high
-        super().__init__(table, pools, {precision: pool.format.bits for precision, pool in pools.items()})
-        by_code = {CODES[precision]: pool for precision, pool in pools.items()}
-        at = {code: (pool.slots[0].packed.data_ptr(), pool.format.nbytes, pool.count) for code, pool in by_code.items()}
+        super().__init__(table, pools, pools.bits, self.experts.kinds)
+        at = {CODES[precision]: pool.parts() for precision, pool in pools.items()}
         self.quotas = {CODES[precision]: plan.quotas[precision] for precision in pools}
-        self.staging = set_pools(table, at, self.quotas)
+        self.staging = set_pools(table, at, self.quotas, self.kinds)
         if device_table is not None:
-            set_pools(device_table.table, at, self.quotas)
+            set_pools(device_table.table, at, self.quotas, self.kinds)
             if writer is Writer.DEVICE:
-                device_table.fill(pools, plan.quotas)
+                device_table.fill(pools, pools.bits, plan.quotas)
 
     def resident(self, layer: int, expert: int, wanted: Precision) -> tuple[Precision, tuple[Slot, ...]]:
         """The version of an expert that serves where a precision is wanted, of what is there, and its slots."""
@@ -206,7 +216,7 @@ class DeviceCache(ExpertCache):
         """Keep no expert, and forget which ones were used; no step may be running."""
         if self.device_table is not None and self.writer is Writer.DEVICE:
             self.device_table.table.clear()
-            self.device_table.fill(self.pools, self.slot_plan.quotas)
+            self.device_table.fill(self.pools, self.pools.bits, self.slot_plan.quotas)
             self.read_device()
             return
         for precision in self.pools:
@@ -234,7 +244,8 @@ def view_in_store(store: HostStore, layer: int, expert: int, bits: tuple[int, ..
     """Return views of an expert where the store has it in memory, by the bits of the slices that it is made of."""
     found: PackedExpert | None = None
     for width in bits:
-        found = store.experts.formats[width].view(store.packed(SliceKey(layer, expert, width)), found)
+        key = SliceKey(layer, expert, width)
+        found = store.experts.format(key).view(store.packed(key), found)
     assert found is not None
     return found
 

@@ -36,7 +36,7 @@ class DeviceTable:
         self.table = Table.allocate(
             len(experts.layers),
             experts.num_experts,
-            nested=any(fmt.nested for fmt in experts.formats.values()),
+            nested=any(fmt.nested for fmt in experts.all_formats),
             rows=SMALL_BATCH_ROWS,
             top_k=experts.top_k,
             depth=_RING,
@@ -44,9 +44,12 @@ class DeviceTable:
         )
         self._sources: tuple[tuple[int, int], ...] = ()
 
-    def fill(self, pools: Mapping[Precision, SlotPool], quotas: Mapping[Precision, Sequence[int]]) -> None:
+    def fill(
+        self, pools: Mapping[Precision, SlotPool], bits: Mapping[Precision, int],
+        quotas: Mapping[Precision, Sequence[int]],
+    ) -> None:  # fmt: skip
         """Bring every expert if each has a slot: then no step ever misses one."""
-        table, experts = self.table, self._store.experts
+        table = self.table
         everything = table.layers * table.experts
         whole = [precision for precision in pools if sum(quotas[precision]) == everything]
         if table.nested:
@@ -58,11 +61,13 @@ class DeviceTable:
         if not self._store.readable:  # steps bring them
             return
         for precision in whole if table.nested else whole[:1]:
-            slots, bits = pools[precision].slots, pools[precision].format.bits
-            for number, (layer, expert) in enumerate(np.ndindex(table.layers, table.experts)):
-                slots[number].packed.copy_(self._store.packed(SliceKey(layer, expert, bits)), non_blocking=True)
+            slots, width = pools[precision].slots, bits[precision]
+            first = table.first_slot[:, CODES[precision]].cpu()
+            named = first[:, None] + torch.arange(table.experts, dtype=torch.int32)
+            for layer, expert in np.ndindex(table.layers, table.experts):
+                slot = slots[int(named[layer, expert])].packed
+                slot.copy_(self._store.packed(SliceKey(layer, expert, width)), non_blocking=True)
             # Behind the bytes, on the same stream.
-            named = torch.arange(everything, dtype=torch.int32).view(len(experts.layers), -1)
             table.slot[int(table.nested and precision is Precision.HIGH)].copy_(named)
             table.precision.fill_(CODES[precision])
 
@@ -70,16 +75,15 @@ class DeviceTable:
         """What the device goes by in the steps from now on, with the bits of each precision, 0 for one that is skipped,
         and of what the slots of each hold."""
         table, experts = self.table, self._store.experts
-        formats = {
-            CODES[precision]: experts.formats.get(bits[precision]) for precision in (Precision.HIGH, Precision.LOW)
-        }
-        precision = policy.precision
+        served, precision = (Precision.HIGH, Precision.LOW), policy.precision
+        formats = [{CODES[one]: of_layer.get(bits[one]) for one in served} for of_layer in experts.of_layers]
         set_precision(table, formats, precision.all_critical_counts(experts), precision.thresholds)
         table.reuse_high.fill_(precision.reuses_high)
         table.renormalizes.fill_(precision.renormalizes)
         table.evicts.fill_(policy.residency.evicts)
         table.admits.fill_(policy.residency.migrating is None)
-        sources = tuple((code, fmt.bits) for code, fmt in formats.items() if fmt is not None)
+        table.fetched_ahead.copy_(torch.from_numpy(precision.counts_ahead(table.layers, table.experts)))
+        sources = tuple((CODES[one], bits[one]) for one in served if bits[one])
         if table.nested:
             sources = tuple((CODES[precision], width) for precision, width in of_slices.items())
         addresses = np.zeros(table.source.shape, np.int64)  # which a store that has slept has elsewhere
@@ -93,11 +97,13 @@ class DeviceTable:
     def take_counts(self, counts: ResidencyCounts, transfers: TransferStats, predictions: PrefetchStats) -> None:
         """Add what the device has counted since the last time; waits for it. An expert that is read through again for
         each two tokens is one transfer here, and so is one that came in part ahead."""
-        values = counts.take(self.table.counters)
-        fetched = {HIGH: values[Counter.FETCHED_HIGH], LOW: values[Counter.FETCHED_LOW]}
-        transfers.transfers[Reason.DEMAND] += sum(fetched.values())
+        of_layers = counts.take(self.table.counters)
+        values = of_layers.sum(0).tolist()
+        which = {HIGH: Counter.FETCHED_HIGH, LOW: Counter.FETCHED_LOW}
+        transfers.transfers[Reason.DEMAND] += sum(values[counter] for counter in which.values())
         for code, bits in self._sources:
-            transfers.bytes_moved[Reason.DEMAND] += fetched[code] * self._store.experts.formats[bits].nbytes
+            sizes = [formats[bits].nbytes for formats in self._store.experts.of_layers]
+            transfers.bytes_moved[Reason.DEMAND] += int(of_layers[:, which[code]] @ np.array(sizes))
         transfers.bytes_moved[Reason.DEMAND] -= values[Counter.AHEAD_USED_BYTES]
         transfers.bytes_moved[Reason.PREFETCH] += values[Counter.AHEAD_BYTES]
         transfers.transfers[Reason.PREFETCH] += values[Counter.AHEAD]

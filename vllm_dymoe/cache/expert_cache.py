@@ -6,7 +6,7 @@ for steps that failed: no slot is free while anything still writes it. A copy th
 *orphaned* until it ends.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -27,12 +27,15 @@ class ExpertCache:
         table: which experts are in slots, on the host.
         pools: slots by precision.
         bits: of what the slots of each precision hold.
+        kinds: of each layer, see ``ModelExperts.kinds``.
     """
 
     table: Table
 
-    def __init__(self, table: Table, pools: Mapping[Precision, SlotPool], bits: Mapping[Precision, int]) -> None:
-        self.table, self.pools, self.bits = table, pools, bits
+    def __init__(
+        self, table: Table, pools: Mapping[Precision, SlotPool], bits: Mapping[Precision, int], kinds: Sequence[int]
+    ) -> None:
+        self.table, self.pools, self.bits, self.kinds = table, pools, bits, kinds
 
     @property
     def nested(self) -> bool:
@@ -101,7 +104,7 @@ class Fetcher(Generic[Cache]):
     ) -> Fetch | None:
         """Begin to bring an expert into a free slot, one that its layer was promised if it is kept there; None if there
         is none now. So many projections are brought before the rest is demanded."""
-        slot = self.cache.pools[precision].take(kept=kept)
+        slot = self.cache.pools[precision].take(kept=kept, kind=self.cache.kinds[layer])
         if slot is None:
             return None
         key = SliceKey(layer, expert, self.cache.bits[precision])
@@ -111,14 +114,14 @@ class Fetcher(Generic[Cache]):
 
     def keep(self, fetch: Fetch) -> None:
         fetch.kept = True
-        self.cache.pools[fetch.precision].keep()
+        self.cache.pools[fetch.precision].keep(fetch.slot)
         if fetch.complete:
             self._publish(fetch)
 
     def let_pass(self, fetch: Fetch) -> None:
         """Do not keep it after all."""
         if fetch.kept:
-            self.cache.pools[fetch.precision].lend()
+            self.cache.pools[fetch.precision].lend(fetch.slot)
             fetch.kept = False
 
     def complete(self, fetch: Fetch) -> None:

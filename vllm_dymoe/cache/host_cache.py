@@ -100,7 +100,7 @@ class HostCache(HostStore):
         self, key: SliceKey, destination: torch.Tensor, projections: range = EVERY_PROJECTION, *, wait: bool = True
     ) -> None:
         with self.hold(key, projections, wait=wait) as slot:
-            destination.copy_(slot.packed[self.experts.formats[key.bits].span(projections)])
+            destination.copy_(slot.packed[self.experts.format(key).span(projections)])
 
     def hold(
         self, key: SliceKey, projections: range = EVERY_PROJECTION, *, wait: bool = True
@@ -309,7 +309,11 @@ def join(model: HostStore, draft: HostStore) -> HostStore:
     mine, drafted = model.experts.layers, draft.experts.layers
     shift = max(mine) + 1 if set(mine) & set(drafted) else 0
     layers = (*mine, *(layer + shift for layer in drafted))
-    experts = replace(model.experts, layers=layers, draft_layers=len(drafted))
+    own = dict(model.experts.own)
+    for layer, formats in zip(drafted, draft.experts.of_layers, strict=True):
+        if formats != model.experts.formats:
+            (own[layer + shift],) = formats.values()
+    experts = replace(model.experts, layers=layers, draft_layers=len(drafted), own=own)
     if isinstance(draft, HostCache) and not isinstance(model, HostCache):
         draft = draft.release()
     model.take(draft, experts)

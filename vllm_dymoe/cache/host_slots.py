@@ -5,6 +5,7 @@ layer keeps goes when it has been used. Here it stays until its slot is wanted, 
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -77,34 +78,37 @@ class HostSlots:
         self.predicted: set[SliceKey] = set()
         self.leaving: list[Fetch] = []
         self.refused: str | None = None
-        sizes = {bits: whole_pages(fmt.nbytes) for bits, fmt in experts.formats.items()}
         least = smallest_host_cache(experts)
         if nbytes < least:
             raise HostMemoryError(
                 f"host_memory is {nbytes} bytes, but two slices of each version need {least}; set host_memory to at "
                 f"least {least} bytes"
             )
-        count = min(len(experts.layers) * experts.num_experts, nbytes // sum(sizes.values()))
-        needed, found = count * sum(sizes.values()), False
+        counts_of_kinds = slots_of_kinds(experts, nbytes)
+        needed, found = 0, False
+        for count, formats in zip(counts_of_kinds, experts.of_kinds, strict=True):
+            needed += count * sum(whole_pages(fmt.nbytes) for fmt in formats.values())
         if shared is not None:
             shared.begin(needed)
             found = shared.found
         if not found and (free := available_host_memory()) < needed:
             raise HostMemoryError(f"host_memory would be {nbytes} bytes, but {free} are free")
-        arenas: list[Arena] = []
+        arenas: list[Arena] = []  # all of them
         try:
-            for bits, each in sizes.items():
-                arenas = []
-                most = max(1, _CHUNK // each)
-                for first in range(0, count, most):
-                    arenas.append(arena := Arena(min(most, count - first) * each, page_lock, shared))
-                    if not found:
-                        arena.memory.fill_(0)  # so that it is there: a machine short of it would end the process later
-                    self.refused = self.refused or arena.lock()
-                table = _table(experts, count)
-                reserved = int(table.quotas.sum())
-                pool = SlotPool(experts.formats[bits], arenas, reserved, slot_bytes=each, lends=True)
-                self._serve(bits, table, pool)
+            for bits in experts.formats:
+                table, pools = _table(experts, counts_of_kinds), []
+                for kind, count in enumerate(counts_of_kinds):
+                    fmt, begin = experts.of_kinds[kind][bits], len(arenas)
+                    each = whole_pages(fmt.nbytes)
+                    most = max(1, _CHUNK // each)
+                    for first in range(0, count, most):
+                        arenas.append(arena := Arena(min(most, count - first) * each, page_lock, shared))
+                        if not found:  # so that it is there: a machine short of it would end the process later
+                            arena.memory.fill_(0)
+                        self.refused = self.refused or arena.lock()
+                    reserved = int(table.quotas[np.array(experts.kinds) == kind].sum())
+                    pools.append(SlotPool(fmt, arenas[begin:], reserved, slot_bytes=each, lends=True))
+                self._serve(bits, table, SlotPool.of_kinds(experts.formats[bits], pools))
         except OSError as error:
             self.close()
             for arena in arenas:
@@ -112,7 +116,7 @@ class HostSlots:
             raise HostMemoryError(f"{nbytes} bytes of host memory could not be had ({error.strerror})") from error
 
     def _serve(self, bits: int, table: Table, pool: SlotPool) -> None:
-        cache = ExpertCache(table, {Precision.HIGH: pool}, {Precision.HIGH: bits})
+        cache = ExpertCache(table, {Precision.HIGH: pool}, {Precision.HIGH: bits}, self._experts.kinds)
         self.fetchers[bits] = Fetcher(cache, self._engine)
 
     def reset_counts(self) -> None:
@@ -144,7 +148,8 @@ class HostSlots:
         """Give every slice a slot for good; there are as many slots as slices, all free. What is returned is for the
         caller to fill, before ``publish_all``."""
         for key in all_keys(self._experts):
-            slot = self.fetchers[key.bits].cache.pools[Precision.HIGH].take(kept=True)
+            kind = self._experts.kinds[key.layer]
+            slot = self.fetchers[key.bits].cache.pools[Precision.HIGH].take(kept=True, kind=kind)
             assert slot is not None
             filled = Ticket(key, slot.packed, Reason.DEMAND, state=State.DONE, arrived=ALL)
             self.held[key] = Fetch(key.layer, key.expert, Precision.HIGH, slot, True, filled)
@@ -159,11 +164,12 @@ class HostSlots:
         for key, fetch in other.held.items():
             moved = replace(key, layer=key.layer + len(self._experts.layers))
             self.held[moved] = replace(fetch, layer=moved.layer, ticket=replace(fetch.ticket, key=moved))
+        kinds = [experts.of_kinds.index(formats) for formats in other._experts.of_kinds]
         self._experts, self.limit = experts, self.limit + other.limit
         for (bits, fetcher), theirs in zip(self.fetchers.items(), other.pools, strict=True):
             pool = fetcher.cache.pools[Precision.HIGH]
-            pool.merge(theirs)
-            self._serve(bits, _table(experts, pool.count), pool)
+            pool.merge(theirs, kinds)
+            self._serve(bits, _table(experts, [count for *_, count in pool.parts()]), pool)
         self.publish_all()
 
     def expect(self, layer: int, keys: list[SliceKey]) -> None:
@@ -198,7 +204,7 @@ class HostSlots:
         """Start to read a slice, if there is a slot for it."""
         ahead, start = reason is Reason.PREFETCH, self.fetchers[key.bits].start
         fetch = start(key.layer, key.expert, Precision.HIGH, reason)
-        if fetch is None and self._reclaim(key.bits, predictions=not ahead):
+        if fetch is None and self._reclaim(key, predictions=not ahead):
             fetch = start(key.layer, key.expert, Precision.HIGH, reason)
         if fetch is None:
             return False
@@ -250,11 +256,13 @@ class HostSlots:
             self._drop(key)
         return all([fetcher.settle_all() for fetcher in self.fetchers.values()]) and not self.leaving
 
-    def _reclaim(self, bits: int, *, predictions: bool) -> bool:
-        """Free the slot of what passed, longest ago; one prediction does not push out another."""
+    def _reclaim(self, wanted: SliceKey, *, predictions: bool) -> bool:
+        """Free a slot for what is wanted: of what passed longest ago; one prediction does not push out another."""
+        kinds = self._experts.kinds
         for key, fetch in self.passing.items():
             idle = fetch.complete and not fetch.slot.readers
-            if key.bits == bits and idle and (predictions or key not in self.predicted):
+            fits = key.bits == wanted.bits and kinds[key.layer] == kinds[wanted.layer]
+            if fits and idle and (predictions or key not in self.predicted):
                 self._drop(key)
                 return True
         return False
@@ -323,11 +331,24 @@ class HostSlots:
             fetcher.cache.check_integrity((fetch.precision, fetch.slot, fetch.kept) for fetch in flying)
 
 
-def _table(experts: ModelExperts, count: int) -> Table:
-    """Of what layers keep in so many slots."""
-    layers, each = len(experts.layers), experts.num_experts
-    table = Table.allocate(layers, each)
-    passing = 0 if count == layers * each else max(_FEWEST, min(count // 8, experts.top_k * 4))
-    quotas = layer_quotas(count, [1.0] * layers, min(passing, count), each)
-    set_pools(table, {HIGH: (0, 0, count)}, {HIGH: quotas})
+def slots_of_kinds(experts: ModelExperts, nbytes: int) -> list[int]:
+    """Return the slots that a budget has for each kind of layers: the same share of their experts, two at least."""
+    pages = [sum(whole_pages(fmt.nbytes) for fmt in formats.values()) for formats in experts.of_kinds]
+    every = [experts.kinds.count(kind) * experts.num_experts for kind in range(len(pages))]
+    least = sum(min(_FEWEST, most) * size for most, size in zip(every, pages, strict=True))
+    rest = sum(max(0, most - _FEWEST) * size for most, size in zip(every, pages, strict=True))
+    spare = min(rest, nbytes - least)
+    return [min(_FEWEST, most) + spare * max(0, most - _FEWEST) // max(1, rest) for most in every]
+
+
+def _table(experts: ModelExperts, counts: Sequence[int]) -> Table:
+    """Of what layers keep in so many slots of each kind."""
+    each, quotas = experts.num_experts, np.zeros(len(experts.layers), np.int64)
+    table = Table.allocate(len(quotas), each)
+    for kind, count in enumerate(counts):
+        mine = np.array(experts.kinds) == kind
+        layers = int(mine.sum())
+        passing = 0 if count == layers * each else max(_FEWEST, min(count // 8, experts.top_k * 4))
+        quotas[mine] = layer_quotas(count, [1.0] * layers, min(passing, count), each)
+    set_pools(table, {HIGH: [(0, 0, count) for count in counts]}, {HIGH: quotas.tolist()}, experts.kinds)
     return table

@@ -77,6 +77,7 @@ class Slot:
     """A place for one slice."""
 
     index: int  # position in its pool
+    kind: int  # of the layers whose slices it holds, see ``ModelExperts.of_kinds``
     format: ExpertFormat  # what it holds
     packed: torch.Tensor  # uint8 [format.nbytes]
     pinned: bool = False  # a device's copy engine reads it by itself
@@ -117,10 +118,21 @@ class SlotPool:
         slot_bytes: int | None = None,  # from one slot to the next; as many as the slice has if None
         lends: bool = False,
     ) -> None:
-        self.format, self.arenas, self.reserved, self._lends = fmt, list(arenas), reserved, lends
+        self.format, self.arenas, self._lends = fmt, list(arenas), lends
         rows = ((row, arena) for arena in arenas for row in arena.memory.view(-1, slot_bytes or fmt.nbytes))
-        self.slots = [Slot(i, fmt, row[: fmt.nbytes], arena.pinned) for i, (row, arena) in enumerate(rows)]
-        self._free = self.slots[::-1]
+        self.slots = [Slot(i, 0, fmt, row[: fmt.nbytes], arena.pinned) for i, (row, arena) in enumerate(rows)]
+        self._free, self._reserved = [self.slots[::-1]], [reserved]  # by kind of layers
+
+    @classmethod
+    def of_kinds(cls, fmt: ExpertFormat, pools: Sequence["SlotPool"]) -> "SlotPool":
+        """Return one pool with the slots of several, which are for a kind of layers each; ``fmt`` is that of most."""
+        if len(pools) == 1:
+            return pools[0]
+        whole = cls(fmt, (), lends=pools[0]._lends)
+        whole._free, whole._reserved = [[] for _ in pools], [0] * len(pools)
+        for kind, pool in enumerate(pools):
+            whole.merge(pool, [kind])
+        return whole
 
     @property
     def count(self) -> int:
@@ -138,7 +150,12 @@ class SlotPool:
     @property
     def free(self) -> int:
         """Slots that hold nothing, reserved or not."""
-        return len(self._free)
+        return sum(map(len, self._free))
+
+    @property
+    def reserved(self) -> int:
+        """Slots that layers may keep and do not use yet."""
+        return sum(self._reserved)
 
     def fence(self, filled: Any) -> None:
         """Let the first copy into each slot wait for an event behind the pool's making: the memory may have been
@@ -146,43 +163,56 @@ class SlotPool:
         for slot in self.slots:
             slot.last_read = filled
 
-    def take(self, *, kept: bool) -> Slot | None:
-        """A free slot, whatever its bytes, or None: to be kept one of those that are reserved, else of the rest."""
-        held_back = 0 if kept or self._lends else self.reserved
-        if len(self._free) <= held_back:
+    def take(self, *, kept: bool, kind: int = 0) -> Slot | None:
+        """Return a free slot for a kind of layers, or None; one that is reserved if it is to be kept, else another."""
+        held_back = 0 if kept or self._lends else self._reserved[kind]
+        if len(self._free[kind]) <= held_back:
             return None
-        self.reserved -= kept
-        return self._free.pop()
+        self._reserved[kind] -= kept
+        return self._free[kind].pop()
 
-    def keep(self) -> None:
+    def keep(self, slot: Slot) -> None:
         """A slot that was taken for the time being is kept from now on, and another one is free for that."""
-        self.reserved -= 1
+        self._reserved[slot.kind] -= 1
 
-    def lend(self) -> None:
+    def lend(self, slot: Slot) -> None:
         """A slot that was taken to be kept will not be: another one is reserved for its layer."""
-        self.reserved += 1
+        self._reserved[slot.kind] += 1
 
     def give_back(self, slot: Slot, *, kept: bool) -> None:
-        self.reserved += kept
-        self._free.append(slot)
+        self._reserved[slot.kind] += kept
+        self._free[slot.kind].append(slot)
 
-    def merge(self, other: "SlotPool") -> None:
-        """Have the slots of another pool, which come after one's own."""
+    def merge(self, other: "SlotPool", kinds: Sequence[int]) -> None:
+        """Have the slots of another pool, which come after one's own; its kinds of layers are these ``kinds`` here."""
+        missing = max(kinds) + 1 - len(self._free)
+        self._free += [[] for _ in range(missing)]
+        self._reserved += [0] * missing
         for slot in other.slots:
             slot.index += self.count
-        self.slots, self._free = self.slots + other.slots, self._free + other._free
-        self.arenas, self.reserved = self.arenas + other.arenas, self.reserved + other.reserved
+            slot.kind = kinds[slot.kind]
+        for kind, free, reserved in zip(kinds, other._free, other._reserved, strict=True):
+            self._free[kind] += free
+            self._reserved[kind] += reserved
+        self.slots, self.arenas = self.slots + other.slots, self.arenas + other.arenas
+
+    def parts(self) -> list[tuple[int, int, int]]:
+        """Return address of the first slot, bytes of a slot and number of slots of each kind, which lie in a row."""
+        found: list[list[Slot]] = [[] for _ in self._free]
+        for slot in self.slots:
+            found[slot.kind].append(slot)
+        return [(slots[0].packed.data_ptr(), slots[0].format.nbytes, len(slots)) for slots in found]
 
     def close(self) -> None:
         """Give the memory back."""
         for slot in self.slots:
             slot.viewed = None
         self.slots.clear()
-        self._free.clear()
+        self._free = [[] for _ in self._free]
         while self.arenas:
             self.arenas.pop().close()
 
     def check_integrity(self, in_use: Sequence[int]) -> None:
         """AssertionError unless every slot is either free or in ``in_use``, once."""
-        indices = sorted([*(slot.index for slot in self._free), *in_use])
+        indices = sorted([*(slot.index for free in self._free for slot in free), *in_use])
         assert indices == list(range(self.count)), f"slots lost or doubled: {indices} of {self.count}"

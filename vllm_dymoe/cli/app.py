@@ -75,6 +75,23 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
         raise typer.Exit
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    model: Model,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started, and stop.")] = False,
+    retune: Annotated[bool, typer.Option("--retune", help="Measure this machine and choose again.")] = False,
+    machine: Annotated[
+        Path | None, typer.Option(help="JSON file that describes a machine, to choose for that one; a dry run.")
+    ] = None,
+) -> None:
+    """Look at this machine and at MODEL, choose how to serve it, say why, and start `vllm serve` so; all arguments of
+    `vllm serve` can follow, and are never changed."""
+    from vllm_dymoe.cli.serve import run
+
+    run(model, context.args, machine, dry_run=dry_run, retune=retune)
+
+
 @app.command()
 def quantize(
     model: Annotated[Path, typer.Argument(help="Folder of a Hugging Face checkpoint, 16-bit or quantized.")],
@@ -262,6 +279,9 @@ def bench(
     nodes: Nodes = 1,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of rows; the same one to go on.")] = Path("bench"),
     figure: Figure = None,
+    prefixes: Annotated[
+        int, typer.Option(min=0, help="Measure first tokens of prompts of so many tokens instead: cold and cached.")
+    ] = 0,
 ) -> None:
     """Measure policies side by side: times, hits, bytes and memory, for each budget and batch size."""
     from vllm_dymoe.bench.cases import Workload
@@ -276,6 +296,9 @@ def bench(
     workload = Workload(asked.digest, asked.name, asked.is_random, requests, warm_up, max_tokens)
     ranks = Ranks(tp, dp, pp, ep, nodes).for_engines()
     run = Bench(model, asked, workload, common, ranks | json_object("--engine", engine), out, figure)
+    if prefixes:
+        run.prefixes(policy or ["exact"], budget or ["25%", "50%", "100%"], prefixes)
+        return
     policies = policy or ["on-demand", "exact"]
     run.compare(policies, peer or [], budget or ["25%", "50%"], batch or [1], link or [], misses or [])
 

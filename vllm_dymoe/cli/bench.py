@@ -11,6 +11,8 @@ import torch
 import typer
 
 from vllm_dymoe.bench.cases import ENGINES, EVERYTHING, PEERS, Case, Subject, Workload, grid, subject_of
+from vllm_dymoe.bench.prefixes import cells as prefix_cells
+from vllm_dymoe.bench.prefixes import measure_prefixes
 from vllm_dymoe.bench.prompts import PromptSet
 from vllm_dymoe.bench.rows import ROWS, Row, check_outputs, read_rows
 from vllm_dymoe.bench.run import measure
@@ -68,6 +70,20 @@ class Bench:
         if links:
             subjects = [_behind(parse_rate(link), subject) for link in links for subject in subjects]
         self.report(self.measure(grid(self.model, subjects, budgets, batches, self.workload, self.engine)))
+
+    def prefixes(self, policies: Sequence[str], budgets: Sequence[str], length: int) -> None:
+        """Measure first tokens of cold prompts, cached prefixes, and prompts beside requests that decode."""
+        if self.asked.is_random:
+            raise ConfigError("random prompts say nothing about prefixes; give a file, or leave --prompts out.")
+        for policy in policies:
+            subject = subject_of(policy, self.options)
+            rows = measure_prefixes(
+                self.model, self.asked, budgets, subject.options or {}, self.engine, length, self.out
+            )
+            body = [prefix_cells(row) for row in rows]
+            title = f"{self.model}, {subject.label}: first tokens"
+            print_table(title, list(body[0]), [list(row.values()) for row in body])
+        typer.echo(f"Written: {self.out / ROWS}")
 
     def _peers(self, names: Sequence[str]) -> Iterator[Subject]:
         """Those that can run here; of the others a sentence says why not."""

@@ -18,17 +18,19 @@ from rich.table import Table
 
 
 def print_table(
-    title: str, heads: Sequence[str], rows: Iterable[Sequence[str | None]], *, whole: bool = False, bold: int = -1
-) -> None:
-    """What a row is called is at the left, its numbers at the right; no word is broken, and none is put below another
-    where cells are ``whole``. Without heads all is at the left. The row of number ``bold`` stands out."""
+    title: str, heads: Sequence[str], rows: Iterable[Sequence[str | None]], *, whole: bool = False, bold: int = -1,
+    left: bool = False,
+) -> None:  # fmt: skip
+    """What a row is called is at the left, its numbers at the right, or words at the ``left``; no word is broken, and
+    none is put below another where cells are ``whole``. Without heads all is at the left. The row of number ``bold``
+    stands out."""
     console, rows = Console(highlight=False), list(rows)
     words = [" ".join([head, *(row[place] or "" for row in rows)]).split() for place, head in enumerate(heads)]
     longest = [max(map(len, column), default=0) for column in words]
     apart = 2 if sum(longest) + 3 * len(longest) <= console.width else 1
     table = Table(title=title, title_justify="left", show_header=bool(heads), box=None, padding=(0, apart, 0, 0))
     for place, (head, width) in enumerate(zip(heads, longest, strict=True)):
-        table.add_column(head, justify="right" if place else "left", no_wrap=whole, min_width=width)
+        table.add_column(head, justify="right" if place and not left else "left", no_wrap=whole, min_width=width)
     for number, row in enumerate(rows):
         table.add_row(*row, style="bold" if number == bold else None)
     console.print(table)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from vllm_dymoe.cache.store import HostStore
 from vllm_dymoe.cache.transfer import TransferEngine
-from vllm_dymoe.executor.cpu_worker import CpuQueue, CpuWorker, cpu_worker_threads, longest_wait
+from vllm_dymoe.executor.cpu_worker import CpuQueue, CpuWorker, cpu_worker_threads, longest_wait, spins
 from vllm_dymoe.executor.rates import Rates, costs, measure, measure_or_load
+from vllm_dymoe.experts.format import ExpertFormat
 from vllm_dymoe.options import ConfigError, Options
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS, Cost
 from vllm_dymoe.planner.precision import Precision
@@ -52,7 +53,7 @@ class CpuExecution:
         how = cpu_worker_threads(device.type), timeout, options.activations
         if on_device:
             try:
-                self.worker = CpuQueue(experts, SMALL_BATCH_ROWS, *how, device, lock, on_late)
+                self.worker = CpuQueue(experts, SMALL_BATCH_ROWS, *how, device, lock, on_late, spins=spins(device.type))
             except (OSError, ValueError) as error:
                 raise ConfigError(
                     f'vllm-dymoe: misses = "{options.misses}" is impossible, because {error}; leave the option out.',
@@ -73,12 +74,12 @@ class CpuExecution:
         if options.misses != "share" or worker is None:
             return None
         place = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "this CPU"
-        nbytes = [fmt.whole_nbytes for fmt in self._experts.formats.values()]
+        nbytes = [fmt.whole_nbytes for fmt in self._experts.all_formats]
         measured_for = (
             f"{place}, {worker.threads} threads, link {options.link_gbps or 'its own'}, experts of {nbytes} bytes, "
             f"activations of {options.activations} bits"
         )
-        fmt = max(self._experts.formats.values(), key=lambda fmt: fmt.nbytes)
+        fmt = max(self._experts.all_formats, key=lambda fmt: fmt.nbytes)
         return measure_or_load(
             kept, measured_for, fmt, lambda: measure(store, engine, self._device, worker, measured_for)
         )
@@ -88,7 +89,10 @@ class CpuExecution:
         if not self._options.computes_misses:
             return np.zeros((3, len(Cost)), np.int64)
         by_precision = {HIGH: served[Precision.HIGH], LOW: served[Precision.LOW]}
-        formats = {code: self._experts.formats.get(bits) for code, bits in by_precision.items()}
+        formats: dict[int, ExpertFormat | None] = dict.fromkeys(by_precision)
+        for code, bits in by_precision.items():  # the largest: where layers differ the costs are one layer's
+            of_kinds = [of_kind[bits] for of_kind in self._experts.of_kinds if bits in of_kind]
+            formats[code] = max(of_kinds, key=lambda fmt: fmt.nbytes, default=None)
         most = _ANY_ROWS if self.worker is None else self._options.misses_rows
         return costs(formats, self.rates, most)
 

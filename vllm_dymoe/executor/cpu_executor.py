@@ -6,6 +6,7 @@ fetches by it.
 """
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -37,14 +38,14 @@ class CpuExecutor:
     Args:
         cache: slots and table; the native call updates scores, thresholds and counters in place.
         kernel: the CPU kernel, which has its native library.
-        formats: formats of the LOW and HIGH versions; None for a version that is skipped.
+        bits: of the LOW and HIGH versions; 0 for a version that is skipped.
         executes: compute misses whose bytes are in memory, as the table's costs say; otherwise fetch them.
         records: write each expert's action into ``Routing.actions``.
         uses: int64 [2, layers, experts], incremented by uses and squared gates of requests' tokens; None to skip it.
     """
 
     def __init__(
-        self, cache: DeviceCache, kernel: CpuKernel, policy: Policy, formats: dict[int, ExpertFormat | None],
+        self, cache: DeviceCache, kernel: CpuKernel, policy: Policy, bits: dict[int, int],
         *, executes: bool, uses: Ints | None = None, records: bool = False,
     ) -> None:  # fmt: skip
         library = kernel.library
@@ -52,8 +53,9 @@ class CpuExecutor:
         self._cache, self._kernel, self._library, self._policy = cache, kernel, library, policy
         self._records = records
         table, experts = cache.table, cache.experts
+        formats = [{code: of_layer.get(width) for code, width in bits.items()} for of_layer in experts.of_layers]
         set_precision(table, formats, policy.precision.all_critical_counts(experts))
-        widths = {code: fmt.bits for code, fmt in formats.items() if fmt is not None}
+        widths = {code: width for code, width in bits.items() if width}
         in_slots = {CODES[precision]: bits for precision, bits in cache.bits.items()}
         self._slice_bits = widths | in_slots  # of the slices that LOW and HIGH name
         self._call = call = native.MoeLayer(executes=executes, evicts=policy.residency.evicts, admits=uses is None)
@@ -67,7 +69,8 @@ class CpuExecutor:
         self._thresholds = thresholds  # their memory is the call's
         self._uses = uses  # its memory is the call's as well
         call.uses = 0 if uses is None else uses.ctypes.data
-        self._describe(formats)
+        self._kinds, self._kind = experts.kinds, experts.kinds[0]
+        self._describe([formats[experts.kinds.index(kind)] for kind in range(len(experts.of_kinds))])
         n = table.experts
         self._experts, self._wanted = np.empty(n, np.int32), np.empty(n, np.int8)
         self._places = np.empty(n * call.table.slices, np.int64)
@@ -89,26 +92,42 @@ class CpuExecutor:
             first = next(iter(self._slice_bits.values()))
             self._mapped = [store.packed(SliceKey(layer, 0, first)) for layer in range(table.layers)]
 
-    def _describe(self, formats: dict[int, ExpertFormat | None]) -> None:
-        """Tell the call how experts are packed."""
-        call, used = self._call, {code: fmt for code, fmt in formats.items() if fmt is not None}
-        matrices = [matrix for fmt in used.values() for matrix in fmt.matrices]
+    def _describe(self, formats: Sequence[dict[int, ExpertFormat | None]]) -> None:
+        """Tell the call how experts are packed, of each kind of layers."""
+        call = self._call
+        used = [(code, fmt) for of_kind in formats for code, fmt in of_kind.items() if fmt is not None]
+        matrices = [matrix for _, fmt in used for matrix in fmt.matrices]
         described = [native.matrix(matrix) for matrix in matrices]
         self._matrices = (native.Matrix * len(described))(*described)
-        for number, code in enumerate(used):
+        self._formats, self._any = [fmt for _, fmt in used], used[0][1]
+        self._each = len(used) // len(formats)  # versions of a layer
+        for number, (code, _) in enumerate(used[: self._each]):
             call.form[code] = number
-        for code, bits in self._slice_bits.items():
-            call.slice_bytes[code] = self._cache.experts.formats[bits].nbytes
-        self._formats, self._any = used, next(iter(used.values()))
+        self._use(0)
         columns = max(max(matrix.padded_columns, matrix.columns, matrix.rows) for matrix in matrices)
         layer, fmt = call.kernel, self._any
         layer.hidden, layer.inter, layer.dtype = fmt.hidden, fmt.intermediate, fmt.dtype is torch.float16
         layer.width = -(-columns // 256) * 256
-        layer.floats = any(matrix.code in (native.E4M3, native.PLAIN) for matrix in described)
+        floats = [matrix.code in native.FLOATS for matrix in described]
+        layer.floats = any(floats)
         layer.outer, layer.inner = fmt.matrices[1].rotation, fmt.matrices[2].rotation
-        layer.matrices, layer.digits = ctypes.addressof(self._matrices), self._kernel.activations // 8
+        layer.matrices, layer.digits = (
+            ctypes.addressof(self._matrices),
+            0 if all(floats) else self._kernel.activations // 8,
+        )
         self._row_floats = self._library.row_floats(layer.width)
         call.piece_positions = self._kernel.most_positions(self._row_floats)
+
+    def _use(self, layer: int) -> None:
+        """Point the call to the formats and slots of a layer's kind; layers of one kind have the same."""
+        call, experts, table, kind = self._call, self._cache.experts, self._cache.table, self._kinds[layer]
+        for code, bits in self._slice_bits.items():
+            call.slice_bytes[code] = experts.of_kinds[kind][bits].nbytes
+        for code in range(len(call.form)):
+            call.form[code] += self._each * (kind - self._kind)
+        for name in ("bits", "offsets", "pool", "slot_bytes"):
+            setattr(call.table, name, getattr(table, name)[layer].ctypes.data)
+        self._kind = kind
 
     def run(self, routing: Routing, activation: Activation, *, observed: bool = True) -> torch.Tensor | LayerPlan:
         """Compute one layer and return [tokens, hidden] like x, or its plan if an expert must come from disk first.
@@ -124,6 +143,8 @@ class CpuExecutor:
             self._check(x, activation)
         if not (x.is_contiguous() and ids.is_contiguous() and weights.is_contiguous()):
             x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
+        if self._kinds[routing.layer] != self._kind:
+            self._use(routing.layer)
         into = torch.empty_like(x)
         call.layer, call.tokens, call.top_k = routing.layer, tokens, top_k
         call.ids, call.weights, call.x, call.into = ids.data_ptr(), weights.data_ptr(), x.data_ptr(), into.data_ptr()
@@ -208,7 +229,7 @@ class CpuExecutor:
 
     def _check(self, x: torch.Tensor, activation: Activation) -> None:
         """Check the layer against the experts' formats, and set its activation in the call."""
-        for fmt in self._formats.values():
+        for fmt in self._formats:
             check_formats(*fmt.matrices, x, activation)
         native.set_activation(self._call.kernel, activation)
         self._activation = activation

@@ -31,17 +31,33 @@ from vllm_dymoe.planner.plan import LayerPlan
 
 _LOOKS = 16  # checks of the watchdog within one timeout
 _TRIPS = 256  # round trips; the median counts
+SPINNING_CORES = 8  # cores of a rank from which on threads spin; fewer are needed by vLLM itself
+_SPIN_NS = 5_000_000
+"""How long threads spin after an answer: for the rest of a decode step, and until the next one begins."""
 
 
 def cpu_worker_threads(device_type: str) -> int:
     """Return how many cores may execute misses: all but the one that launches, or half of them beside an emulated card.
 
-    The ranks of one machine share its cores equally.
+    Where threads spin, another core stays free for the process that feeds the engine.
     """
-    cores, ranks = usable_cores(), 1
+    cores = _cores_of_rank()
+    if device_type == "cpu":
+        return max(1, cores // 2)
+    return max(1, cores - 1 - spins(device_type))
+
+
+def spins(device_type: str) -> bool:
+    """Return whether threads of the queue spin between two answers, and do not sleep."""
+    return device_type != "cpu" and _cores_of_rank() >= SPINNING_CORES
+
+
+def _cores_of_rank() -> int:
+    """Return the usable cores of this machine, which its ranks share equally."""
+    ranks = 1
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         ranks = torch.distributed.get_world_size()
-    return max(1, cores // ranks // 2 if device_type == "cpu" else cores // ranks - 1)
+    return usable_cores() // ranks
 
 
 WATCHDOG_S = 1.0
@@ -66,10 +82,13 @@ def _late(what: str, timeout: float) -> str:
     )
 
 
-def _round_trip(ask: Callable[[], object]) -> float:
-    """Return the median seconds of an empty round trip."""
+def _round_trip(ask: Callable[[], object], pause: float = 0.0) -> float:
+    """Return the median seconds of an empty round trip; before each the caller is busy for `pause` seconds."""
     times = []
     for _ in range(_TRIPS):
+        until = time.perf_counter() + pause
+        while time.perf_counter() < until:
+            pass
         begun = time.perf_counter()
         ask()
         times.append(time.perf_counter() - begun)
@@ -83,6 +102,7 @@ class CpuQueue:
         tokens: most tokens of a step.
         timeout: seconds that an answer may take; 0 for no limit.
         activations: bits of the activations that codes are multiplied with.
+        spins: threads spin between two answers while steps follow, and do not sleep; see :func:`spins`.
         lock: pins memory for the device; returns the reason why that failed, or None.
         on_failure: called with a message when an answer is given up, before the device goes on.
 
@@ -99,8 +119,11 @@ class CpuQueue:
     def __init__(
         self, experts: ModelExperts, tokens: int, threads: int, timeout: float, activations: int, device: torch.device,
         lock: Callable[[Tensor], str | None] = lambda memory: None,
-        on_failure: Callable[[str], None] = lambda sentence: None,
+        on_failure: Callable[[str], None] = lambda sentence: None, *, spins: bool = False,
     ) -> None:  # fmt: skip
+        tags = [fmt.encoding.tag for fmt in experts.all_formats]
+        if len(set(tags)) < len(tags):
+            raise ValueError("layers have the same bits in different formats, which the CPU worker cannot tell apart")
         fmt = next(iter(experts.formats.values()))
         sizes = (tokens, experts.top_k, experts.num_experts, fmt.hidden, fmt.dtype)
         shape = QueueShape(2 * MOST_PARTS * len(experts.layers) + 2, *sizes)
@@ -116,7 +139,7 @@ class CpuQueue:
         )
         self.turn = torch.tensor([0, 0, self.queue.address], device=device)
         self.present = torch.empty(tokens * experts.top_k, dtype=torch.int32, device=device)
-        self._on_failure, self.failed = on_failure, False
+        self._on_failure, self.failed, self._spin_ns = on_failure, False, _SPIN_NS * spins
         self._experts, self._library, self._activation = experts, native_library(), cast("Activation | None", None)
         self._closing, self._threads = threading.Event(), list[threading.Thread]()
 
@@ -138,10 +161,13 @@ class CpuQueue:
         self._threads.append(threading.Thread(target=target, name=f"dymoe {name}", daemon=True))
         self._threads[-1].start()
 
-    def round_trip(self) -> float:
-        """Return the seconds of an empty round trip, without the device's own access; call it before ``serve``."""
+    def round_trip(self, pause: float = 0.0) -> float:
+        """Return the seconds of an empty round trip, without the device's own access; call it before ``serve``.
+
+        Before each one the caller is busy for `pause` seconds, as a device is between two layers.
+        """
         queue, library, numbers = self.queue, self._library, itertools.count(1)
-        arguments = queue.address, Layer(), (), queue.shape.tokens
+        arguments = queue.address, Layer(), (), queue.shape.tokens, self._spin_ns
         poller = threading.Thread(target=library.answer, args=arguments, daemon=True)
         poller.start()
 
@@ -151,7 +177,7 @@ class CpuQueue:
             library.post(queue.address, number)
             library.wait(queue.address, number)
 
-        took = _round_trip(ask)
+        took = _round_trip(ask, pause)
         queue.control.stop = 1
         poller.join()
         queue.memory.zero_()
@@ -169,7 +195,7 @@ class CpuQueue:
         assert self._activation is not None
         queue, shape, forms, layer = self.queue, self.queue.shape, Forms(), Layer()
         x, known = torch.empty(0, shape.hidden, dtype=shape.dtype), list[tuple[int, int]]()
-        for fmt in self._experts.formats.values():
+        for fmt in self._experts.all_formats:
             known.append((fmt.encoding.tag, forms.learn(*fmt.matrices, x, self._activation)[0]))
         set_activation(layer, self._activation)
         floats = self._library.row_floats(forms.width)
@@ -178,7 +204,7 @@ class CpuQueue:
         layer.inputs, layer.activations = (scratch.data_ptr() for scratch in inputs)
         layer.floats, (layer.outer, layer.inner) = forms.floats, (fmt.matrices[n].rotation for n in (1, 2))
         layer.dtype, layer.digits, layer.threads = shape.dtype is torch.float16, self.activations // 8, self.threads
-        self._library.answer(queue.address, layer, known, shape.tokens)
+        self._library.answer(queue.address, layer, known, shape.tokens, self._spin_ns)
 
     def _watch(self) -> None:
         """Give up an answer that takes too long, and all that follow it."""

@@ -3,22 +3,35 @@
 Everything is enqueued on a branch of the compute stream, so a captured step has it, too. The compute stream waits for
 predictions when their layer is computed, for lists, which are short, and for copies at the end of a step alone: a
 capture has to end on one stream. By then the last layer is planned, and no copy is under way.
+
+A captured step always has the branch. Between two steps the host writes ``Table.prefetch_slots``, which says how many
+experts are copied: none where every expert is resident, and none while predictions do not pay.
 """
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from vllm_dymoe.executor.copy_branch import Branch
-from vllm_dymoe.planner.prefetch import PrefetchList
+from vllm_dymoe.planner.prefetch import PrefetchList, prefetch_slots, set_prefetch
+from vllm_dymoe.planner.rule import Ints
 from vllm_dymoe.planner.table import Table
 from vllm_dymoe.prefetch.on_device import DevicePredictor
+from vllm_dymoe.prefetch.pace import StepPace
 
 
 class PrefetchKernel(Protocol):
-    """Lists and makes the copies of predicted experts on a device."""
+    """Judges predictions, and lists and makes the copies of predicted experts on a device."""
 
-    def list_predicted(self, table: Table, layer: int, rows: Tensor, projections: int, out: PrefetchList) -> None:
+    def judge_predicted(self, table: Table, layer: int, ids: Tensor, rows: Tensor, listed: PrefetchList) -> None:
+        """Enqueue :func:`~vllm_dymoe.planner.prefetch.judge_predicted`."""
+        ...
+
+    def list_predicted(
+        self, table: Table, layer: int, rows: Tensor, projections: int, out: PrefetchList, look_ahead: int
+    ) -> None:
         """Enqueue :func:`~vllm_dymoe.planner.prefetch.list_predicted`."""
         ...
 
@@ -27,45 +40,118 @@ class PrefetchKernel(Protocol):
         ...
 
 
+class Reading:
+    """A tensor of a device as the host reads it between steps, without waiting for the device."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        pinned = tensor.device.type == "cuda"
+        self._tensor, self._event = tensor, torch.cuda.Event() if pinned else None
+        self._on_host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+
+    def ask(self) -> None:
+        """Send the values to the host, as they will be after all steps that have been enqueued."""
+        self._on_host.copy_(self._tensor, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+
+    @property
+    def ready(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def take(self) -> Ints:
+        """Return the values that were asked for and are ready."""
+        return self._on_host.numpy().copy()
+
+
 class DevicePrefetch:
     """Predictions and their copies, for the layers of one rank in turn.
 
     Args:
         rows: int32 [1], number of real tokens of a step.
         projections: how many of an expert are fetched, gate first.
+        staging: number of staging slots of each precision in use.
         layers: of the model; those behind them are a draft's, which run several times in a step.
+        pace: decides between steps whether the next one prefetches; None if all do.
+
+    Attributes:
+        has_slots: whether there are slots for predicted experts.
     """
 
     def __init__(
         self, table: Table, kernel: PrefetchKernel, branch: Branch, rows: Tensor, predictor: DevicePredictor,
-        listed: PrefetchList, projections: int, layers: int,
+        listed: PrefetchList, projections: int, staging: Mapping[int, int], layers: int, pace: StepPace | None = None,
     ) -> None:  # fmt: skip
         self._table, self._kernel, self._branch, self._rows = table, kernel, branch, rows
-        self._predictor, self._listed, self._projections, self._layers = predictor, listed, projections, layers
-        self._list_made: Any = None  # mark after the list for the layer that comes next
-        self._copies_made: Any = None  # mark after everything so far
+        self._predictor, self._listed, self._projections = predictor, listed, projections
+        self._staging, self._layers, self.pace = staging, layers, pace
+        self._runs, self._listed_for = False, -1  # whether the branch is out; the layer that it has a list for
+        self._list_made: Any = None  # mark after that list
         self._predicted: Any = None  # mark after the predictions of the running layer
+        self._all_made: Any = None  # mark after everything so far
+        self._counts, self._known = Reading(listed.counts), listed.counts.cpu().numpy().copy()
+        self._steps = self._asked_after = 0  # decode steps since the last reading; those that a reading is about
+        self.has_slots, self._acts = any(map(prefetch_slots, staging.values())), False
+        self._act(acts=True)
+
+    def warm_up(self, x: Tensor, ids: Tensor) -> None:
+        """Compile and load the kernels by running a layer without tokens; gates may not be there to be asked."""
+        listed = self._table, 0, self._rows, self._projections, self._listed, self._predictor.look_ahead
+        with self._branch.fork():
+            self._kernel.judge_predicted(self._table, 0, ids, self._rows, self._listed)
+            self._predictor.warm_up(x, ids, self._rows)
+            self._kernel.list_predicted(*listed)
+            self._kernel.copy_predicted(self._table, 0, self._projections, self._listed)
+            self._runs, self._all_made = True, self._branch.mark()
+        self.settle()
+
+    def begin_step(self, tokens: int) -> None:
+        """Before a step of requests: decide whether it prefetches, and let the predictor learn.
+
+        Args:
+            tokens: of a step that decodes; 0 for another one.
+        """
+        if self.pace is not None:
+            self._act(acts=self.pace.begin_step(tokens))
+        if not (most := self._predictor.learns) or not tokens:
+            return
+        if self._asked_after:
+            if self._counts.ready:
+                counts = self._counts.take()
+                self._predictor.learn(counts - self._known, self._asked_after)
+                self._known, self._asked_after = counts, 0
+        elif self._steps >= most:
+            self._counts.ask()
+            self._asked_after, self._steps = self._steps, 0
+        self._steps += 1
 
     def begin_layer(self, layer: int, x: Tensor, ids: Tensor) -> None:
         """Before a layer is planned: its list has to be there, and its predictions for the next one begin."""
-        if self._list_made is not None:
+        # A graph always has the branch: it is replayed with slots and without.
+        if not (self._acts or (x.is_cuda and torch.cuda.is_current_stream_capturing())):
+            return
+        if self._listed_for >= 0:
             self._branch.join(self._list_made)
-            self._list_made = None
         with self._branch.fork():
+            if self._listed_for == layer:
+                self._kernel.judge_predicted(self._table, layer, ids, self._rows, self._listed)
             self._predictor.predict(layer, x, ids, self._rows)
-            self._predicted = self._copies_made = self._branch.mark()
+            self._predicted = self._all_made = self._branch.mark()
+        self._runs, self._listed_for = True, -1
 
     def end_layer(self, layer: int) -> None:
         """After a layer is computed: fetch for the next one, or bring the branch back at the end of the step."""
+        if not self._runs:
+            return
         if layer + 1 == self._layers:
             self._join()
             return
         self._branch.join(self._predicted)  # x and ids may go, and other work may get their memory
+        listed = self._table, layer + 1, self._rows, self._projections, self._listed, self._predictor.look_ahead
         with self._branch.fork():
-            self._kernel.list_predicted(self._table, layer + 1, self._rows, self._projections, self._listed)
-            self._list_made = self._branch.mark()
+            self._kernel.list_predicted(*listed)
+            self._list_made, self._listed_for = self._branch.mark(), layer + 1
             self._kernel.copy_predicted(self._table, layer + 1, self._projections, self._listed)
-            self._copies_made = self._branch.mark()
+            self._all_made = self._branch.mark()
 
     def observe(self, layer: int, x: Tensor, ids: Tensor) -> None:
         """Learn from a layer of a large batch, in which nothing is predicted."""
@@ -73,10 +159,16 @@ class DevicePrefetch:
 
     def settle(self) -> None:
         """Forget what was fetched ahead, because another kind of step or another layer comes next."""
-        if self._copies_made is not None:
+        if self._runs:
             self._join()
             self._table.forget_ahead()
 
+    def _act(self, *, acts: bool) -> None:
+        acts &= self.has_slots
+        if acts is not self._acts:
+            set_prefetch(self._table, self._staging if acts else {})
+            self._acts = acts
+
     def _join(self) -> None:
-        self._branch.join(self._copies_made)
-        self._copies_made = self._list_made = None
+        self._branch.join(self._all_made)
+        self._runs, self._listed_for = False, -1

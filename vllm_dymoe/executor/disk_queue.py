@@ -62,8 +62,8 @@ class DiskQueue:
         shape = QueueShape(_DEPTH, experts.num_experts, 1, experts.num_experts, 4, torch.bfloat16)
         memory = map_bytes(shape.nbytes)
         memory.zero_()
-        each = -(-max(fmt.nbytes for fmt in experts.formats.values()) // 4096) * 4096
-        count = experts.num_experts * max(len(fmt.slices) for fmt in experts.formats.values())
+        each = -(-max(fmt.nbytes for fmt in experts.all_formats) // 4096) * 4096
+        count = experts.num_experts * max(len(fmt.slices) for fmt in experts.all_formats)
         self._memory = memory, map_bytes(count * each)
         self._landing = list(self._memory[1][: count * each].view(count, each))  # free places of the largest slice
         for some in self._memory:
@@ -138,7 +138,7 @@ class DiskQueue:
 
     def _keys(self, layer: int, call: list[int]) -> Iterator[tuple[int, SliceKey]]:
         """Yield the slices that a call asks for, each with its number."""
-        nested = any(fmt.nested for fmt in self._store.experts.formats.values())
+        nested = any(fmt.nested for fmt in self._store.experts.all_formats)
         for part in range(2):
             if call[Ask.NEEDS + part]:
                 code = (LOW, HIGH)[part] if nested else call[Ask.CODE]
@@ -154,7 +154,7 @@ class DiskQueue:
             refused.set_exception(StoreError("reads that were given up have not ended; check the disk"))
             return refused.result
         place = self._landing.pop()
-        packed = place[: store.experts.formats[key.bits].nbytes]
+        packed = place[: store.experts.format(key).nbytes]
         future = self._reads.submit(store.read_into, key, packed)
 
         def wait() -> int:

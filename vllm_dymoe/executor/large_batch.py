@@ -59,10 +59,15 @@ class LargeBatchStep(Protocol):
 class LargeBatchKernel(Protocol):
     """Makes large-batch steps for a device."""
 
-    def large_batch_step(self, table: Table, shape: LargeBatchShape, activation: Activation) -> LargeBatchStep: ...
+    def large_batch_step(
+        self, table: Table, shape: LargeBatchShape, activation: Activation, kind: int
+    ) -> LargeBatchStep:
+        """Make a step for layers of a kind, see ``ModelExperts.of_kinds``."""
+        ...
 
 
-CapturedSteps = dict[tuple[LargeBatchShape, Activation], LargeBatchStep]
+StepKey = tuple[LargeBatchShape, Activation, int]
+CapturedSteps = dict[StepKey, LargeBatchStep]
 
 
 class LargeBatches:
@@ -73,7 +78,8 @@ class LargeBatches:
         layers: of the model; those behind them are a draft's, which run several times in a step.
         rows: int32 [1], how many rows are tokens.
         quotas: slots of each layer, by LOW and HIGH of the precisions in use.
-        staging: number of staging slots of each precision in use.
+        staging: number of staging slots of each precision in use, for each kind of layers.
+        kinds: of each layer, see ``ModelExperts.kinds``.
         captured: steps whose memory captured graphs use; filled here, and kept by the caller.
         count: called with a layer, its ids int32 and its weights float32 [tokens, top_k], to count uses; None for no
             counts.
@@ -86,7 +92,7 @@ class LargeBatches:
 
     def __init__(
         self, top_k: int, layers: int, table: Table, kernel: LargeBatchKernel, branch: Branch, rows: Tensor,
-        quotas: Mapping[int, Sequence[int]], staging: Mapping[int, int], captured: CapturedSteps,
+        quotas: Mapping[int, Sequence[int]], staging: Mapping[int, int], kinds: Sequence[int], captured: CapturedSteps,
         count: Callable[[int, Tensor, Tensor], None] | None = None, *, foresees: bool = True, overlaps: bool = True,
     ) -> None:  # fmt: skip
         self._top_k, self._layers, self._table, self._kernel = top_k, layers, table, kernel
@@ -98,8 +104,8 @@ class LargeBatches:
         self._ahead_code = next(iter(quotas)) if foresees and len(quotas) == 1 and not table.nested else 0
         self._groups = 0  # streamed so far: groups use the two halves in turn
         self._pending: tuple[int, Any] | None = None  # layer that was copied ahead for; mark after it
-        self._captured, self._count = captured, count
-        self._last: tuple[tuple[LargeBatchShape, Activation], LargeBatchStep] | None = None
+        self._kinds, self._captured, self._count = kinds, captured, count
+        self._last: tuple[StepKey, LargeBatchStep] | None = None
 
     def forward(
         self,
@@ -116,14 +122,15 @@ class LargeBatches:
 
         ``marks``, for policies that ask for them: int8 [rows], 1 for a prompt's token, 2 for a heavy hitter, else 0.
         """
-        branch, key = self._branch, (self._shape(len(x), marked=marks is not None, captured=captured), activation)
+        branch, kind = self._branch, self._kinds[layer]
+        key = self._shape(len(x), marked=marks is not None, captured=captured), activation, kind
         if self._pending is not None and (self._pending[0] != layer or self._last is None or self._last[0] != key):
             self.settle()  # before the list of those copies goes with its step
         step, pending = self._step(key, captured=captured), self._pending
         shape = step.shape
         active = 1 - (1 - shape.top_k / max(shape.experts, shape.top_k)) ** shape.tokens
-        last = layer + 1 in (self._layers, self._table.layers)  # of the model, or of its draft
-        foresees = shape.streamed_groups and not last and active >= _MOST_ACTIVE
+        follows = self._kinds[layer + 1 : layer + 2] == (kind,)  # a layer with these formats
+        foresees = shape.streamed_groups and follows and layer + 1 != self._layers and active >= _MOST_ACTIVE
         ahead = self._ahead_code if foresees else 0
         step.plan(layer, x, weights, ids, self._rows, self._groups % 2, ahead, marks)
         if self._count is not None:
@@ -171,11 +178,11 @@ class LargeBatches:
         assert self._last is not None
         return self._last[1].layer_plan.actions(ids, self._table.experts)
 
-    def warm_up(self, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> None:
+    def warm_up(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> None:
         """Compile and load all kernels, for graphs and outside, by running steps without tokens."""
         for captured in (False, True):
             for marks in (None, x.new_zeros(len(x), dtype=torch.int8)):
-                self.forward(0, x, weights, ids, activation, marks, captured=captured)
+                self.forward(layer, x, weights, ids, activation, marks, captured=captured)
                 self.settle()
         self._captured.clear()
 
@@ -194,7 +201,7 @@ class LargeBatches:
         slices = 1 + table.nested
         return LargeBatchShape(tokens, self._top_k, table.experts, slices, half, streamed_groups, marked)
 
-    def _step(self, key: tuple[LargeBatchShape, Activation], *, captured: bool) -> LargeBatchStep:
+    def _step(self, key: StepKey, *, captured: bool) -> LargeBatchStep:
         if captured:  # the graph keeps using this memory
             if key not in self._captured:
                 self._captured[key] = self._kernel.large_batch_step(self._table, *key)

@@ -21,7 +21,7 @@ from vllm_dymoe.kernels.cpu_queue import ask_plain, collect_plain, post_plain, t
 from vllm_dymoe.planner.constants import Action
 from vllm_dymoe.planner.large_batch import RESIDENT, LargeBatchShape, LargeBatchWork, plan_large_batch
 from vllm_dymoe.planner.plan import Grouped, LayerPlan
-from vllm_dymoe.planner.prefetch import PrefetchList, list_predicted, publish
+from vllm_dymoe.planner.prefetch import PrefetchList, judge_predicted, list_predicted, publish
 from vllm_dymoe.planner.small_batch import plan_small_batch
 from vllm_dymoe.planner.table import Table
 
@@ -32,7 +32,7 @@ class _Coming(NamedTuple):
     layer: int
     projections: int
     begun: float  # when the link was free for them
-    due: dict[int, float]  # when each has crossed the link
+    due: dict[int, float]  # when each has crossed the link, by its place in ``Table.staged``
 
 
 class PlainKernels:
@@ -41,13 +41,15 @@ class PlainKernels:
     name = "decided and fetched as a device would, by the host"
 
     def __init__(
-        self, kernel: ExpertKernel, formats: Mapping[int, ExpertFormat], link_gbps: float | None = None,
+        self, kernel: ExpertKernel, formats: Sequence[Mapping[int, ExpertFormat]], link_gbps: float | None = None,
         disk_queue: DiskQueue | None = None,
     ) -> None:  # fmt: skip
         self._disk_queue, self._given = disk_queue, (kernel, formats, link_gbps)
         self._coming: _Coming | None = None
         self._seconds_per_byte, self._free = 1e-9 / link_gbps if link_gbps else 0.0, 0.0
-        self.kernel, self._formats = kernel, {fmt.encoding.tag: fmt for fmt in formats.values()}
+        self.kernel = kernel
+        self._of_layers = [{fmt.encoding.tag: fmt for fmt in of_layer.values()} for of_layer in formats]
+        self._formats: Mapping[int, ExpertFormat] = {}  # of the layer that was planned last, by tag
 
     def with_disk(self, disk_queue: DiskQueue) -> "PlainKernels":
         """Return the same kernels with a worker that brings what is missing into memory."""
@@ -100,25 +102,29 @@ class PlainKernels:
         if (coming := self._coming) is not None:
             self._coming, now = None, time.perf_counter()
             if coming.layer == layer:
-                for expert, due in coming.due.items():
+                for place, due in coming.due.items():
                     if due <= now:
-                        publish(table, layer, expert, coming.projections)
+                        publish(table, place, coming.projections)
             self._free = min(self._free, max(coming.begun, now))  # the others are not fetched
+        self._formats = self._of_layers[layer]
         plan_small_batch(table, layer, ids, weights, rows, plan, **how)
         if (disk := self._disk_queue) is not None:
             ask_plain(disk.queue, disk.turn, layer, plan)
             take_plain(disk.queue, disk.turn, table, layer, plan)
 
     list_predicted = staticmethod(list_predicted)
+    judge_predicted = staticmethod(judge_predicted)
 
     def copy_predicted(self, table: Table, layer: int, projections: int, listed: PrefetchList) -> None:
         begun, due = self._free, {}
-        for source, destination, nbytes, expert in listed.copies[: int(listed.count)].tolist():
+        for source, destination, nbytes, place in listed.copies[: int(listed.count)].tolist():
             self.fetch(memory_at(source, nbytes), memory_at(destination, nbytes))
-            due[expert] = self.arrival(nbytes, time.perf_counter())
+            due[place] = self.arrival(nbytes, time.perf_counter())
         self._coming = _Coming(layer, projections, begun, due)
 
-    def large_batch_step(self, table: Table, shape: LargeBatchShape, activation: Activation) -> "PlainLargeBatch":
+    def large_batch_step(
+        self, table: Table, shape: LargeBatchShape, activation: Activation, kind: int
+    ) -> "PlainLargeBatch":
         return PlainLargeBatch(self, table, shape, activation)
 
     def copy_spans(self, spans: Tensor) -> None:
@@ -217,9 +223,14 @@ class PlainLargeBatch:
 
 def slot_ranges(table: Table) -> list[range]:
     """Return the addresses of the slots of each precision."""
-    counts = table.staging.sum(1).tolist()
-    sizes = zip(table.pool.tolist(), table.slot_bytes.tolist(), counts, strict=True)
-    return [range(first, first + nbytes * count) for first, nbytes, count in sizes if count]
+    columns = table.pool, table.slot_bytes, *(table.staging[..., number] for number in range(2)), table.first_slot
+    found = dict[tuple[int, ...], range]()
+    for pool, nbytes, first, count, own in zip(*(column.flatten().tolist() for column in columns), strict=True):
+        # The slots of a kind of layers begin with the first layer's and end with those for staging.
+        key = pool, nbytes
+        begin = min(own, found[key].start) if key in found else own
+        found[key] = range(begin, first + count)
+    return [range(pool + nbytes * slots.start, pool + nbytes * slots.stop) for (pool, nbytes), slots in found.items()]
 
 
 def memory_at(address: int, nbytes: int) -> Tensor:

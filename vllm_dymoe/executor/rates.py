@@ -22,7 +22,7 @@ from vllm_dymoe.cache.store.disk import MEASURED_STARTS
 from vllm_dymoe.cache.transfer import Reason, TransferEngine
 from vllm_dymoe.durable import keep_beside, kept_beside
 from vllm_dymoe.executor.cpu_worker import CpuQueue, CpuWorker
-from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, SliceKey
+from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, SliceKey, all_keys
 from vllm_dymoe.kernels import Activation, Curve
 from vllm_dymoe.planner.constants import NEVER_FETCHED, Cost
 from vllm_dymoe.planner.plan import LayerPlan
@@ -54,7 +54,7 @@ class Rates:
 
     def describe(self, experts: ModelExperts) -> str:
         """Describe the rates in words."""
-        host = ", ".join(f"{self.host(f) / 1e9:.1f} at {f.encoding.bits} bits" for f in experts.formats.values())
+        host = ", ".join(f"{self.host(f) / 1e9:.1f} at {f.encoding.bits} bits" for f in experts.all_formats)
         return f"{self.link / 1e9:.1f} GB/s of the link and {host} of the host's {self.threads} threads"
 
 
@@ -96,9 +96,9 @@ def measure(
     the host more: through it an H100's link brought 10 of 55 GB/s.
     """
     trip, cpu_worker = worker.round_trip(), CpuWorker(worker.threads, 0, worker.activations)
-    formats = list(store.experts.formats.values())
+    formats = store.experts.all_formats
     largest = max(formats, key=lambda fmt: fmt.nbytes)
-    keys = _keys(store.experts, largest.bits)
+    keys = _keys(store.experts, largest)
     slots = [torch.empty(largest.nbytes, dtype=torch.uint8, device=device) for _ in range(_AT_ONCE)]
     ended, moved = threading.Event(), [0, 0.0]
 
@@ -143,8 +143,8 @@ def measure(
 
 def link_rate(store: HostStore, device: torch.device, seconds: float = 0.05) -> float:
     """Return bytes per second of plain copies from a store that a CUDA device can read."""
-    largest = max(store.experts.formats.values(), key=lambda fmt: fmt.nbytes)
-    keys, moved = _keys(store.experts, largest.bits), 0
+    largest = max(store.experts.all_formats, key=lambda fmt: fmt.nbytes)
+    keys, moved = _keys(store.experts, largest), 0
     slots = [torch.empty(largest.nbytes, dtype=torch.uint8, device=device) for _ in range(_AT_ONCE)]
     torch.cuda.synchronize(device)
     begun = time.perf_counter()
@@ -156,22 +156,24 @@ def link_rate(store: HostStore, device: torch.device, seconds: float = 0.05) -> 
     return moved / (time.perf_counter() - begun)
 
 
-def _keys(experts: ModelExperts, bits: int) -> Iterator[SliceKey]:
-    """Yield every expert in turn, for ever, so that no CPU cache holds them."""
-    everything = [SliceKey(layer, e, bits) for layer in range(len(experts.layers)) for e in range(experts.num_experts)]
-    return cycle(everything)
+def _keys(experts: ModelExperts, fmt: ExpertFormat) -> Iterator[SliceKey]:
+    """Yield every expert of a format in turn, for ever, so that no CPU cache holds them."""
+    return cycle([key for key in all_keys(experts) if experts.format(key) == fmt])
 
 
 def host_seconds(store: HostStore, fmt: ExpertFormat, cpu_worker: CpuWorker, rows: int, seconds: float) -> float:
     """Return the median seconds of the CPU for one expert with so many rows."""
-    keys = _keys(store.experts, fmt.bits)
+    keys = _keys(store.experts, fmt)
     activation = Activation.SILU if fmt.has_gate else Activation(Curve.RELU2, has_gate=False)
     x, ids = torch.randn(rows, fmt.hidden).to(fmt.dtype), torch.arange(_AT_ONCE).expand(rows, _AT_ONCE)
     grouped, out = group_by_expert(ids.numpy()), x.new_empty(ids.numel(), fmt.hidden)
-    times, until, bits = list[float](), time.perf_counter() + seconds, tuple(part.bits for part in fmt.slices)
+    times, until = list[float](), time.perf_counter() + seconds
     while len(times) < 3 or time.perf_counter() < until:
-        some = islice(keys, _AT_ONCE)
-        plan = LayerPlan.of_experts(grouped, [view_in_store(store, key.layer, key.expert, bits) for key in some])
+        some = list(islice(keys, _AT_ONCE))
+        # A nested version is its base and its residual slice.
+        parts = [(key.bits // 2,) * fmt.nested + (key.bits,) for key in some]
+        views = [view_in_store(store, key.layer, key.expert, bits) for key, bits in zip(some, parts, strict=True)]
+        plan = LayerPlan.of_experts(grouped, views)
         begun = time.perf_counter()
         cpu_worker.begin(plan, x, out, activation)()
         times.append((time.perf_counter() - begun) / _AT_ONCE)

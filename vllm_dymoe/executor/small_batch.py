@@ -23,11 +23,11 @@ from vllm_dymoe.kernels import Activation
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.planner.large_batch import MOST_PARTS, small_batch_parts
 from vllm_dymoe.planner.plan import LayerPlan
-from vllm_dymoe.planner.prefetch import PrefetchList, prefetch_slots, set_prefetch
+from vllm_dymoe.planner.prefetch import PrefetchList, set_prefetch
 from vllm_dymoe.planner.small_batch import PROJECTIONS
 from vllm_dymoe.planner.table import Table
-from vllm_dymoe.policies.base import PrefetchPolicy
 from vllm_dymoe.prefetch.on_device import DevicePredictor
+from vllm_dymoe.prefetch.pace import StepPace
 
 
 class SmallBatchKernel(LargeBatchKernel, PrefetchKernel, Protocol):
@@ -58,8 +58,7 @@ class SmallBatchKernel(LargeBatchKernel, PrefetchKernel, Protocol):
 class StepMemory:
     """What captured graphs read and write: made once per server, so that a resize moves none of it.
 
-    With ``recorded``, each layer has a plan of its own, which stays readable until the next step. ``prefetch`` names
-    experts ahead, if it can on a device.
+    With ``recorded``, each layer has a plan of its own, which stays readable until the next step.
 
     Attributes:
         table: on the device; between two steps the host changes values in it.
@@ -71,12 +70,11 @@ class StepMemory:
         captured: the large-batch steps of captured graphs.
         predictor: names experts in small-batch steps; None if nothing does.
         listed: copies of predicted experts.
-        projections: how many of a predicted expert are fetched.
     """
 
     def __init__(
         self, experts: ModelExperts, table: Table, device: torch.device, *, recorded: bool = False,
-        prefetch: PrefetchPolicy | None = None,
+        predictor: DevicePredictor | None = None,
     ) -> None:  # fmt: skip
         self.experts, self.table, self.device, layers = experts, table, device, table.layers if recorded else 1
         sizes = SMALL_BATCH_ROWS, experts.top_k, experts.num_experts, device
@@ -89,19 +87,17 @@ class StepMemory:
         self.firsts = torch.arange(MOST_PARTS, dtype=torch.int32, device=device).mul_(SMALL_BATCH_ROWS).view(-1, 1)
         self.of_parts = torch.zeros(MOST_PARTS, 4, dtype=torch.int32, device=device)
         self.captured: CapturedSteps = {}
-        self.predictor: DevicePredictor | None = None
-        if prefetch is not None and prefetch.on_device is not None and not table.nested:
-            self.predictor = prefetch.on_device(table, experts.top_k)
-        self.projections = PROJECTIONS if prefetch is None else prefetch.projections
-        self.listed = PrefetchList.allocate(0 if self.predictor is None else experts.num_experts, device)
+        self.predictor = predictor
+        named = 0 if predictor is None else experts.num_experts
+        self.listed = PrefetchList.allocate(named, device, layers=table.layers, slices=1 + table.nested)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory of the table and the plans; slots and scratch are counted elsewhere."""
+        """Bytes of device memory of the table and the plans; slots, scratch and predictor are counted elsewhere."""
         tensors = *vars(self.table).values(), self.told, self.firsts, self.of_parts
         tensors += tuple(tensor for of_layer in self.plans for tensor in of_layer[-1].tensors.values())
         tensors += tuple(vars(self.listed).values())
-        return sum(tensor.nbytes for tensor in tensors) + (0 if self.predictor is None else self.predictor.nbytes)
+        return sum(tensor.nbytes for tensor in tensors)
 
 
 class SmallBatches:
@@ -112,10 +108,12 @@ class SmallBatches:
     Args:
         memory: outlives this object.
         quotas: slots of each layer, by LOW and HIGH of the precisions in use.
-        staging: number of staging slots of each precision in use.
+        staging: number of staging slots of each precision in use, for each kind of layers.
         cpu_queue: the CPU worker of misses; None if all are fetched.
         costs: ``Table.cpu_costs`` if large-batch steps may run as small ones (all experts in one precision), else None.
         count: see :class:`LargeBatches`.
+        projections: how many of a predicted expert are fetched; 0 to fetch nothing ahead.
+        pace: decides between steps whether the next one prefetches; None if all do.
         spare: number of staging slots of each precision that steps leave to moves of versions.
         overlaps: experts arrive while others are computed; without, every step is a large batch.
         foresees: experts are copied before their layer is routed; not where their addresses become known with a plan.
@@ -128,37 +126,50 @@ class SmallBatches:
     def __init__(
         self, memory: StepMemory, kernel: SmallBatchKernel, branch: Branch, quotas: Mapping[int, Sequence[int]],
         staging: Mapping[int, int], *, cpu_queue: CpuQueue | None = None, costs: NDArray[np.int64] | None = None,
-        count: Callable[[int, Tensor, Tensor], None] | None = None, foresees: bool = True,
-        spare: Mapping[int, int] = MappingProxyType({}), overlaps: bool = True,
+        count: Callable[[int, Tensor, Tensor], None] | None = None, projections: int = PROJECTIONS,
+        pace: StepPace | None = None, foresees: bool = True, spare: Mapping[int, int] = MappingProxyType({}),
+        overlaps: bool = True,
     ) -> None:  # fmt: skip
         self.memory, self.table, self.kernel = memory, memory.table, kernel
         self.cpu_queue, self.costs, self.most_rows = cpu_queue, costs, SMALL_BATCH_ROWS if overlaps else 0
-        self._plans, slots = memory.plans, (quotas, staging, memory.captured)
         experts, table, rows = memory.experts, memory.table, memory.rows
+        self._plans, slots = memory.plans, (quotas, staging, experts.kinds, memory.captured)
         self._layers = layers = len(experts.layers) - experts.draft_layers  # of the model; a draft's come behind them
         self.large = LargeBatches(
             experts.top_k, layers, table, kernel, branch, rows, *slots, count, foresees=foresees, overlaps=overlaps
         )
         self.prefetch: DevicePrefetch | None = None
-        if foresees and overlaps and memory.predictor is not None and any(map(prefetch_slots, staging.values())):
-            how = memory.predictor, memory.listed, memory.projections, layers
+        set_prefetch(table, {}, spare)
+        if memory.predictor is not None:  # also without slots: a graph that is captured now is replayed with some
+            ahead = staging if projections and foresees and overlaps else {}
+            how = memory.predictor, memory.listed, projections, ahead, layers, pace
             self.prefetch = DevicePrefetch(table, kernel, branch, rows, *how)
-        set_prefetch(memory.table, {} if self.prefetch is None else staging, spare)
         self._told = -1  # not known what an earlier object has set
 
     def warm_up(self, activation: Activation) -> None:
         """Compile and load all kernels by running steps without tokens, so that no request or capture waits."""
         experts, device = self.memory.experts, self.memory.device
-        fmt = next(iter(experts.formats.values()))
+        fmt = next(iter(experts.formats.values()))  # all layers have its width and dtype
         if self.cpu_queue is not None:
             self.cpu_queue.serve(activation)
         x = torch.zeros(SMALL_BATCH_ROWS + 1, fmt.hidden, dtype=fmt.dtype, device=device)
         weights, ids = (
             torch.zeros(len(x), experts.top_k, dtype=dtype, device=device) for dtype in (torch.float32, torch.int32)
         )
-        self.forward(0, x[:1], weights[:1], ids[:1], activation)
-        self.large.warm_up(x, weights, ids, activation)
+        for kind in range(len(experts.of_kinds)):
+            layer = experts.kinds.index(kind)
+            self.run(layer, x[:1], weights[:1], ids[:1], activation)
+            self.large.warm_up(layer, x, weights, ids, activation)
+        if self.prefetch is not None:
+            self.prefetch.warm_up(x[:1], ids[:1])
         self.settle()
+
+    def begin_step(self, tokens: int, *, large: bool) -> None:
+        """Begin a step of requests: of so many tokens, as a small batch or a large one."""
+        self.settle()
+        if self.prefetch is not None:
+            self.prefetch.begin_step(0 if large else tokens)
+        self.tell(tokens)
 
     def tell(self, rows: int) -> None:
         """Set how many rows are tokens in what is launched or replayed next, or at most all of a layer's are; 0 for a
@@ -193,15 +204,18 @@ class SmallBatches:
 
     def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> Tensor:
         self.large.settle()
-        plan, prefetch = self._plans[layer % len(self._plans)][len(x)], self.prefetch
-        prefetch = prefetch if layer < self._layers else None  # a draft's layers are not predicted
+        prefetch = self.prefetch if layer < self._layers else None  # a draft's layers are not predicted
         if prefetch is not None:
             prefetch.begin_layer(layer, x, ids)
-        given = x, weights, ids, activation, self.cpu_queue
-        out = self.kernel.forward(self.table, layer, self.memory.rows, plan, *given)
+        out = self.run(layer, x, weights, ids, activation)
         if prefetch is not None:
             prefetch.end_layer(layer)
         return out
+
+    def run(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> Tensor:
+        """Run a layer of a small batch without predictions: gates may not be there to be asked while a model loads."""
+        plan, given = self._plans[layer % len(self._plans)][len(x)], (x, weights, ids, activation, self.cpu_queue)
+        return self.kernel.forward(self.table, layer, self.memory.rows, plan, *given)
 
     def forward_large(
         self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation, marks: Tensor | None = None,

@@ -47,6 +47,15 @@ class PackedExpert(NamedTuple):
     down: PackedMatrix
 
 
+class DownFormat(NamedTuple):
+    """How down projections are packed where gate and up are packed otherwise; fields as in :class:`ExpertFormat`."""
+
+    encoding: Encoding
+    group_size: int
+    integer_zeros: bool = False
+    act_order: bool = False
+
+
 @dataclass(frozen=True)
 class ExpertFormat:
     """How one version of an expert is packed."""
@@ -60,6 +69,7 @@ class ExpertFormat:
     integer_zeros: bool = False  # whether zeros count steps of their scale, see :class:`MatrixFormat`
     act_order: bool = False  # whether columns are stored in another order than that of the inputs, see there
     has_gate: bool = True  # whether there is one; otherwise it has no rows, and its section no bytes
+    down: DownFormat | None = None  # of down alone, in versions that are not nested; None if it is that of the others
 
     @property
     def bits(self) -> int:
@@ -90,11 +100,15 @@ class ExpertFormat:
     @cached_property
     def matrices(self) -> tuple[MatrixFormat, MatrixFormat, MatrixFormat]:
         """Formats of gate [I, H] or [0, H], up [I, H] and down [H, I]."""
-        group_size = self.encoding.group_size or self.group_size
-        rest = self.encoding, group_size, self.dtype, self.bias, self.integer_zeros, self.act_order
+        usual = DownFormat(self.encoding, self.group_size, self.integer_zeros, self.act_order)
         outer, inner = self.rotations
-        up = MatrixFormat(self.intermediate, self.hidden, *rest, outer)
-        down = MatrixFormat(self.hidden, self.intermediate, *rest, inner)
+
+        def matrix(rows: int, columns: int, of: DownFormat, rotation: int) -> MatrixFormat:
+            group_size, flags = of.encoding.group_size or of.group_size, (of.integer_zeros, of.act_order)
+            return MatrixFormat(rows, columns, of.encoding, group_size, self.dtype, self.bias, *flags, rotation)
+
+        up = matrix(self.intermediate, self.hidden, usual, outer)
+        down = matrix(self.hidden, self.intermediate, self.down or usual, inner)
         return up if self.has_gate else replace(up, rows=0), up, down
 
     @property
@@ -141,42 +155,82 @@ class ModelExperts:
     layers: tuple[int, ...]  # index of each MoE layer in the model, ascending; dense layers are absent
     num_experts: int  # experts per layer on this rank
     top_k: int  # experts that one token uses in one layer
-    formats: Mapping[int, ExpertFormat]  # one per stored bit-width
+    formats: Mapping[int, ExpertFormat]
+    """One per stored bit-width; where layers differ that of most, under whose bits each layer's own version goes."""
     draft_layers: int = 0
     """How many of the layers, the last ones, are those of a draft that proposes the model's tokens."""
     curves: tuple[tuple[float, ...], ...] = field(default=(), compare=False)
     """Where thresholds of prompts' tokens and of others begin, see :mod:`~.threshold`; empty without a calibration."""
     lost: Mapping[int, tuple[float, ...]] = field(default_factory=dict, compare=False)
     """By index of the layer: what each expert loses in its low version, where a calibration has measured that."""
+    own: Mapping[int, ExpertFormat] = field(default_factory=dict)
+    """By index of the layer, its format where that is not the one of ``formats``, which then has a single bit-width."""
+
+    def __post_init__(self) -> None:
+        if self.own and len(self.formats) > 1:
+            raise ValueError("layers of several formats have one version of each expert")
+
+    @cached_property
+    def of_layers(self) -> tuple[Mapping[int, ExpertFormat], ...]:
+        """Formats of each layer, by bit-width, in the order of ``layers``."""
+        bits = next(iter(self.formats))
+        return tuple({bits: self.own[index]} if index in self.own else self.formats for index in self.layers)
+
+    def format(self, key: SliceKey) -> ExpertFormat:
+        return self.of_layers[key.layer][key.bits]
+
+    @cached_property
+    def of_kinds(self) -> tuple[Mapping[int, ExpertFormat], ...]:
+        """Formats of each kind of layers, by bit-width: layers of one kind have the same, and most models one kind."""
+        found: list[Mapping[int, ExpertFormat]] = []
+        for formats in self.of_layers:
+            if formats not in found:
+                found.append(formats)
+        return tuple(found)
+
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """Each layer's number in ``of_kinds``."""
+        return tuple(map(self.of_kinds.index, self.of_layers))
+
+    def of_kind(self, kind: int) -> "ModelExperts":
+        """Return the layers of one kind alone."""
+        layers = tuple(index for index, own in zip(self.layers, self.kinds, strict=True) if own == kind)
+        return replace(self, layers=layers, formats=self.of_kinds[kind], own={}, draft_layers=0)
+
+    @cached_property
+    def all_formats(self) -> tuple[ExpertFormat, ...]:
+        """All formats that differ."""
+        return tuple(dict.fromkeys(fmt for formats in self.of_kinds for fmt in formats.values()))
 
     @property
     def projections(self) -> tuple[Projection, ...]:
         return next(iter(self.formats.values())).projections
 
     def nbytes(self, bits: int) -> int:
-        return len(self.layers) * self.num_experts * self.formats[bits].whole_nbytes
+        return self.num_experts * sum(formats[bits].whole_nbytes for formats in self.of_layers)
 
     @property
     def stored_nbytes(self) -> int:
-        return len(self.layers) * self.num_experts * sum(fmt.nbytes for fmt in self.formats.values())
+        return self.num_experts * sum(fmt.nbytes for formats in self.of_layers for fmt in formats.values())
 
-    @cached_property
-    def places(self) -> Mapping[int, "SlicePlace"]:
-        """Where each version, or slice, is inside a layer's packed experts in memory."""
-        return self.places_at(1)
 
-    def places_at(self, alignment: int) -> Mapping[int, "SlicePlace"]:
-        """Return the same places if every slice begins at a multiple of so many bytes."""
-        places = {}
-        for bits, fmt in self.formats.items():
-            if fmt.encoding.upper_of:
-                continue
-            starts = [0]
-            for part in fmt.slices:
-                starts.append(-(-(starts[-1] + part.nbytes) // alignment) * alignment)
-            for number, part in enumerate(fmt.slices):
-                places[part.bits] = SlicePlace(bits, starts[-1], starts[number], number, len(fmt.slices))
-        return places
+def places_at(formats: Mapping[int, ExpertFormat], alignment: int) -> dict[int, "SlicePlace"]:
+    """Return where each version, or slice, of a layer's formats is among its packed experts, by bits, if every slice
+    begins at a multiple of so many bytes.
+    """
+    places = {}
+    for bits, fmt in formats.items():
+        if fmt.encoding.upper_of:
+            continue
+        starts = [0]
+        for part in fmt.slices:
+            starts.append(-(-(starts[-1] + part.nbytes) // alignment) * alignment)
+        for number, part in enumerate(fmt.slices):
+            # A layer's own version goes by the bits of the others'.
+            named = bits if part is fmt else part.bits
+            places[named] = SlicePlace(bits, starts[-1], starts[number], number, len(fmt.slices))
+    return places
 
 
 class SlicePlace(NamedTuple):

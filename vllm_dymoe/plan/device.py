@@ -7,7 +7,7 @@ same shares of its own data sheet.
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from vllm_dymoe.options import ConfigError
-from vllm_dymoe.plan.costs import Costs
 
 _PCIE4, _PCIE5 = 31.51e9, 63.02e9
 
@@ -43,8 +42,8 @@ _SHEETS: dict[str, tuple[float, float, float, float]] = {
 _WEIGHTS = {"Mixtral-8x7B": 3 * 4096 * 14336, "Qwen3-30B-A3B": 3 * 2048 * 768}  # of one expert, in reports
 # Of the bandwidth, and of the operations in a prompt, that vLLM's dense kernels reach; an assumption.
 _MEMORY_SHARE, _COMPUTE_SHARE = 0.75, 0.5
+_SHARE_MEASURED = 0.9  # of a data sheet, that torch's sum and product reach; an assumption
 _LINK_SHARE = 0.85  # of the link, behind its protocol
-_COSTS = Costs.measured()
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,6 @@ class Device:
     bandwidth: float  # bytes per second that kernels read
     compute: float  # operations per second
     link: float  # bytes per second from the host
-    layer_seconds: float = _COSTS.host_layer  # for each layer with experts, of the host that plans it
-    launch_seconds: float = 0.0  # for each layer of a prompt, of the host beside the device that plans it
-    miss: float = 0.0  # seconds of the host for each miss, beside the time of its bytes
     decides: bool = False  # decode steps are graphs, and nothing of a prompt waits for the host
     host_memory: int | None = None  # bytes for experts; None for as many as there are
     disk: float = float("inf")  # bytes per second that it reads for experts that are not there
@@ -81,12 +77,6 @@ class Device:
     def key(self) -> str:
         """The device's name as data sheets and measurements have it."""
         return _key(self.name)
-
-    def in_a_graph(self) -> "Device":
-        """The same for steps that it decides by itself."""
-        if not self.decides:
-            return self
-        return replace(self, layer_seconds=_COSTS.graph_layer, launch_seconds=_COSTS.launch, miss=_COSTS.graph_miss)
 
     def expert_rate(self, weights: int, tokens: float, *, nested: bool) -> ExpertRate:
         """Return the rate that was measured nearest to a size of experts, and then to a number of tokens."""
@@ -123,12 +113,27 @@ def _measured(card: str, report: Path | None) -> Iterator[ExpertRate]:
         if not found or found[0].card != card:
             raise ConfigError(f"{report} has no speeds of {card}'s kernels; give the report that make gpu wrote there.")
     else:
-        shipped = resources.files("vllm_dymoe.plan").joinpath("measured.json").read_text()
-        found = TypeAdapter(list[ExpertRate]).validate_json(shipped)
+        found = _shipped()
         found = [rate for rate in found if rate.card == card] or found
-    for rate in found:
-        (_, own_read, own_compute, _), (_, read, compute, _) = _SHEETS[card], _SHEETS[rate.card]
+    _, read, compute, _ = _SHEETS[card]
+    yield from _scaled(found, read, compute)
+
+
+def _scaled(rates: Iterable[ExpertRate], own_read: float, own_compute: float) -> Iterator[ExpertRate]:
+    """Yield the rates that a card reaches by the same shares of its own memory's and multipliers' rates."""
+    for rate in rates:
+        _, read, compute, _ = _SHEETS[rate.card]
         yield replace(rate, read=rate.read * own_read / read, compute=rate.compute * own_compute / compute)
+
+
+def shares_of_cards(read: float, compute: float) -> tuple[ExpertRate, ...]:
+    """Return the rates of a card without a data sheet, by what it was measured to read and compute per second."""
+    return tuple(_scaled(_shipped(), read / _SHARE_MEASURED, compute / _SHARE_MEASURED))
+
+
+def _shipped() -> list[ExpertRate]:
+    found = resources.files("vllm_dymoe.plan").joinpath("measured.json").read_text()
+    return TypeAdapter(list[ExpertRate]).validate_json(found)
 
 
 def find_device(name: str, link: str | None, report: Path | None = None) -> Device:
@@ -144,7 +149,7 @@ def find_device(name: str, link: str | None, report: Path | None = None) -> Devi
     memory, bandwidth, compute, sheet = _SHEETS[key]
     return Device(
         name, int(memory * 2**30), bandwidth * _MEMORY_SHARE, compute * _COMPUTE_SHARE,
-        sheet * _LINK_SHARE if link is None else parse_rate(link), miss=_COSTS.host_miss, decides=True,
+        sheet * _LINK_SHARE if link is None else parse_rate(link), decides=True,
         rates=tuple(_measured(key, report)),
     )  # fmt: skip
 

@@ -1,5 +1,6 @@
 """A model's sizes, from config.json alone."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,20 @@ class ModelShape:
 
     @property
     def dense_bytes(self) -> int:
-        return self.dense_weights * ITEM
+        return self.memory_of_dense(16)
+
+    def memory_of_dense(self, bits: int) -> int:
+        """Bytes of everything but experts, with the option ``dense``."""
+        return self.dense_weights * ITEM - self._saved(bits)
+
+    def read_of_dense(self, bits: int) -> int:
+        """Bytes of it that a step reads."""
+        return self.token_weights * ITEM - self._saved(bits)
+
+    def _saved(self, bits: int) -> int:
+        """Bytes that ``dense`` saves; an output head that is the embedding, too, keeps its 16 bits."""
+        tied = self.dense_weights == self.token_weights
+        return (self.token_weights - tied * self.vocabulary * self.hidden) * (16 - bits) // 8
 
     def token_bytes(self, expert_bytes: float) -> float:
         """Bytes of device memory that a decode step of one request reads."""
@@ -59,21 +73,36 @@ class ModelShape:
 
 
 def read_shape(model: str) -> ModelShape:
-    """From a folder, or from the Hugging Face hub, of which config.json alone is fetched; ConfigError if there is none
-    to be had, or it is not one of a Mixture-of-Experts model."""
+    """Return the sizes of a model, as ``config_folder`` finds it; ConfigError if it has no experts."""
+    folder = config_folder(model)
+    config = read_config(folder)
+    return shape_of(dict(nested_configs(config)[-1]), str(folder / "config.json"))
+
+
+def config_folder(model: str) -> Path:
+    """Return a model's folder, or one with its config.json from the Hugging Face hub; ConfigError if that is not to be
+    had."""
     folder = Path(model)
     if not folder.is_dir() and may_be_of_hub(model):
         try:
-            from huggingface_hub import hf_hub_download
-
-            folder = Path(hf_hub_download(model, "config.json")).parent
+            folder = _fetch_config(model)
         except Exception as error:
             raise ConfigError(
                 f"{model} is not a folder, and its config.json cannot be fetched ({str(error).splitlines()[0]}); name "
                 "a folder that has it."
             ) from error
-    config = read_config(folder)
-    return shape_of(dict(nested_configs(config)[-1]), str(folder / "config.json"))
+    return folder
+
+
+def _fetch_config(model: str) -> Path:
+    """Return the folder of a model's config.json, from ModelScope where vLLM would take the model from there."""
+    if os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in ("1", "true"):
+        from modelscope.hub.snapshot_download import snapshot_download
+
+        return Path(snapshot_download(model_id=model, allow_patterns=["config.json"]))
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(model, "config.json")).parent
 
 
 def shape_of(config: dict[str, Any], where: str) -> ModelShape:

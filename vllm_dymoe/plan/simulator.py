@@ -1,9 +1,10 @@
 """A simulator of schedules: what serving a recorded routing costs on a device, from the real planner and policies.
 
 The table, the rule, precisions, predictors, paces and high sets are those that serve. Only time is computed: copies,
-kernels, CPU execution, the host's work and questions to predictors are charged to four timelines,
+kernels, CPU execution, the host's work and questions to predictors are charged to five timelines,
 
     host    | plan a layer .. start its copies .. ask a predictor | ...
+    disk    | experts that host memory has no room for | ...
     link    | demands, projection by projection | what was predicted | moves between versions | ...
     compute | attention | experts that are there | others as they arrive | ...
     cpu     | experts that the CPU executes | ...
@@ -12,19 +13,21 @@ and a layer ends when its last expert does. Everything is the same on every mach
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from vllm_dymoe.cache.budget import expert_worth, plan_slots, slot_bits
-from vllm_dymoe.experts.format import EVERY_PROJECTION, ModelExperts
+from vllm_dymoe.executor.rates import Rates
+from vllm_dymoe.executor.rates import costs as sharing_costs
+from vllm_dymoe.experts.format import EVERY_PROJECTION, ExpertFormat, ModelExperts
 from vllm_dymoe.options import Options
 from vllm_dymoe.plan.costs import Costs
-from vllm_dymoe.plan.device import Device
-from vllm_dymoe.planner.constants import Cost
+from vllm_dymoe.plan.device import Device, ExpertRate
+from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS, Cost
 from vllm_dymoe.planner.hotness import Swap, averaged, hottest, layer_swaps, squared_gates, swaps
 from vllm_dymoe.planner.link_share import LinkShare
 from vllm_dymoe.planner.precision import Precision
@@ -38,6 +41,16 @@ from vllm_dymoe.trace.trace import Trace
 
 _PARTS = len(EVERY_PROJECTION)
 _MOVES_AT_ONCE = 64
+
+
+_NEXT_ROW, _ROUND_TRIP = 0.2, 20e-6  # of an expert's first row on a CPU; seconds to the CPU worker and back
+
+
+def _sharing(formats: Mapping[int, ExpertFormat], options: Options, device: Device) -> Ints:
+    """What fetching and executing a miss cost, as ``Table.cpu_costs``."""
+    first = {fmt.encoding.tag: fmt.whole_nbytes / device.host for fmt in formats.values()}
+    rates = Rates(device.link, first, {tag: s * _NEXT_ROW for tag, s in first.items()}, _ROUND_TRIP, 0, "planned")
+    return sharing_costs({HIGH: formats.get(options.high), LOW: formats.get(options.low)}, rates, options.misses_rows)
 
 
 @dataclass(frozen=True)
@@ -75,6 +88,7 @@ class Model:
     experts: ModelExperts  # the trace's layers and experts, with the sizes of the model that is played
     attention: int  # bytes of weights beside experts, for each layer
     head: int = 0  # bytes of weights behind the last layer
+    bits: int = 16  # of each of those weights
 
 
 @dataclass
@@ -124,6 +138,32 @@ class Result:
         return found
 
 
+def run_ranks(simulators: Sequence["Simulator"], steps: Iterable[Step], *, measured: bool = True) -> list[Result]:
+    """Serve steps on ranks that share out the experts, all of which meet behind every layer; each one's result."""
+    before = [rank.result for rank in simulators]
+    for rank in simulators:
+        rank.result = Result(peak=rank.result.peak)
+    for step in steps:
+        begun = simulators[0].now
+        for rank in simulators:
+            rank._begin(step)
+        for layer in range(len(simulators[0].model.experts.layers)):
+            for rank in simulators:
+                rank._layer(rank._routing(step, layer))
+            slowest = max(rank.now for rank in simulators)
+            for rank in simulators:
+                rank.now = slowest
+        for rank in simulators:
+            rank._end()
+            rank.result.steps.append(step)
+            rank.result.seconds.append(rank.now - begun)
+    found = [rank.result for rank in simulators]
+    if not measured:
+        for rank, result in zip(simulators, before, strict=True):
+            rank.result = result
+    return found
+
+
 @dataclass
 class _Copy:
     """Slices of one expert on their way, in projections."""
@@ -138,15 +178,18 @@ class _Copy:
 
 
 class Simulator:
-    """Serves steps of a trace on a device. ``fetches_all`` does not cancel what was predicted in vain (MoESys)."""
+    """Serves steps of a trace on a device. ``fetches_all`` does not cancel what was predicted in vain (MoESys). A rank
+    that has some of the experts has those of the model from ``first_expert`` on."""
 
     def __init__(
         self, trace: Trace, model: Model, options: Options, policy: Policy, device: Device, costs: Costs, limit: int,
         *, predictor: Predictor | None = None, fetches_all: bool = False, dtype: torch.dtype = torch.float32,
+        first_expert: int = 0,
     ) -> None:  # fmt: skip
         self.model, self.policy, self.device, self.costs = model, policy, device, costs
         self.options, self.predictor, self._fetches_all, self._dtype = options, predictor, fetches_all, dtype
         experts, layers, self._each = model.experts, len(model.experts.layers), model.experts.num_experts
+        self._first_expert = first_expert
         overhead = 0 if predictor is None else predictor.nbytes
         plan = plan_slots(experts, options, policy, limit, overhead)
         self.plan, formats = plan, experts.formats
@@ -156,7 +199,7 @@ class Simulator:
         quotas = {CODES[precision]: plan.quotas.get(precision, [0] * layers) for precision in plan.slots}
         if not policy.residency.keeps:
             quotas = {code: [0] * layers for code in quotas}
-        set_pools(self.table, {code: (0, 0, plan.slots[p]) for p in plan.slots for code in [CODES[p]]}, quotas)
+        set_pools(self.table, {code: [(0, 0, plan.slots[p])] for p in plan.slots for code in [CODES[p]]}, quotas)
         if all(list(of) == [self._each] * layers for of in quotas.values()):  # filled at start
             self.table.precision[:] = HIGH if HIGH in quotas else LOW
         self.table.reuse_high[:] = policy.precision.reuses_high
@@ -170,10 +213,14 @@ class Simulator:
         self.result = Result(peak=int(layers * model.attention + model.head + plan.limit))
         alone = not policy.needs_host and options.planning != "host" and device.decides
         self._in_graph = alone
+        if device.host and options.computes_misses:
+            self.table.cpu_costs[:] = _sharing(formats, options, device)
+        self._far = self._host_memory(formats)
+        self._rates: dict[int, ExpertRate] = {}  # by tokens of a step
         self._paces = {phase: Pace(paid=policy.prefetch is not None and policy.prefetch.paced) for phase in Phase}
         self._ahead: list[_Copy] = []  # for the next layer
         self._ahead_part = policy.prefetch.projections if policy.prefetch else _PARTS
-        self.now = self._link = self._host = self._cpu = 0.0
+        self.now = self._link = self._host = self._cpu = self._disk = 0.0
         self._named: set[int] | None = None
         precision, self._waited = policy.precision, 0.0  # seconds that steps waited for the link
         self._dial: LinkShare | None = None
@@ -184,51 +231,49 @@ class Simulator:
 
     def tell(self, trace: Trace) -> None:
         """Go on with another trace of the same model; slots and what was learnt stay."""
-        self.trace, self._ids, self._gates = trace, trace.experts.int(), trace.weights.float()
+        own = trace.experts.int() - self._first_expert
+        self.trace, self._gates = trace, trace.weights.float()
+        self._ids = torch.where((own >= 0) & (own < self._each), own, -1)
         self._inputs = trace.router_inputs
 
     # -- steps ------------------------------------------------------------------------------------
 
-    def run(self, steps: Iterator[Step] | Sequence[Step], *, measured: bool = True) -> Result:
+    def run(self, steps: Iterable[Step], *, measured: bool = True) -> Result:
         """Serve steps; if they only warm up, nothing of them is in the result."""
-        before, self.result = self.result, Result(peak=self.result.peak)
-        for step in steps:
-            begun = self.now
-            self._step(step)
-            self.result.steps.append(step)
-            self.result.seconds.append(self.now - begun)
-        if not measured:
-            self.result = before
-        return self.result
+        return run_ranks([self], steps, measured=measured)[0]
 
-    def _step(self, step: Step) -> None:
+    def _begin(self, step: Step) -> None:
         if self._moves is not None:
             self._moves.turn()
         if self._dial is not None:
             self._dial.begin_step(self._waited)
-        tokens = torch.from_numpy(step.tokens)
         if self.predictor is not None:
             self.predictor.begin_step(step.phase)
             prefetch = self.policy.prefetch
             if step.phase is Phase.PREFILL and prefetch is not None and prefetch.first_layer:
                 self._ask(-1, step.phase, self.now, [])
-        prompt = None
+
+    def _routing(self, step: Step, layer: int) -> Routing:
+        tokens, prompt, layers = torch.from_numpy(step.tokens), None, len(self.model.experts.layers)
         if step.phase is Phase.PREFILL:
             rows = torch.ones(len(tokens), dtype=torch.bool)
             prompt = PromptTokens(rows, rows, False)
-        layers = len(self.model.experts.layers)
-        for layer in range(layers):
-            x = torch.empty(len(tokens), 0) if self._inputs is None else self._inputs[tokens, layer].to(self._dtype)
-            weights = self._gates[tokens, layer]
-            self._layer(Routing(layer, layers, x, self._ids[tokens, layer], weights, step.phase, prompt))
-        self.now += self.model.head / self.device.bandwidth
+        x = torch.empty(len(tokens), 0) if self._inputs is None else self._inputs[tokens, layer].to(self._dtype)
+        weights = self._gates[tokens, layer]
+        return Routing(layer, layers, x, self._ids[tokens, layer], weights, step.phase, prompt)
+
+    def _end(self) -> None:
+        self.now += self.model.head / self.device.bandwidth + self.costs.step
 
     def _layer(self, at: Routing) -> None:
         layer, table, device, costs = at.layer, self.table, self.device, self.costs
-        tokens, result = len(at.ids), self.result
-        self.now += max(
-            self.model.attention / device.bandwidth, self.model.attention * tokens / device.compute
-        )  # 2 operations for each of attention / 2 weights
+        tokens, result, weights = len(at.ids), self.result, 8 * self.model.attention / self.model.bits
+        self.now += max(self.model.attention / device.bandwidth, 2 * weights * tokens / device.compute)
+        if tokens not in self._rates:
+            rate = device.expert_rate(self._weights, tokens, nested=self._nested)
+            waits = device.rates and tokens <= SMALL_BATCH_ROWS  # for memory: what was measured says so by bytes alone
+            self._rates[tokens] = replace(rate, compute=float("inf")) if waits else rate
+        self._rate = self._rates[tokens]
         graph = self._in_graph
         begun = max(self.now, self._host)
         planning = costs.graph_layer if graph else costs.host_layer
@@ -241,7 +286,9 @@ class Simulator:
         rows = np.fromiter((at.counts[e] for e in wanted), np.int64, len(wanted))
         if self._moves is not None:
             self._moves.count(at, active, rows)
-        executes = bool(table.cpu_costs.any())
+        executes = bool(table.cpu_costs.any()) and not (
+            graph and tokens > SMALL_BATCH_ROWS
+        )  # such a step may fetch all
         places = table.begin_step(layer, active, codes, rows if executes else None)
         before = table.precision[layer].copy()
         if self._moves is None:
@@ -258,6 +305,7 @@ class Simulator:
         # Computing and copying.
         streamed = {int(e) for e, place in zip(active, places.T, strict=True) if (place == STREAM).any()}
         copies = self._demands(active, codes, places, ahead, decided, graph=graph)
+        self._read(layer, copies)
         work = {
             int(e): self._compute_seconds(int(code), int(count))
             for e, code, count in zip(active, served, rows, strict=True)
@@ -282,7 +330,7 @@ class Simulator:
         return {e: p for e, p in chosen.items() if p is Precision.HIGH or not skipped}
 
     def _compute_seconds(self, code: int, rows: int) -> float:
-        return max(self._whole[code] / self.device.bandwidth, 2 * self._weights * rows / self.device.compute)
+        return max(self._whole[code] / self._rate.read, 2 * self._weights * rows / self._rate.compute)
 
     # -- the link ---------------------------------------------------------------------------------
 
@@ -306,6 +354,34 @@ class Simulator:
             copy.issued = max(copy.issued, decided + (number + 1) * each)
         self.result.fetched += len(found)
         return found
+
+    def _host_memory(self, formats: Mapping[int, ExpertFormat]) -> Table | None:
+        """What a host cache keeps, of what the device asks it for; None where it has room for everything.
+
+        Both together keep about what one memory of both sizes would.
+        """
+        experts, held = self.model.experts, self.device.host_memory
+        if held is None or held >= experts.stored_nbytes:
+            return None
+        table = Table.allocate(len(experts.layers), self._each, nested=self._nested)
+        quotas = [int(self._each * held / experts.stored_nbytes)] * len(experts.layers)
+        pools = {code: [(0, 0, sum(quotas))] for code in self._nbytes}
+        set_pools(table, pools, dict.fromkeys(self._nbytes, quotas))
+        return table
+
+    def _read(self, layer: int, copies: Sequence[_Copy]) -> None:
+        """Delay copies of what host memory does not have until the disk has read it."""
+        if self._far is None or not copies:
+            return
+        wanted = dict(sorted((copy.expert, copy.code) for copy in copies))  # of two slices the high one
+        experts, codes = np.array(list(wanted)), np.array(list(wanted.values()), np.int8)
+        places = self._far.begin_step(layer, experts, codes, None)
+        self._far.keep(layer, experts, codes, places)
+        there = {int(e) for e, place in zip(experts, places.T, strict=True) if (place == HIT).all()}
+        for copy in copies:
+            if copy.expert not in there:
+                self._disk = max(self._disk, copy.issued) + copy.nbytes / self.device.disk
+                copy.issued = self._disk
 
     def _compute(self, done: float, copies: list[_Copy], work: dict[int, float], streamed: set[int]) -> list[float]:
         """Bring what is missing and compute it as it arrives; when each expert ends."""

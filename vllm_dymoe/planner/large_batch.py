@@ -201,29 +201,33 @@ def _list_groups(
         for number, (part, action) in enumerate(zip(parts, actions, strict=True)):
             if action == Action.HIT or (action == Action.STREAM and not streams):
                 continue
-            slot = int(host.staging[part, 0]) + place if action == Action.STREAM else int(plan.slots[number, item])
-            source = int(host.source[layer, expert, part]) if found is None else slot_address(host, part, found)
-            large.spans[shape.slices * listed + number] = _span(host, part, source, slot)
-            plan.addresses[number, item] = torch.from_numpy(host.offsets[part]) + slot_address(host, part, slot)
+            slot = (
+                int(host.staging[layer, part, 0]) + place if action == Action.STREAM else int(plan.slots[number, item])
+            )
+            source = int(host.source[layer, expert, part]) if found is None else slot_address(host, layer, part, found)
+            large.spans[shape.slices * listed + number] = _span(host, layer, part, source, slot)
+            plan.addresses[number, item] = torch.from_numpy(host.offsets[layer, part]) + slot_address(
+                host, layer, part, slot
+            )
     return group
 
 
-def _span(host: Table, code: int, source: int, slot: int) -> Tensor:
-    return torch.tensor((source, slot_address(host, code, slot), int(host.slot_bytes[code])))
+def _span(host: Table, layer: int, code: int, source: int, slot: int) -> Tensor:
+    return torch.tensor((source, slot_address(host, layer, code, slot), int(host.slot_bytes[layer, code])))
 
 
 def _copy_ahead(
     host: Table, layer: int, shape: LargeBatchShape, half: int, code: int, most: int, large: LargeBatchWork
 ) -> None:
-    staged, listed = host.staged[layer % 2], shape.spans(shape.groups).start
+    staged, listed = host.staged[layer % 2, 0], shape.spans(shape.groups).start
     staged.fill(0)
     host.staged_for[layer % 2] = layer
     missing = (host.precision[layer] == ABSENT).nonzero()[0][:most].tolist()
     for rank, expert in enumerate(missing):
-        slot = int(host.staging[code, 0]) + half * shape.half + rank
+        slot = int(host.staging[layer, code, 0]) + half * shape.half + rank
         staged[:, expert] = slot, code, PROJECTIONS
-        large.spans[listed + rank] = _span(host, code, int(host.source[layer, expert, code]), slot)
-    nbytes = len(missing) * bytes_ahead(host, code, PROJECTIONS)
+        large.spans[listed + rank] = _span(host, layer, code, int(host.source[layer, expert, code]), slot)
+    nbytes = len(missing) * bytes_ahead(host, layer, code, PROJECTIONS)
     host.counters[layer, [Counter.AHEAD, Counter.AHEAD_BYTES]] += len(missing), nbytes
 
 

@@ -59,7 +59,7 @@ def plan_small_batch(
     sizes = np.bincount(chosen[chosen >= 0], minlength=host.experts)
     active = sizes.nonzero()[0]
     wanted = _choose(host, layer, active, ids, weights[:real], None if marks is None else marks[:real])
-    skipped = host.bits[wanted] == 0
+    skipped = host.bits[layer, wanted] == 0
     counted = {Counter.STEPS: 1, Counter.NEEDED_HIGH: wanted == HIGH, Counter.NEEDED_LOW: wanted == LOW}
     active, wanted = active[~skipped], wanted[~skipped]
     before = host.precision[layer, active]
@@ -120,30 +120,31 @@ def precisions_of(active: Ints, high: Collection[int]) -> NDArray[np.int8]:
     return np.where(np.isin(active, list(high)), HIGH, LOW).astype(np.int8)
 
 
-def slot_address(table: Table, code: int, slot: int) -> int:
-    return int(table.pool[code]) + slot * int(table.slot_bytes[code])
+def slot_address(table: Table, layer: int, code: int, slot: int) -> int:
+    return int(table.pool[layer, code]) + slot * int(table.slot_bytes[layer, code])
 
 
-def bytes_ahead(table: Table, code: int, projections: int) -> int:
+def bytes_ahead(table: Table, layer: int, code: int, projections: int) -> int:
     """Return the bytes of an expert's first projections, as fetched ahead."""
-    return int(table.slot_bytes[code] if projections == PROJECTIONS else table.offsets[code, projections])
+    whole = projections == PROJECTIONS
+    return int(table.slot_bytes[layer, code] if whole else table.offsets[layer, code, projections])
 
 
 def found_ahead(table: Table, layer: int, expert: int, code: int) -> tuple[int, int]:
-    """Return the slot that a missing expert was fetched ahead into, or -1, and how many of its projections."""
-    slot, precision, projections = table.staged[layer % 2, :, expert].tolist()
-    found = not table.nested and table.staged_for[layer % 2] == layer and precision == code
+    """Return the slot that a missing version, or slice, was fetched ahead into, or -1, and how many projections."""
+    slot, precision, projections = table.staged[layer % 2, code - 1 if table.nested else 0, :, expert].tolist()
+    found = table.staged_for[layer % 2] == layer and precision == code
     return (slot, projections) if found else (-1, 0)
 
 
 def _count_arrived(table: Table, layer: int) -> None:
-    """Count the predicted experts of a layer that have arrived in time, whether or not they are used."""
-    _, codes, projections = table.staged[layer % 2]
-    if table.nested or table.staged_for[layer % 2] != layer:
+    """Count the predicted slices of a layer that have arrived in time, whether or not they are used."""
+    if table.staged_for[layer % 2] != layer:
         return
-    arrived = projections.nonzero()[0].tolist()
-    nbytes = sum(bytes_ahead(table, int(codes[expert]), int(projections[expert])) for expert in arrived)
-    table.counters[layer, [Counter.AHEAD, Counter.AHEAD_BYTES]] += len(arrived), nbytes
+    for _, codes, projections in table.staged[layer % 2]:
+        arrived = projections.nonzero()[0].tolist()
+        nbytes = sum(bytes_ahead(table, layer, int(codes[expert]), int(projections[expert])) for expert in arrived)
+        table.counters[layer, [Counter.AHEAD, Counter.AHEAD_BYTES]] += len(arrived), nbytes
 
 
 def _list_items(
@@ -158,21 +159,22 @@ def _list_items(
     predicted = table.prefetch_slots.tolist()
     staged = {
         code: [first + predicted[code], count - predicted[code]]
-        for code, (first, count) in enumerate(table.staging.tolist())
+        for code, (first, count) in enumerate(table.staging[layer].tolist())
     }
     counts = table.counters[layer]
     plan.count.fill_(len(active))
     position = 0
     for item, (expert, code) in enumerate(zip(active.tolist(), computed.tolist(), strict=True)):
-        plan.experts[item], plan.precisions[item], plan.bits[item] = expert, code, int(table.bits[code])
+        plan.experts[item], plan.precisions[item], plan.bits[item] = expert, code, int(table.bits[layer, code])
         for number, part in enumerate((LOW, HIGH)[:code] if table.nested else (code,)):
             place, at = int(places[number, item]), (number, item)
             action = {HIT: Action.HIT, STREAM: Action.STREAM, CPU: Action.CPU}.get(place, Action.ADMIT)
             ahead, projections = (
-                (-1, 0) if action in (Action.HIT, Action.CPU) else found_ahead(table, layer, expert, code)
+                (-1, 0) if action in (Action.HIT, Action.CPU) else found_ahead(table, layer, expert, part)
             )
             if projections:
-                counts[[Counter.AHEAD_USED, Counter.AHEAD_USED_BYTES]] += 1, bytes_ahead(table, code, projections)
+                nbytes = bytes_ahead(table, layer, part, projections)
+                counts[[Counter.AHEAD_USED, Counter.AHEAD_USED_BYTES]] += 1, nbytes
             slot = -1
             if action in (Action.HIT, Action.ADMIT):
                 slot = int(table.slot[number, layer, expert])
@@ -183,10 +185,10 @@ def _list_items(
                 and staged[part][1]
             ):
                 slot, staged[part] = staged[part][0], [staged[part][0] + 1, staged[part][1] - 1]
-            offsets, address = torch.from_numpy(table.offsets[part]), slot_address(table, part, slot)
+            offsets, address = torch.from_numpy(table.offsets[layer, part]), slot_address(table, layer, part, slot)
             plan.slots[at], plan.action[at] = slot, action
             plan.addresses[at] = offsets + (address if action is Action.HIT else int(table.source[layer, expert, part]))
-            plan.addresses[number, item, :projections] = offsets[:projections] + slot_address(table, part, ahead)
+            plan.addresses[number, item, :projections] = offsets[:projections] + slot_address(table, layer, part, ahead)
             if action is not Action.HIT and slot >= 0:
                 plan.destinations[at] = offsets + address
         here = 0 if places[0, item] == CPU else int(sizes[expert])

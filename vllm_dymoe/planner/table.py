@@ -84,14 +84,17 @@ class Table:
     first_slot: Any = _column("layers", 3, dtype="int32")
     """First slot of the layer's own range in each pool. With device-side planning a free slot is the lowest of the
     range that no row names, so no list of free slots is needed."""
-    staging: Any = _column(3, 2, dtype="int32")  # first staging slot and their number, by version
-    staged: Any = _column(2, 3, "experts", dtype="int32")
-    """What was fetched ahead, for an even and an odd layer: each expert's slot, version, and number of projections,
-    gate first. An entry is valid until the next prediction for a layer of the same parity."""
+    staging: Any = _column("layers", 3, 2, dtype="int32")
+    """First staging slot and their number, by version; as many for every layer. Layers of other formats have others."""
+    staged: Any = _column(2, "slices", 3, "experts", dtype="int32")
+    """What was fetched ahead, for an even and an odd layer: for each slice of an expert its slot, version, and number
+    of projections, gate first. An entry is valid until the next prediction for a layer of the same parity."""
     staged_for: Any = _column(2, dtype="int32", fill=-1)  # the layers of ``staged``, -1 for none
     predicted: Any = _column(2, "layers", "experts", dtype="int32", fill=-1)
     """Experts that a layer will probably want, the best first and each once, and the version of each; the first
     negative expert ends the list. Written by whoever predicts: the host between steps, or the device within one."""
+    fetched_ahead: Any = _column(2, "layers", "counts", dtype="int32")
+    """How many of so many predicted experts, the best first, are fetched high, and how many at all."""
     prefetch_slots: Any = _column(3, dtype="int32")
     """How many of the staging slots, from the first on, predicted experts fill in small-batch steps, by version."""
     planned: Any = _column(1, dtype="int32", fill=-1)
@@ -102,10 +105,11 @@ class Table:
     prompt_threshold: Any = _column(2)  # the same for tokens that are marked as prompts'
     cpu_costs: Any = _column(3, len(Cost))
     """Cost in ns of fetching a version and of executing it on the CPU; 0 disables the latter. See ``Cost``."""
-    bits: Any = _column(3, dtype="int32")  # encoding tags of the versions; 0 for one that is skipped
-    offsets: Any = _column(3, 3)  # offsets in bytes of gate, up and down in a packed expert
-    pool: Any = _column(3)  # address of slot 0
-    slot_bytes: Any = _column(3)  # size of a slot
+    bits: Any = _column("layers", 3, dtype="int32")  # encoding tags of the versions; 0 for one that is skipped
+    offsets: Any = _column("layers", 3, 3)  # offsets in bytes of gate, up and down in a packed expert
+    pool: Any = _column("layers", 3)
+    """Address that slot 0 would have, if all slots were as large as the layer's."""
+    slot_bytes: Any = _column("layers", 3)  # size of a slot
     source: Any = _column("layers", "experts", 3)
     """Address of each version in the host store."""
     recording: Any = _column(1, dtype="int32")  # whether routing is recorded in the ring
@@ -132,7 +136,7 @@ class Table:
         for column in fields(cls):
             shape = tuple(sizes[size] if isinstance(size, str) else size for size in column.metadata["shape"])
             columns[column.name] = np.full(shape, column.metadata["fill"], column.metadata["dtype"])
-        columns["critical"][:] = np.arange(experts + 1)
+        columns["critical"][:] = columns["fetched_ahead"][:] = np.arange(experts + 1)
         columns["threshold"][:] = columns["prompt_threshold"][:] = NO_THRESHOLD
         if device is not None:
             return cls(**{name: torch.from_numpy(values).to(device) for name, values in columns.items()})
@@ -149,6 +153,10 @@ class Table:
     @property
     def experts(self) -> int:
         return int(self.precision.shape[1])
+
+    def at(self, layer: int) -> dict[str, Any]:
+        """Return the columns by name as a GPU takes them: of what follows from formats, the layer's row alone."""
+        return vars(self) | {name: getattr(self, name)[layer] for name in _OF_FORMATS}
 
     def clear(self) -> None:
         """Empty all rows, and forget all uses."""
@@ -259,6 +267,9 @@ class Table:
         return self.slot[int(self.nested and precision is Precision.HIGH)][self.holders(CODES[precision])].tolist()
 
 
+_OF_FORMATS = ("staging", "bits", "offsets", "pool", "slot_bytes")
+
+
 def coldest_of(table: Table, layer: int, precision: Precision, spared: set[int]) -> int | None:
     """Return the coldest expert that a layer holds in a precision, except those ``spared``; None if there is none."""
     kept = table.holders(CODES[precision])[layer].nonzero()[0]
@@ -290,8 +301,8 @@ def check_integrity(table: Table, *, ranges: bool = False, moving: bool = False)
             own = np.array(slots, np.int64) - table.first_slot[held.nonzero()[0], code]
             assert ((own >= 0) & (own < quota[held.nonzero()[0]])).all(), "a layer names a slot of another layer"
         for half in (table.staged_for >= 0).nonzero()[0].tolist():
-            staged, precisions, projections = table.staged[half]
-            first, count = table.staging[code].tolist()
+            staged, precisions, projections = table.staged[half].swapaxes(0, 1)
+            first, count = table.staging[table.staged_for[half], code].tolist()
             guessed = staged[(projections > 0) & (precisions == code)]
             own = (guessed >= first) & (guessed < first + count)
             assert own.all(), "a prediction lies in a slot that a layer keeps"
@@ -300,26 +311,32 @@ def check_integrity(table: Table, *, ranges: bool = False, moving: bool = False)
 
 def set_precision(
     table: Table,
-    formats: Mapping[int, ExpertFormat | None],  # by LOW and HIGH, those in use; None for one that is skipped
+    formats: Sequence[Mapping[int, ExpertFormat | None]],
     critical: NDArray[np.int32],  # int32 [layers, experts + 1], by the number of active experts
     thresholds: Sequence[NDArray[np.int64]] = (),
 ) -> None:
     """Write the columns that say what precisions mean, and how many experts of a step are high.
 
-    ``thresholds`` are those of prompts' tokens and of decoded tokens, int64 [2] each, or none; one that is in use for
-    the same retention keeps its value. ValueError if formats are nested and the table is not, or the reverse.
+    ValueError if formats are nested and the table is not, or the reverse.
+
+    Args:
+        formats: of each layer by LOW and HIGH, those in use; None for one that is skipped.
+        thresholds: those of prompts' tokens and of decoded tokens, int64 [2] each, or none; one that is in use for the
+            same retention keeps its value.
     """
-    bits, offsets = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 3, dtype=torch.int64)
-    high = formats[HIGH]
-    if (high is not None and high.nested) != table.nested:
-        raise ValueError("formats are nested where the table is not, or the other way round")
-    for code, fmt in formats.items():
-        bits[code] = 0 if fmt is None else fmt.encoding.tag
-    # A base slice has offsets even if nothing is computed from it alone.
-    low = high.base if high is not None and high.nested else formats.get(LOW)
-    for code, fmt in ((HIGH, high), (LOW, low)):
-        if fmt is not None:
-            offsets[code] = torch.tensor([section.start for section in fmt.sections])
+    layers = len(formats)
+    bits, offsets = torch.zeros(layers, 3, dtype=torch.int32), torch.zeros(layers, 3, 3, dtype=torch.int64)
+    for layer, of_layer in enumerate(formats):
+        high = of_layer[HIGH]
+        if (high is not None and high.nested) != table.nested:
+            raise ValueError("formats are nested where the table is not, or the other way round")
+        for code, fmt in of_layer.items():
+            bits[layer, code] = 0 if fmt is None else fmt.encoding.tag
+        # A base slice has offsets even if nothing is computed from it alone.
+        low = high.base if high is not None and high.nested else of_layer.get(LOW)
+        for code, fmt in ((HIGH, high), (LOW, low)):
+            if fmt is not None:
+                offsets[layer, code] = torch.tensor([section.start for section in fmt.sections])
     for column, values in ((table.bits, bits), (table.offsets, offsets), (table.critical, torch.from_numpy(critical))):
         column[:] = values
     columns = table.prompt_threshold, table.threshold
@@ -330,33 +347,43 @@ def set_precision(
 
 
 def set_pools(
-    table: Table, pools: Mapping[int, tuple[int, int, int]], quotas: Mapping[int, Sequence[int]]
+    table: Table,
+    pools: Mapping[int, Sequence[tuple[int, int, int]]],
+    quotas: Mapping[int, Sequence[int]],
+    kinds: Sequence[int] | None = None,
 ) -> dict[int, int]:
-    """Write the columns about slots, and empty all rows; return the number of staging slots by LOW and HIGH.
+    """Write the columns about slots, and empty all rows; return a layer's number of staging slots by LOW and HIGH.
 
     ValueError if the quotas exceed a pool, or a layer's quota its experts.
 
     Args:
-        pools: address of slot 0, bytes of a slot and number of slots, by LOW and HIGH.
+        pools: by LOW and HIGH, for each kind of layers: address of its first slot, bytes of a slot and number of slots.
         quotas: slots that each layer may fill, by LOW and HIGH.
+        kinds: of each layer, its number in ``pools``; None if all are of the first.
     """
     names = ("first_slot", "quotas", "staging", "pool", "slot_bytes")
     columns = {name: np.zeros(tuple(getattr(table, name).shape), np.int64) for name in names}
-    for code, (base, slot_bytes, count) in pools.items():
-        quota = np.array(quotas[code], np.int64)
-        stops = quota.cumsum()
-        if quota.max() > table.experts:
-            raise ValueError(f"a layer would keep {quota.max()} of its {table.experts} experts")
-        if stops[-1] > count:
-            raise ValueError(f"shares sum to {stops[-1]} slots of precision {code}, but the pool has {count}")
-        columns["quotas"][:, code], columns["first_slot"][:, code] = quota, stops - quota
-        columns["staging"][code] = stops[-1], count - stops[-1]
-        columns["pool"][code], columns["slot_bytes"][code] = base, slot_bytes
+    of_layers = np.zeros(table.layers, np.int64) if kinds is None else np.array(kinds)
+    for code, parts in pools.items():
+        first, every = 0, np.array(quotas[code], np.int64)
+        if every.max() > table.experts:
+            raise ValueError(f"a layer would keep {every.max()} of its {table.experts} experts")
+        for kind, (base, slot_bytes, count) in enumerate(parts):
+            mine = of_layers == kind
+            quota = every[mine]
+            stops = quota.cumsum()
+            if stops[-1] > count:
+                raise ValueError(f"shares sum to {stops[-1]} slots of precision {code}, but the pool has {count}")
+            columns["quotas"][mine, code], columns["first_slot"][mine, code] = quota, first + stops - quota
+            columns["staging"][mine, code] = first + stops[-1], count - stops[-1]
+            # The slots of all kinds have one numbering.
+            columns["pool"][mine, code], columns["slot_bytes"][mine, code] = base - first * slot_bytes, slot_bytes
+            first += count
     for name, values in columns.items():
         column = getattr(table, name)
         column[:] = torch.from_numpy(values) if isinstance(column, torch.Tensor) else values
     table.clear()
-    return {code: int(columns["staging"][code, 1]) for code in pools}
+    return {code: int(columns["staging"][:, code, 1].min()) for code in pools}
 
 
 def layer_quotas(slots: int, weights: Sequence[float], staging: int, most: int) -> list[int]:

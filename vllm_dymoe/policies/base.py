@@ -17,7 +17,6 @@ from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.routing import Routing
 from vllm_dymoe.planner.rule import Ints
 from vllm_dymoe.prefetch import Predictor, RoutedModel
-from vllm_dymoe.prefetch.on_device import MakeDevicePredictor
 
 # Two slots keep a link busy within a layer: one is computed while the other fills. From a layer's last transfer to the
 # first of the next it idles unless predictions have slots: four where the host takes 300 us for a layer and the link 84
@@ -87,10 +86,21 @@ class PrecisionPolicy:
     def begin(self, curves: Sequence[Sequence[float]]) -> None:
         """Thresholds that have not moved begin where those of a calibration ended; none where there was no such."""
 
+    def count_ahead(self, layer: int, num_layers: int, named: int) -> tuple[int, int]:
+        """Of so many experts that a predictor names for a coming layer, the best first, how many are fetched high, and
+        how many at all."""
+        return named if Precision.HIGH in self.precisions else 0, named
+
     def precisions_ahead(self, layer: int, num_layers: int, named: Sequence[int]) -> Mapping[int, Precision]:
         """In which precision to fetch the experts that a predictor names for a coming layer, the best first; those that
         are left out are not fetched."""
-        return dict.fromkeys(named, Precision.HIGH if Precision.HIGH in self.precisions else Precision.LOW)
+        high, fetched = self.count_ahead(layer, num_layers, len(named))
+        return {e: Precision.HIGH if place < high else Precision.LOW for place, e in enumerate(named[:fetched])}
+
+    def counts_ahead(self, num_layers: int, experts: int) -> NDArray[np.int32]:
+        """``count_ahead`` for a device, int32 [2, num_layers, experts + 1]."""
+        counts = [[self.count_ahead(layer, num_layers, n) for n in range(experts + 1)] for layer in range(num_layers)]
+        return np.array(counts, np.int32).transpose(2, 0, 1)
 
 
 Evicts = Literal["coldest", "least recent", "first in"]
@@ -163,7 +173,6 @@ class PrefetchPolicy:
     layers: int = 1  # ahead that the predictor is asked about
     needs_gates: bool = False  # the predictor asks the model's gates
     takes_predictor: bool = False  # a trained predictor can stand in for it
-    on_device: MakeDevicePredictor | None = None  # names experts in steps that the device plans; None if nothing does
     first_layer: bool = False  # experts of a prompt's first MoE layer are named before it is reached
     paced: bool = False  # predictions are acted on only as often as they pay
     needs_predictor: bool = False  # there has to be a trained one
@@ -216,8 +225,6 @@ class Policy(BaseModel):
         """
         if not self.precision.planned:
             return f'policy "{self.name}" chooses precisions by code that runs on the host'
-        if self.prefetch is not None and self.prefetch.needs_predictor:
-            return f'policy "{self.name}" asks a trained network, which the host does'
         return ""
 
     def staging_slots(self, slots: int) -> int:

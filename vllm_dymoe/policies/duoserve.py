@@ -7,7 +7,6 @@ from vllm_dymoe.options import ExpertBudget
 from vllm_dymoe.policies.base import Policy, PrefetchPolicy, ResidencyPolicy
 from vllm_dymoe.prefetch import Predictor, RoutedModel, TrainedPredictor
 from vllm_dymoe.prefetch.checkpoint import PredictorError, read_card
-from vllm_dymoe.prefetch.on_device import PopularityOnDevice
 from vllm_dymoe.prefetch.popularity import Popularity
 
 _PAPERS = ("paper", "paper-shared")  # architectures
@@ -37,8 +36,7 @@ class DuoServe(Policy):
         only_paper = self.network == "paper"
         return PrefetchPolicy(
             "the paper's network" if only_paper else "popularity", self._predictor, takes_predictor=True,
-            on_device=None if only_paper else PopularityOnDevice, first_layer=True, paced=self.paced,
-            needs_predictor=only_paper,
+            first_layer=True, paced=self.paced, needs_predictor=only_paper,
         )  # fmt: skip
 
     def _predictor(self, model: RoutedModel) -> Predictor:

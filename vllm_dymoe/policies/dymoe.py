@@ -73,16 +73,13 @@ class CriticalHigh(PrecisionPolicy):
             if threshold[0] == start:  # it has not moved
                 threshold[:] = threshold_for(self.schedule.retention, curve)
 
-    def precisions_ahead(self, layer: int, num_layers: int, named: Sequence[int]) -> Mapping[int, Precision]:
+    def count_ahead(self, layer: int, num_layers: int, named: int) -> tuple[int, int]:
         """High for as many as the coming layer's t says (Eqs. 5, 7 and 8), or retention; the others low, or not."""
         if self.thresholds:
-            count = max(1, round(self.schedule.retention * len(named)))
+            high = min(named, max(1, round(self.schedule.retention * named)))
         else:
-            count = self._critical(layer, num_layers, len(named))
-        if self.high_ahead:
-            return dict.fromkeys(named[:count], Precision.HIGH)
-        high = set(named[:count])
-        return {expert: Precision.HIGH if expert in high else Precision.LOW for expert in named}
+            high = self._critical(layer, num_layers, named)
+        return high, high if self.high_ahead else named
 
     def _critical(self, layer: int, num_layers: int, active: int) -> int:
         return self.schedule.critical(layer, num_layers, active)

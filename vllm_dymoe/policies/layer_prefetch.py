@@ -5,7 +5,6 @@ from typing import ClassVar
 
 from vllm_dymoe.options import ExpertBudget
 from vllm_dymoe.policies.base import Policy, PrefetchPolicy, ResidencyPolicy
-from vllm_dymoe.prefetch.on_device import AllExpertsOnDevice
 from vllm_dymoe.prefetch.popularity import AllExperts
 
 
@@ -25,5 +24,4 @@ class LayerPrefetch(Policy):
         return PrefetchPolicy(
             "all of the next layer",
             lambda model: AllExperts(model.num_layers, model.num_experts),
-            on_device=AllExpertsOnDevice,
         )

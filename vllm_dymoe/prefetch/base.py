@@ -5,13 +5,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from vllm_dymoe.experts.format import ModelExperts
 from vllm_dymoe.planner.routing import Phase, Routing
+from vllm_dymoe.planner.table import Table
 from vllm_dymoe.prefetch.side_stream import Answer, Inline
+
+if TYPE_CHECKING:  # it asks gates, which name candidates
+    from vllm_dymoe.prefetch.on_device import DevicePredictor
 
 
 class Candidate(NamedTuple):
@@ -61,6 +66,15 @@ class Predictor(ABC):
     def slots_changed(self) -> None:  # noqa: B027
         """From now on layers find experts in another cache."""
 
+    def on_device(self, table: Table, experts: ModelExperts) -> "DevicePredictor | None":
+        """Return what names experts in small-batch steps that the device plans; None if nothing does.
+
+        Args:
+            table: the device's.
+            experts: of the rank.
+        """
+        return None
+
     def _answer(self, layer: int) -> Answer:
         if self._read is None:
             self.begin(layer)
@@ -84,6 +98,12 @@ class PredictionStats:
     predicted: int = 0  # experts that were named for a coming layer
     needed: int = 0  # experts that routers chose in layers for which the predictor was asked
     correct: int = 0  # experts that are in both
+
+    def add(self, asked: int, predicted: int, needed: int, correct: int, *others: int) -> None:
+        """Add what a device has counted, in the order of PredictionCount."""
+        self.predicted += predicted
+        self.needed += needed
+        self.correct += correct
 
 
 class Measured:

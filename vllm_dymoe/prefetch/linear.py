@@ -17,7 +17,7 @@ import torch
 
 from vllm_dymoe.experts.identity import ModelIdentity
 from vllm_dymoe.prefetch.folded import FoldedMLP
-from vllm_dymoe.trace.gates import GateWeights
+from vllm_dymoe.trace.gates import GateWeights, Scoring, correction_name
 
 PRIOR_TOKENS = 512
 """Weight of the next gate, in tokens of average inputs: 256 to 1024 measure alike, 64 loses below 1500 tokens."""
@@ -76,24 +76,30 @@ class LeastSquares:
                 _write(network, gates, layer, ahead, self._sizes.top_k, change)
 
 
-def make_network(sizes: ModelIdentity, look_ahead: int, device: torch.device, dtype: torch.dtype) -> FoldedMLP:
-    """A network that knows nothing, of zeros."""
+def make_network(
+    sizes: ModelIdentity, look_ahead: int, device: torch.device, dtype: torch.dtype, corrected: Scoring | None = None
+) -> FoldedMLP:
+    """A network that knows nothing, of zeros; with a correction of such scores, if there is one."""
     layers, experts = sizes.num_layers, sizes.num_experts
     shapes: dict[str, tuple[int, ...]] = {"popularity": (layers, experts)}
     for ahead in range(1, look_ahead + 1):
         name = "" if ahead == 1 else f".{ahead}"
         shapes[f"tables{name}"] = layers - ahead, experts, experts
         shapes[f"gates{name}"] = layers - ahead, sizes.hidden, experts
-    return FoldedMLP({name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in shapes.items()})
+    tensors = {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
+    if corrected is not None:
+        tensors[correction_name(corrected)] = torch.zeros(layers, experts, dtype=torch.float32, device=device)
+    return FoldedMLP(tensors)
 
 
 @torch.no_grad()
-def ask_next_gates(network: FoldedMLP, gates: GateWeights, top_k: int) -> FoldedMLP:
-    """The network with what the gates of the next layers make of a layer's input, and with their correction."""
+def ask_next_gates(network: FoldedMLP, gates: GateWeights, top_k: int) -> None:
+    """Write into a network what the gates of the next layers make of a layer's input, and their correction."""
     for ahead in range(1, network.look_ahead + 1):
         for layer in range(network.num_layers - ahead):
             _write(network, gates, layer, ahead, top_k)
-    return FoldedMLP(network.tensors | gates.named_correction())
+    for name, correction in gates.named_correction().items():
+        network.tensors[name].copy_(correction)
 
 
 def _features(x: torch.Tensor, experts: torch.Tensor, num_experts: int) -> torch.Tensor:
@@ -138,7 +144,9 @@ def train_on(
     sums = LeastSquares(sizes, range(sizes.num_layers - 1), look_ahead, x.device)
     for some, chosen in zip(x.split(block), experts.split(block), strict=True):
         sums.add(gates, some.transpose(0, 1), chosen.transpose(0, 1))
-    network = ask_next_gates(make_network(sizes, look_ahead, x.device, torch.float32), gates, sizes.top_k)
+    corrected = None if gates.correction is None else gates.scoring
+    network = make_network(sizes, look_ahead, x.device, torch.float32, corrected)
+    ask_next_gates(network, gates, sizes.top_k)
     network.popularity.copy_(popularity)
     for layer in sums.layers:
         sums.solve(layer, gates, network)

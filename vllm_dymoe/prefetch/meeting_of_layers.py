@@ -16,9 +16,13 @@ from functools import partial
 
 import torch
 
+from vllm_dymoe.experts.format import ModelExperts
+from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.planner.routing import Phase, Routing
+from vllm_dymoe.planner.table import Table
 from vllm_dymoe.prefetch.base import Candidate, Predictor
 from vllm_dymoe.prefetch.gate import Gate
+from vllm_dymoe.prefetch.on_device import DevicePredictor, VotingOnDevice
 from vllm_dymoe.prefetch.side_stream import Answer, Inline, bytes_of_copies, some_rows
 from vllm_dymoe.prefetch.tuner import Heop
 
@@ -89,6 +93,11 @@ class MeetingOfLayers(Predictor):
         self._named = frozenset(candidate.expert for candidate in candidates)
         self._there = self._held(following) if self._tuner else frozenset()
         return candidates
+
+    def on_device(self, table: Table, experts: ModelExperts) -> DevicePredictor:
+        fmt, voters = next(iter(experts.formats.values())), self._inputs.maxlen or 1
+        inputs = torch.zeros(voters, SMALL_BATCH_ROWS, fmt.hidden, dtype=fmt.dtype, device=table.predicted.device)
+        return VotingOnDevice(table, experts.top_k, self._gates, self._setting, self._tuner, inputs)
 
     def _report(self, layer: int, chosen: Mapping[int, int]) -> None:
         assert self._tuner is not None

@@ -14,9 +14,12 @@ from collections.abc import Sequence
 
 import torch
 
+from vllm_dymoe.experts.format import ModelExperts
 from vllm_dymoe.planner.routing import Phase, Routing
+from vllm_dymoe.planner.table import Table
 from vllm_dymoe.prefetch.base import Candidate, Predictor
 from vllm_dymoe.prefetch.gate import Gate
+from vllm_dymoe.prefetch.on_device import DevicePredictor, GatesOnDevice
 from vllm_dymoe.prefetch.side_stream import Answer, Inline, bytes_of_copies, some_rows
 
 
@@ -64,6 +67,9 @@ class NextGate(Predictor):
         self._x = None
         found = zip(coming, answer[::2], answer[1::2], strict=True)
         return [one for later, experts, scores in found for one in self._gates[later].named(later, experts, scores)]
+
+    def on_device(self, table: Table, experts: ModelExperts) -> DevicePredictor:
+        return GatesOnDevice(table, self._top_k, self._gates, self._layers)
 
     def _coming(self, layer: int) -> range:
         depth = self._layers if self._phase is Phase.DECODE else 1

@@ -4,14 +4,19 @@ A predictor runs on a branch of the captured step while a layer is computed. ``e
 what it names. Any number of experts may be named; those for which there is no slot or no time are not fetched.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from vllm_dymoe.planner.rule import HIGH
+from vllm_dymoe.planner.constants import experts_width
+from vllm_dymoe.planner.prefetch import MOST_AHEAD, PredictionCount, name_experts
+from vllm_dymoe.planner.rule import HIGH, Ints
 from vllm_dymoe.planner.table import Table
+from vllm_dymoe.prefetch.folded import FoldedMLP
+from vllm_dymoe.prefetch.gate import Gate
+from vllm_dymoe.prefetch.tuner import Heop
 
 
 class DevicePredictor:
@@ -29,6 +34,11 @@ class DevicePredictor:
         """Bytes of device memory, without the table's."""
         return 0
 
+    @property
+    def look_ahead(self) -> int:
+        """For how many coming layers it names experts: 1 or 2."""
+        return 1
+
     def observe(self, layer: int, x: Tensor, ids: Tensor, rows: Tensor) -> None:
         """Enqueue what learns from a layer of a large batch; no host may be needed.
 
@@ -41,12 +51,175 @@ class DevicePredictor:
     def predict(self, layer: int, x: Tensor, ids: Tensor, rows: Tensor) -> None:
         """Enqueue what learns from a layer of a small batch and, unless it is the last, names experts of the next one.
 
-        ``Table.predicted[:, layer + 1]`` is written; arguments as for :meth:`observe`.
+        ``Table.predicted`` is written of the coming layers; arguments as for :meth:`observe`.
+        """
+
+    def warm_up(self, x: Tensor, ids: Tensor, rows: Tensor) -> None:
+        """Compile and load kernels, while no row is a token and gates may not be there; arguments as for others."""
+
+    @property
+    def learns(self) -> int:
+        """After how many decode steps it wants to :meth:`learn`; 0 for never."""
+        return 0
+
+    def learn(self, counts: Ints, steps: int) -> None:
+        """Adjust, between steps, to what its predictions were worth.
+
+        Args:
+            counts: int64 [layers, PredictionCount], of so many decode steps.
         """
 
 
-MakeDevicePredictor = Callable[[Table, int], DevicePredictor]
-"""Makes a predictor for a table and the experts of a token."""
+class NamesByScores(DevicePredictor):
+    """Names the experts of the largest scores; the base of predictors that compute scores.
+
+    Args:
+        numbers: int32 [layers of the model, experts of all ranks], this rank's number of each, negative for another
+            rank's.
+        voters: how many layers' scores there are for each.
+        look_ahead: for how many coming layers experts are named, of which a device fetches for two.
+    """
+
+    def __init__(self, table: Table, top_k: int, numbers: Tensor, voters: int = 1, look_ahead: int = 1) -> None:
+        super().__init__(table, top_k)
+        self._look_ahead = min(look_ahead, MOST_AHEAD)
+        self._numbers, self._voters, device = numbers, voters, table.predicted.device
+        self._layers = len(numbers)  # without a draft's
+        self._asked = torch.tensor([[top_k, 1]], dtype=torch.int32, device=device).repeat(self._layers, 1)
+        self._scratch = torch.zeros(experts_width(numbers.shape[1]), dtype=torch.int64, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return self._numbers.nbytes + self._asked.nbytes + self._scratch.nbytes
+
+    def warm_up(self, x: Tensor, ids: Tensor, rows: Tensor) -> None:
+        if self._layers > 1:
+            sizes = self._voters, len(x), self._numbers.shape[1]
+            self._name(1, 0, torch.zeros(sizes, dtype=torch.float32, device=x.device), rows)
+
+    @property
+    def look_ahead(self) -> int:
+        return self._look_ahead
+
+    def _coming(self, layer: int) -> range:
+        return range(layer + 1, min(layer + 1 + self._look_ahead, self._layers))
+
+    def _name(self, target: int, layer: int, scores: Tensor, rows: Tensor) -> None:
+        """Name experts of a coming layer by scores, float32 [voters, tokens, experts of all ranks]."""
+        name = _name_experts_on(self._table.predicted.device)
+        name(self._table, target, layer, scores.contiguous(), rows, self._asked, self._numbers, self._scratch)
+
+
+class GatesOnDevice(NamesByScores):
+    """Asks the next layer's gate about a layer's input, as ``next_gate.NextGate`` does (DyMoE 4.4.1).
+
+    Args:
+        gates: of every layer, in order.
+    """
+
+    def __init__(self, table: Table, top_k: int, gates: Sequence[Gate], look_ahead: int = 1) -> None:
+        super().__init__(table, top_k, numbers_of(gates, table), look_ahead=look_ahead)
+        self._gates = gates
+
+    def predict(self, layer: int, x: Tensor, ids: Tensor, rows: Tensor) -> None:
+        for later in self._coming(layer):
+            self._name(later, layer, self._gates[later].scores(x)[None], rows)
+
+
+class VotingOnDevice(NamesByScores):
+    """Asks the next layer's gate about the inputs of several layers, as ``meeting_of_layers`` does (FIRM-MoE).
+
+    K and P are values on the device, which HEOP changes between steps.
+
+    Args:
+        gates: of every layer, in order.
+        setting: K and P to begin with.
+        tuner: changes them; None if they stay.
+        inputs: [P or more, rows of a small batch, hidden], overwritten with the inputs of the last layers.
+    """
+
+    def __init__(
+        self, table: Table, top_k: int, gates: Sequence[Gate], setting: tuple[int, int], tuner: Heop | None,
+        inputs: Tensor,
+    ) -> None:  # fmt: skip
+        super().__init__(table, top_k, numbers_of(gates, table), len(inputs))
+        self._gates, self._tuner, self._inputs = gates, tuner, inputs
+        self._asked[:] = torch.tensor(setting, dtype=torch.int32)
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self._inputs.nbytes
+
+    def predict(self, layer: int, x: Tensor, ids: Tensor, rows: Tensor) -> None:
+        inputs = self._inputs[:, : len(x)]
+        inputs[layer % self._voters].copy_(x)
+        if layer + 1 < self._layers:
+            scores = self._gates[layer + 1].scores(inputs.flatten(0, 1))
+            self._name(layer + 1, layer, scores.view(self._voters, len(x), -1), rows)
+
+    @property
+    def learns(self) -> int:
+        return 0 if self._tuner is None else self._tuner.update_every
+
+    def learn(self, counts: Ints, steps: int) -> None:
+        assert self._tuner is not None
+        unused, held = counts[:, PredictionCount.UNUSED], counts[:, PredictionCount.HELD]
+        missed = counts[:, PredictionCount.NEEDED] - counts[:, PredictionCount.CORRECT]
+        for layer, asked in enumerate(counts[: self._layers, PredictionCount.ASKED].tolist()):
+            found = {"unused": int(unused[layer]), "missed": int(missed[layer]), "hits": int(held[layer])}
+            if asked:
+                self._tuner.record(layer, **found, steps=asked)
+        self._tuner.end_step(steps)
+        settings = [self._tuner.setting(layer) for layer in range(self._layers)]
+        self._asked.copy_(torch.tensor(settings, dtype=torch.int32))
+
+
+class NetworkOnDevice(NamesByScores):
+    """Asks a trained network, as ``trained.TrainedPredictor`` does (DuoServe-MoE 5.3).
+
+    Args:
+        network: its tensors may change between steps, and a captured graph then asks the new ones.
+    """
+
+    def __init__(self, table: Table, top_k: int, network: FoldedMLP) -> None:
+        device = table.predicted.device
+        numbers = torch.arange(table.experts, dtype=torch.int32, device=device).repeat(network.num_layers, 1)
+        super().__init__(table, top_k, numbers, look_ahead=network.look_ahead)
+        self._network, self._past = network, torch.empty(0)
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self._network.nbytes
+
+    def predict(self, layer: int, x: Tensor, ids: Tensor, rows: Tensor) -> None:
+        network, coming = self._network, self._coming(layer)
+        if not coming:
+            return
+        chosen = ids.clamp(0, network.num_experts - 1)  # rows that are no tokens have other numbers, or none
+        self._past = network.remember(chosen, self._past if layer else None)
+        for later in coming:
+            scores = network.logits(later, self._past, x, ahead=later - layer).float()
+            if network.correction is None:
+                scores = scores.softmax(-1)
+            self._name(later, layer, scores[None], rows)
+
+
+def numbers_of(gates: Sequence[Gate], table: Table) -> Tensor:
+    """Return this rank's number of every expert, int32 [layers, experts of all ranks]; negative for another rank's."""
+    numbers = [range(table.experts) if gate.local is None else gate.local for gate in gates]
+    return torch.tensor([[*of] for of in numbers], dtype=torch.int32, device=table.predicted.device)
+
+
+@cache
+def _name_experts_on(device: torch.device) -> Callable[..., None]:
+    if device.type == "cpu":
+        return lambda table, target, layer, scores, rows, asked, numbers, scratch: name_experts(
+            table, target, layer, scores, rows, asked, numbers
+        )
+    # Importing triton takes a second, which only a GPU needs.
+    from vllm_dymoe.kernels.triton.prefetch import name_experts_on_gpu
+
+    return lambda table, *arguments: name_experts_on_gpu(vars(table), *arguments)
 
 
 class AllExpertsOnDevice(DevicePredictor):
@@ -77,6 +250,9 @@ class PopularityOnDevice(DevicePredictor):
 
     def observe(self, layer: int, x: Tensor, ids: Tensor, rows: Tensor) -> None:
         count_uses(self._counts, layer, ids, rows, self.FADE, self.UNIT)
+
+    def warm_up(self, x: Tensor, ids: Tensor, rows: Tensor) -> None:
+        self.predict(0, x, ids, rows)
 
     def predict(self, layer: int, x: Tensor, ids: Tensor, rows: Tensor) -> None:
         count_and_name = _count_and_name_on(self._counts.device)

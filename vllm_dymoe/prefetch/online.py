@@ -53,6 +53,7 @@ class OnlineTraining:
         network_dtype: of the network.
         memory: bytes for sums; at least one layer has some.
         before: a network of an earlier run to start from; None to start from the next gates.
+        gates: of the model, as far as they are known; whether they have a correction does not change later.
         first_tokens: tokens of the first round, before a candidate is solved.
         judged_tokens: tokens on which a candidate is judged.
     """
@@ -67,6 +68,7 @@ class OnlineTraining:
         memory: int,
         *,
         before: FoldedMLP | None = None,
+        gates: Sequence[Gate] = (),
         first_tokens: int = 1024,
         judged_tokens: int = 512,
     ) -> None:
@@ -83,8 +85,12 @@ class OnlineTraining:
         self._judged = torch.zeros(3, 2, layers - 1, dtype=torch.int64, device=device)
         self._rates = torch.full((2, 2, layers - 1), torch.nan)  # of network and gate, as they were adopted
         self._weights = torch.zeros(layers, sizes.num_experts, hidden, dtype=dtype, device=device)
-        self.network = make_network(sizes, self.look_ahead, device, network_dtype)
-        self._candidate = make_network(sizes, self.look_ahead, device, network_dtype)
+        corrected = any(gate.correction is not None for gate in gates)
+        scoring = gates[0].scoring if corrected else None
+        self.network = make_network(sizes, self.look_ahead, device, network_dtype, scoring)
+        self._candidate = make_network(sizes, self.look_ahead, device, network_dtype, scoring)
+        self.network.tables.fill_(torch.nan)  # which names nothing
+        self._take_before()
         at_once = max(1, memory // LeastSquares.layer_bytes(sizes, self.look_ahead))
         self._groups = [range(at, min(at + at_once, layers - 1)) for at in range(0, layers - 1, at_once)]
         self._group, self._trained_on, self._judged_on, self._judging = 0, 0, 0, False
@@ -152,13 +158,15 @@ class OnlineTraining:
         found = weights_of(gates, self.sizes.hidden, self._device)
         self._weights.copy_(found.weights)
         self._gates = GateWeights(self._weights, found.biases, found.correction, found.scoring)
-        self.network = ask_next_gates(self.network, self._gates, self.sizes.top_k)
-        self._candidate = ask_next_gates(self._candidate, self._gates, self.sizes.top_k)
-        if self._before is not None:
-            for name, tensor in self._before.tensors.items():
-                if name in self.network.tensors:
-                    self.network.tensors[name].copy_(tensor)
-            self._before = None
+        for network in (self.network, self._candidate):  # in place: graphs may have captured the tensors
+            ask_next_gates(network, self._gates, self.sizes.top_k)
+        self._take_before()
+        self._before = None
+
+    def _take_before(self) -> None:
+        for name, tensor in ({} if self._before is None else self._before.tensors).items():
+            if name in self.network.tensors:
+                self.network.tensors[name].copy_(tensor)
 
     def _end_block(self, gates: Sequence[Gate]) -> bool:
         assert self._gates is not None

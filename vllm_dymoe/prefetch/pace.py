@@ -1,4 +1,4 @@
-"""Controls how often predictions are acted on, separately for each phase.
+"""Controls how often predictions are acted on: ``Pace`` where the host plans, ``StepPace`` where a device does.
 
 A policy whose predictor tunes itself is not paced. Others make fewer predictions while these do not pay, but never
 none, so that a change is noticed.
@@ -8,7 +8,10 @@ a third of it: predictions lose if fewer than one in four is needed. They also l
 take on the host: with a cache that has nearly everything, asking costs more than the few remaining transfers.
 """
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 
 _LOSES = 1 / 4  # share of predictions that are needed; see above
 _PAYS = 1 / 2
@@ -66,3 +69,66 @@ class Pace:
             self.interval = max(self.interval // 2, 1)
         self._answers = self._judged = self._needed = 0
         self._spent = self._hidden = 0.0
+
+
+_WINDOW = 16  # measured steps
+_SETTLING = 2  # steps after a change that are not measured: the first ones begin with what others have left
+_FASTER = 0.98  # of the time of a step, below which the other way is taken
+
+
+class StepPace:
+    """Decides between decode steps whether the next ones prefetch, by their measured times.
+
+        with prefetch | without | with prefetch | without | ... | with prefetch (longer and longer) | without | ...
+
+    A trial of the other way lasts one window of steps. The faster way is kept, and each trial that it wins doubles the
+    steps until the next one. Prefetching or not changes no value, so trials are free to come while requests are served.
+    Steps count from beginning to beginning, with the same number of tokens.
+
+    Args:
+        clock: in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock, self._times = clock, list[float]()
+        self._prefers = self._acts = True
+        self._windows, self._steps = 1, 0  # of the preferred way between two trials; its steps since the last one
+        self._tokens, self._begun, self._reference = 0, 0.0, 0.0
+
+    @property
+    def interval(self) -> int:
+        """One of so many windows prefetches; 1 if all do but the trials."""
+        return 1 if self._prefers else 1 + self._windows
+
+    def begin_step(self, tokens: int) -> bool:
+        """Return whether the step that begins prefetches.
+
+        Args:
+            tokens: of a step that decodes; 0 for another one.
+        """
+        now = self._clock()
+        if not tokens or tokens != self._tokens:
+            self._times.clear()
+            self._acts = self._prefers  # a trial is given up
+        else:
+            self._times.append(now - self._begun)
+            self._steps += self._acts is self._prefers
+            self._decide()
+        self._tokens, self._begun = tokens, now
+        return self._acts
+
+    def _decide(self) -> None:
+        if len(self._times) < _WINDOW + _SETTLING:
+            return
+        measured = median(self._times[-_WINDOW:])
+        if self._acts is self._prefers:
+            if self._steps < self._windows * _WINDOW:
+                return
+            self._reference, self._acts = measured, not self._acts
+        else:
+            if measured < _FASTER * self._reference:
+                self._prefers, self._windows = self._acts, 1
+            else:
+                self._acts, self._windows = self._prefers, min(2 * self._windows, _LARGEST_INTERVAL)
+            self._steps = 0
+        self._times.clear()

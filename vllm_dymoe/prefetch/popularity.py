@@ -11,8 +11,11 @@ from collections.abc import Sequence
 
 import torch
 
+from vllm_dymoe.experts.format import ModelExperts
 from vllm_dymoe.planner.routing import Phase, Routing
+from vllm_dymoe.planner.table import Table
 from vllm_dymoe.prefetch.base import Candidate, Predictor
+from vllm_dymoe.prefetch.on_device import AllExpertsOnDevice, DevicePredictor, PopularityOnDevice
 
 
 class Popularity(Predictor):
@@ -25,6 +28,9 @@ class Popularity(Predictor):
         # On the host, where it is told and asked. In bfloat16, the default while models are built, counts stop at 256.
         self._counts = torch.zeros(num_layers, num_experts, dtype=torch.float32, device="cpu")
         self._phase = Phase.DECODE
+
+    def on_device(self, table: Table, experts: ModelExperts) -> DevicePredictor:
+        return PopularityOnDevice(table, self._decode_experts)
 
     def begin_step(self, phase: Phase) -> None:
         self._phase = phase
@@ -54,6 +60,9 @@ class AllExperts(Predictor):
             [Candidate(layer, expert) for expert in range(num_experts)] if layer < num_layers else []
             for layer in range(1, num_layers + 1)
         ]
+
+    def on_device(self, table: Table, experts: ModelExperts) -> DevicePredictor:
+        return AllExpertsOnDevice(table, experts.top_k)
 
     def predict(self, layer: int) -> Sequence[Candidate]:
         return self._answers[layer]

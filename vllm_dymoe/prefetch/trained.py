@@ -8,11 +8,14 @@ from collections.abc import Sequence
 
 import torch
 
+from vllm_dymoe.experts.format import ModelExperts
 from vllm_dymoe.planner.routing import Phase, Routing
+from vllm_dymoe.planner.table import Table
 from vllm_dymoe.prefetch.base import Candidate, Predictor, rank
 from vllm_dymoe.prefetch.checkpoint import PredictorError, load_predictor
 from vllm_dymoe.prefetch.folded import FoldedMLP
 from vllm_dymoe.prefetch.gate import RoutedModel
+from vllm_dymoe.prefetch.on_device import DevicePredictor, NetworkOnDevice
 from vllm_dymoe.prefetch.side_stream import Answer, Inline, make_side_stream
 
 
@@ -48,6 +51,9 @@ class TrainedPredictor(Predictor):
     @property
     def nbytes(self) -> int:
         return self.network.nbytes
+
+    def on_device(self, table: Table, experts: ModelExperts) -> DevicePredictor:
+        return NetworkOnDevice(table, self._amount, self.network)
 
     def observe(self, routing: Routing) -> None:
         layer = routing.layer

@@ -33,9 +33,9 @@ class _Average:
     count: int = 0
     mean: float = 0.0
 
-    def add(self, value: float) -> None:
-        self.count += 1
-        self.mean += (value - self.mean) / self.count
+    def add(self, value: float, times: int = 1) -> None:
+        self.count += times
+        self.mean += times * (value - self.mean) / self.count
 
 
 @dataclass
@@ -85,13 +85,14 @@ class Heop:
     def setting(self, layer: int) -> Setting:
         return self._groups[self._group_of[layer]].setting
 
-    def record(self, layer: int, *, unused: int, missed: int, hits: int) -> None:
+    def record(self, layer: int, *, unused: int, missed: int, hits: int, steps: int = 1) -> None:
+        """Add what a layer's experts were in one step, or the sums of several."""
         group = self._groups[self._group_of[layer]]
         group.step_cost += self.alpha * unused + self.beta * (missed - hits)
-        group.step_layers += 1
+        group.step_layers += steps
 
-    def end_step(self) -> None:
-        """End a decode step: move, or keep the best."""
+    def end_step(self, steps: int = 1) -> None:
+        """End one decode step or several: move, or keep the best."""
         for group in self._groups:
             if not group.step_layers:  # a model of few layers has an empty group
                 continue
@@ -100,8 +101,8 @@ class Heop:
             group.step_cost, group.step_layers = 0.0, 0
             if group.fixed:
                 continue
-            group.recent.add(cost)
-            if group.recent.count == self.update_every:
+            group.recent.add(cost, steps)
+            if group.recent.count >= self.update_every:
                 self._update(group)
 
     def restart(self) -> None:

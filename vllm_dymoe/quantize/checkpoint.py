@@ -69,6 +69,8 @@ class Checkpoint:
         _ = found._matrices
         for tensors in found.experts:
             found._check_shapes(tensors)
+        _, up, _ = found._plain_format.matrices
+        check_representatives(folder, found.reader, found.experts, up.columns, up.rows)
         return found
 
     @property
@@ -305,6 +307,57 @@ def group_experts(folder: Path, reader: Reader, found: Iterable[tuple[ExpertName
                 f"{reader.method} has beside it; the checkpoint is damaged or half converted: download it again."
             )
     return [ExpertTensors(*matrix, parts) for matrix, parts in matrices.items()]
+
+
+def check_representatives(
+    folder: Path, reader: Reader, experts: Iterable[ExpertTensors], hidden: int, intermediate: int
+) -> None:
+    """CheckpointError if quantized experts have other bits or groups than config.json says.
+
+    One matrix of each projection and reader is read, and the others have to have its shapes. Left to whoever packs them
+    are stacks, and experts of which no matrix can be read: ``intermediate`` may not be their width.
+    """
+    seen: dict[tuple[int, Projection], ExpertTensors] = {}
+    wrong, right = list[str](), 0
+    for tensors in experts:
+        own = reader.at(tensors.layer, tensors.projections[0])
+        if not own.held or tensors.expert is None or not set(own.parts) <= tensors.parts.keys():
+            continue
+        projection, names = tensors.projections[0], sorted(tensors.parts)
+        first = seen.setdefault((id(own), projection), tensors)
+        there = next(iter(tensors.parts.values())).name.rpartition(".")[0]
+        why = ""
+        if first is tensors:
+            rows, columns = (hidden, intermediate) if projection is Projection.DOWN else (intermediate, hidden)
+            try:
+                own.read({part: _load(place) for part, place in tensors.parts.items() if part != "bias"}, rows, columns)
+                right += 1
+            except ValueError as error:
+                why = str(error)
+        elif other := [part for part in names if part in first.parts and _shape(tensors, part) != _shape(first, part)]:
+            shapes = list(_shape(tensors, other[0])), list(_shape(first, other[0]))
+            whose = next(iter(first.parts.values())).name.rpartition(".")[0]
+            why = f"{other[0]} has shape {shapes[0]}, and that of {whose} {shapes[1]}."
+        if why:
+            wrong.append(f"{there} in {folder} is no {own.summary}, as config.json says: {why.removesuffix('.')}")
+    if wrong and right:
+        raise CheckpointError(
+            f"{wrong[0]}; correct the quantization_config, with a rule for what has other bits or groups, or download "
+            "the checkpoint again if it was changed."
+        )
+
+
+def _shape(tensors: ExpertTensors, part: str) -> tuple[int, ...]:
+    return tuple(tensors.parts[part].shape)
+
+
+def _load(place: TensorPlace) -> Tensor:
+    try:
+        with safe_open(place.path, framework="pt") as file:
+            found: Tensor = file.get_tensor(place.name)
+            return found
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{place.path} cannot be read ({error}); download it again.") from error
 
 
 def content_fingerprint(folder: Path) -> str:

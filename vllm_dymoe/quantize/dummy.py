@@ -28,7 +28,7 @@ def random_store(
         for layer in range(len(experts.layers)):
             for expert in range(experts.num_experts):
                 for projection in experts.projections:
-                    for bits, fmt in experts.formats.items():
+                    for bits, fmt in experts.of_layers[layer].items():
                         matrix = fmt.matrices[projection]
                         section = torch.empty(matrix.nbytes, dtype=torch.uint8)
                         fill_randomly(matrix, section, generator)

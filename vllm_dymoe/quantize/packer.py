@@ -156,7 +156,7 @@ def pack_projection(
     """
     weight, bias = matrix
     quantizer = quantizer if curvature is None else partial(quantize_gptq, curvature=curvature)
-    for bits, fmt in experts.formats.items():
+    for bits, fmt in experts.of_layers[place[0]].items():
         form = fmt.matrices[place[2]]
         if form.encoding.upper_of:  # written with the whole codes
             continue
@@ -167,7 +167,7 @@ def pack_projection(
             )
         section = torch.empty(form.nbytes, dtype=torch.uint8)
         base = torch.empty(form.base.nbytes, dtype=torch.uint8) if form.nested else None
-        taken = isinstance(weight, Held) and bits == weight.bits
+        taken = isinstance(weight, Held) and form.bits == weight.bits
         try:
             if isinstance(weight, Held) and taken:
                 weight.pack(form, section, base)
@@ -180,7 +180,7 @@ def pack_projection(
                 else:
                     quantize_matrix(plain, form, quantizer, section, base)
         except ValueError as error:
-            what = f"{'taken as it is at' if taken else 'quantized to'} {bits} bits"
+            what = f"{'taken as it is at' if taken else 'quantized to'} {form.bits} bits"
             raise StoreError(f"the {_name(experts, place)} cannot be {what}: {error}") from error
         low = None if base is None else form.base.view(base)
         packed = form.view(section, low)
@@ -210,7 +210,8 @@ def _plain(weight: Tensor | Held, form: MatrixFormat) -> Tensor:
 class ExpertPacker:
     """Takes weights and biases in any order, and knows which are missing. What is there of a matrix waits for the rest.
 
-    Threads pack them, so that an error is raised later, by ``finish`` at the latest.
+    Threads pack them, so that an error is raised later, by ``finish`` at the latest. Weights of layers that a journal
+    has are ignored; each layer that is complete is synced and entered there.
     """
 
     def __init__(
@@ -218,17 +219,25 @@ class ExpertPacker:
         experts: ModelExperts,
         quantizer: Quantizer,
         writer: StoreWriter,
-        progress: Callable[[], object] = lambda: None,
+        progress: Callable[[int], object] = lambda projections: None,
+        journal: Journal | None = None,
     ) -> None:
         self.experts = experts
         self._errors = ErrorTally(experts)
-        self._quantizer, self._writer = quantizer, writer
-        self._threads = SideBySide(lambda *_: progress())
+        self._quantizer, self._writer, self._journal, self._progress = quantizer, writer, journal, progress
+        self._threads = SideBySide(self._done)
+        each = experts.num_experts * len(experts.projections)
+        self._left = dict.fromkeys(range(len(experts.layers)), each)  # projections of each layer that are not packed
+        for layer, counted in {} if journal is None else journal.layers.items():
+            self._errors.restore(layer, counted)
+            self._left[layer] = 0
+            progress(each)
         biased = any(fmt.bias for fmt in experts.formats.values())
         self._kinds = {"weight": "expert projections"} | ({"bias": "biases of experts"} if biased else {})
         self._missing: dict[Place, dict[str, Any]] = {
             (layer, expert, projection): {}
-            for layer in range(len(experts.layers))
+            for layer, left in self._left.items()
+            if left
             for expert in range(experts.num_experts)
             for projection in experts.projections
         }
@@ -243,6 +252,8 @@ class ExpertPacker:
         self._take((layer, expert, projection), "bias", bias.to("cpu", copy=True))
 
     def _take(self, place: Place, kind: str, given: Given) -> None:
+        if self._journal is not None and place[0] in self._journal.layers:
+            return
         parts = self._missing.setdefault(place, {})
         parts[kind] = given
         if parts.keys() != self._kinds.keys():
@@ -250,13 +261,20 @@ class ExpertPacker:
         del self._missing[place]
         weight = parts["weight"]
 
-        def pack() -> None:
+        def pack(layer: int) -> None:
             matrix = (weight() if callable(weight) else weight), parts.get("bias")
             pack_projection(self.experts, place, matrix, self._quantizer, self._writer, self._errors)
 
         form = next(iter(self.experts.formats.values())).matrices[place[2]]
         each = _BYTES_OF_QUANTIZED if isinstance(weight, Tensor) else _BYTES_OF_HELD
-        self._threads.submit(each * form.rows * form.columns, pack)
+        self._threads.submit(each * form.rows * form.columns, pack, place[0])
+
+    def _done(self, layer: int) -> None:
+        self._progress(1)
+        self._left[layer] -= 1
+        if self._journal is not None and self._left[layer] == 0:
+            self._writer.sync(layer)
+            self._journal.add(layer, self._errors.of_layer(layer))
 
     def finish(self) -> FileStore:
         """Complete the store; StoreError if a projection is missing or cannot be stored."""
@@ -268,7 +286,16 @@ class ExpertPacker:
                     f"{_name(self.experts, min(missing))}; download it again."
                 )
         self._threads.close()
+        if self._journal is not None:
+            self._journal.remove()
         return self._writer.finish(self._errors.record())
+
+    def interrupt(self) -> None:
+        """Stop; layers that are complete stay for the next start."""
+        with contextlib.suppress(Exception):  # of a piece; the next start meets it again
+            self._threads.wait()
+        self._threads.close()
+        self._writer.close()
 
     def discard(self) -> None:
         self._threads.close()  # by now no thread may write to the files

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from vllm_dymoe.cache.budget import (
@@ -39,13 +40,15 @@ from vllm_dymoe.executor.plain_kernels import PlainKernels
 from vllm_dymoe.executor.rates import link_rate
 from vllm_dymoe.executor.small_batch import SmallBatches, SmallBatchKernel, StepMemory
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts
-from vllm_dymoe.kernels import CpuKernel, ExpertKernel, make_kernel
+from vllm_dymoe.kernels import CpuKernel, Decode, ExpertKernel, make_kernel
 from vllm_dymoe.options import ConfigError, ExpertBudget, Options
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.planner.precision import Precision
+from vllm_dymoe.planner.routing import Phase
 from vllm_dymoe.planner.table import CODES
 from vllm_dymoe.policies import Policy, make_policy
-from vllm_dymoe.prefetch import Measured, Predictor, TrainedPredictor
+from vllm_dymoe.prefetch import Measured, Predictor, RoutedModel, TrainedPredictor
+from vllm_dymoe.prefetch.pace import StepPace
 from vllm_dymoe.server.precision import changed_precision
 from vllm_dymoe.server.stats import ServerStats
 
@@ -56,8 +59,8 @@ class Parts:
     def __init__(self, device: torch.device) -> None:
         self.device, self.device_memory = device, make_device_memory(device)
 
-    def pools(self, plan: SlotPlan, formats: Mapping[Precision, ExpertFormat]) -> SlotPools:
-        return SlotPools(plan, formats, self.device, self.device_memory)
+    def pools(self, plan: SlotPlan, experts: ModelExperts, bits: Mapping[Precision, int]) -> SlotPools:
+        return SlotPools(plan, experts, bits, self.device, self.device_memory)
 
     def decode_kernel(
         self, kernel: ExpertKernel, experts: ModelExperts, link_gbps: float | None = None
@@ -65,7 +68,7 @@ class Parts:
         """What decides and computes a decode step without the host, behind an emulated link if there is one; ValueError
         if the kernel cannot."""
         if isinstance(kernel, CpuKernel):
-            return PlainKernels(kernel, experts.formats, link_gbps)
+            return PlainKernels(kernel, experts.of_layers, link_gbps)
         # Importing triton takes a second, which only a GPU needs.
         from vllm_dymoe.executor.triton_kernels import TritonKernels
 
@@ -126,6 +129,8 @@ class ExpertServer:
     Args:
         agree: with the ranks that have other parts of the same experts, for a policy that moves versions.
         around: MoE layers of a pipeline's stages before this one and behind it.
+        predictor: predicts experts, or what makes it if anyone asks; it is told whether the device asks, whose captured
+            graphs cannot be given another one.
         rates: file that keeps how fast link and host are; None to measure anew.
         on_late: called with a message when the CPU has not answered the device in time.
         training_bytes: device memory that the training of a predictor takes, which is of the budget.
@@ -140,7 +145,7 @@ class ExpertServer:
         automatic_budget: int = 0,  # bytes to use if ``options.expert_budget`` is automatic
         policy: Policy | None = None,  # in place of the one that the options name
         engine: TransferEngine | None = None,  # in place of the one that fits the device
-        predictor: Predictor | None = None,
+        predictor: Predictor | Callable[[bool], Predictor | None] | None = None,
         *,
         obstacle: str = "",  # why the host has to plan in decode, if the model is such a one
         agree: Agree = list,
@@ -150,20 +155,26 @@ class ExpertServer:
         on_late: Callable[[str], None] = lambda sentence: None,
         training_bytes: int = 0,
         predictor_room: int = 0,
+        decode: Decode = Decode.PLAIN,  # another way only if a self-test has found it right on this device
     ) -> None:
         self.store, self.experts, self.device = store, store.experts, device
         on_cpu = device.type == "cpu" and options.link_gbps is None
         self._plain_cpu = on_cpu and engine is None and parts is None  # nothing stands in for another device
         self._parts = parts = parts or Parts(device)
-        formats, policy = self.experts.formats.values(), policy or make_policy(options).of_stage(*around)
-        matrices = [matrix for fmt in formats for matrix in fmt.matrices]
+        formats, policy = self.experts.all_formats, policy or make_policy(options).of_stage(*around)
+        # Kinds of layers have launches of their own.
+        matrices = [matrix for fmt in formats for matrix in fmt.matrices] if len(self.experts.of_kinds) == 1 else []
         try:
             workspace = workspace_bytes(self.experts, device.type)
-            self.kernel: ExpertKernel = make_kernel(device, workspace, matrices, options.activations)
+            self.kernel: ExpertKernel = make_kernel(device, workspace, matrices, options.activations, decode=decode)
+            for fmt in formats if not isinstance(self.kernel, CpuKernel) else ():
+                check_together(fmt)
         except ValueError as error:
             raise ConfigError(f"vllm-dymoe: {error}") from error
         largest, timeout = max(fmt.nbytes for fmt in formats), options.transfer_timeout_s or None
         self.engine = engine or make_engine(store, device, largest, timeout, options.link_gbps)
+        if not obstacle and any(fmt.down is not None for fmt in formats):
+            obstacle = "down projections have another format than gate and up"
         if store.readable and not obstacle and not parts.device_memory.shares_addresses():
             obstacle = "this device has other addresses for pinned host memory than the host"
         _check_misses(options, store, on_cpu=on_cpu)
@@ -182,17 +193,24 @@ class ExpertServer:
         execution = options, store, self.engine, device, parts.lock, on_late, rates
         watched = parts.device_memory.ends_long_kernels()
         self.cpu_execution = CpuExecution(*execution, on_device=decoding is not None, ends_long_kernels=watched)
+        self.unasked = ""
+        """Why no predictor is asked; empty if one is where the policy has one."""
+        if decoding is None and self._plain_cpu and self.engine.occupies_cores:
+            self.unasked = "the cores that would copy compute"
+        asked = None if self.unasked else predictor(decoding is not None) if callable(predictor) else predictor
+        if decoding is not None and asked is None and predictor is None:
+            asked = _untrained_predictor(policy, self.experts)
+        self.predictor: Measured | None = None if asked is None else Measured(asked)
+        self._training_bytes, self._predictor_room = training_bytes, predictor_room
         self._on_device: _DevicePlanning | None = None
         if decoding is not None:
             side = DeviceTable(store, device)
+            names = None if asked is None else asked.on_device(side.table, self.experts)
             records = options.trace is not None
-            memory = StepMemory(self.experts, side.table, device, recorded=records, prefetch=policy.prefetch)
+            memory = StepMemory(self.experts, side.table, device, recorded=records, predictor=names)
+            self._judged = np.zeros(tuple(memory.listed.counts.shape), np.int64)  # counts of predictions, as taken
             counts = None if policy.residency.migrating is None else DeviceCounts(side.table)
             self._on_device = _DevicePlanning(side, memory, decoding, parts.branch(), counts)
-        self.unasked = self._why_unasked()
-        """Why no predictor is asked; empty if one is where the policy has one."""
-        self._training_bytes, self._predictor_room = training_bytes, predictor_room
-        self.predictor: Measured | None = None if predictor is None or self.unasked else Measured(predictor)
         self.host_cache = store if isinstance(store, HostCache) and not store.whole else None
         files = self.host_cache.files if self.host_cache else store
         self._step_counts = StepCounts(disk=files.counts) if isinstance(files, FileStore) else StepCounts()
@@ -265,16 +283,10 @@ class ExpertServer:
 
     def use_predictor(self, predictor: Predictor) -> None:
         """Ask another predictor from the next step on, if any is asked here; there is ``predictor_room`` for it."""
+        assert self._on_device is None, "captured graphs ask the predictor that was there from the start"
         if not self.unasked:
             self.predictor = Measured(predictor, self.predictor)
             self.serve(self.options, self.policy)
-
-    def _why_unasked(self) -> str:
-        if self._on_device is not None:
-            return "the device plans about experts in decode"
-        if self._plain_cpu and self.engine.occupies_cores:
-            return "the cores that would copy compute"
-        return ""
 
     def sleep(self, level: int) -> None:
         """Give the slots' memory back until ``wake``, from level 2 on the host memory of the experts, too; what runs
@@ -328,8 +340,12 @@ class ExpertServer:
         """
         self._check_awake(f"a change of {what}")
         bits = slot_bits(self.experts, options, policy.precision.precisions)
-        formats = {precision: self.experts.formats[width] for precision, width in bits.items()}
-        self.cache.pools.check_growth(plan, self.slot_plan, formats)
+        nbytes = sum(
+            count * formats[bits[precision]].nbytes
+            for precision in plan.slots
+            for count, formats in zip(plan.slots_of_kinds(precision), self.experts.of_kinds, strict=True)
+        )
+        self.cache.pools.check_growth(plan, self.slot_plan, nbytes)
         self._take_decode_counts()  # from the table that goes, at the bits that it had
         before = self._serving
         before.cache.pools.free()
@@ -342,7 +358,7 @@ class ExpertServer:
     def _allocate(self, options: Options, policy: Policy, plan: SlotPlan, before: _Serving | None = None) -> _Serving:
         """Return what serves a plan after ``before``, whose slots are free; ConfigError if memory is short."""
         bits, migrating = slot_bits(self.experts, options, policy.precision.precisions), policy.residency.migrating
-        pools = self._parts.pools(plan, {precision: self.experts.formats[bits[precision]] for precision in plan.slots})
+        pools = self._parts.pools(plan, self.experts, bits)
         try:
             writer, device_table = Writer.HOST, None
             if self._on_device is not None:
@@ -396,6 +412,9 @@ class ExpertServer:
             on_device.table.table.cpu_costs.copy_(torch.from_numpy(costs))
             # Actions of a trace are of whole steps. With migration the staging slots are for moves.
             shares = len(policy.precision.precisions) == 1 and migration is None and not records
+            prefetch, predictor = policy.prefetch, self.predictor
+            if predictor is not None:
+                predictor.predictor.slots_changed()
             small_batches = SmallBatches(
                 on_device.memory,
                 on_device.kernel,
@@ -406,6 +425,8 @@ class ExpertServer:
                 cpu_queue=self.cpu_execution.cpu_queue,
                 costs=costs if shares and costs.any() else None,
                 count=None if on_device.counts is None else on_device.counts.add_layer,
+                projections=0 if predictor is None or prefetch is None else prefetch.projections,
+                pace=StepPace() if prefetch is not None and prefetch.paced else None,
                 foresees=self.disk_queue is None,
                 overlaps=policy.residency.overlaps,
             )
@@ -415,7 +436,7 @@ class ExpertServer:
             self.kernel,
             policy,
             bits,
-            self.predictor,
+            self.predictor if on_device is None else None,
             self._step_counts,
             executes_on_cpu=bool(costs.any()),
             cpu=self._make_cpu_executor(cache, policy, bits, migration, executes=bool(costs.any()), records=records),
@@ -434,8 +455,10 @@ class ExpertServer:
             return None
         if self._link_rate is None:
             self._link_rate = link_rate(self.store, self.device)
-        formats = {CODES[precision]: self.experts.formats.get(width) for precision, width in bits.items()}
-        seconds = {code: fmt.nbytes / self._link_rate for code, fmt in formats.items() if fmt is not None}
+        seconds = {}
+        for precision, width in bits.items():  # of the largest layer
+            sizes = [of_layer[width].nbytes for of_layer in self.experts.of_layers if width in of_layer]
+            seconds[CODES[precision]] = max(sizes, default=0) / self._link_rate
         return DeviceWaits(self._on_device.table.table, seconds)
 
     def _make_cpu_executor(
@@ -446,12 +469,11 @@ class ExpertServer:
         kernel = self.kernel
         if not (self._plain_cpu and isinstance(kernel, CpuKernel) and kernel.library and cache.writer is Writer.HOST):
             return None
-        formats = {CODES[precision]: self.experts.formats.get(bits[precision]) for precision in Precision}
+        served = {CODES[precision]: bits[precision] for precision in (Precision.LOW, Precision.HIGH)}
         if Precision.HIGH not in cache.bits:
-            formats[CODES[Precision.HIGH]] = None
-        del formats[CODES[Precision.SKIPPED]]
+            served[CODES[Precision.HIGH]] = 0
         uses = None if migration is None else migration.uses
-        return CpuExecutor(cache, kernel, policy, formats, executes=executes, uses=uses, records=records)
+        return CpuExecutor(cache, kernel, policy, served, executes=executes, uses=uses, records=records)
 
     # -- seeing inside ----------------------------------------------------------------------------
 
@@ -492,11 +514,19 @@ class ExpertServer:
     @property
     def overhead(self) -> int:
         """Bytes of the budget that are no slots: the kernel's workspace, predictor, and what a device decides by."""
-        predictor = max(self._predictor_room, 0 if self.predictor is None else self.predictor.nbytes)
+        predictor = max(self._predictor_room, self.predictor_bytes)
         on_device, cpu_queue = self._on_device, self.cpu_execution.cpu_queue
         decides = 0 if on_device is None else on_device.memory.nbytes + (0 if cpu_queue is None else cpu_queue.nbytes)
         decides += 0 if self.disk_queue is None else self.disk_queue.nbytes
         return self.kernel.workspace_bytes + predictor + self._training_bytes + decides
+
+    @property
+    def predictor_bytes(self) -> int:
+        """Bytes of the budget that the predictor takes."""
+        if self._on_device is not None:
+            names = self._on_device.memory.predictor
+            return 0 if names is None else names.nbytes
+        return 0 if self.predictor is None else self.predictor.nbytes
 
     @property
     def minimum_budget(self) -> int:
@@ -504,7 +534,11 @@ class ExpertServer:
 
     def stats(self) -> ServerStats:
         self._take_decode_counts()
-        return ServerStats.collect(self.host_planned)
+        prefetcher, small_batches = self.host_planned.prefetcher, self.small_batches
+        intervals = prefetcher.intervals if prefetcher else {}
+        if small_batches is not None and small_batches.prefetch is not None and small_batches.prefetch.pace is not None:
+            intervals = {Phase.DECODE.value: small_batches.prefetch.pace.interval}
+        return ServerStats.collect(self.host_planned, self.predictor, self.predictor_bytes, intervals)
 
     def _take_decode_counts(self) -> None:
         if self.host_planned.cpu is not None:
@@ -513,9 +547,15 @@ class ExpertServer:
             self.cache.read_device()
             counts = self._step_counts
             self.cache.device_table.take_counts(counts.residency, self.engine.stats, counts.prefetch)
+        if self._on_device is not None and self.predictor is not None:
+            counted = self._on_device.memory.listed.counts.cpu().numpy().copy()
+            self.predictor.stats.add(*(counted - self._judged).sum(0).tolist())
+            self._judged = counted
 
     def reset_stats(self) -> None:
         self._take_decode_counts()
+        if self.predictor is not None:
+            self.predictor.reset_stats()
         self.host_planned.reset_stats()
 
     def close(self, *, keep_store: bool = False) -> None:
@@ -558,6 +598,14 @@ def precision_of(server: ExpertServer) -> Mapping[str, Any]:
     }
 
 
+def _untrained_predictor(policy: Policy, experts: ModelExperts) -> Predictor | None:
+    """Return the predictor of a policy that needs neither gates nor training; None if there is no such."""
+    prefetch = policy.prefetch
+    if prefetch is None or prefetch.needs_gates or prefetch.needs_predictor:
+        return None
+    return prefetch.make(RoutedModel(len(experts.layers), experts.num_experts, experts.top_k))
+
+
 def _check_misses(options: Options, store: HostStore, *, on_cpu: bool) -> None:
     if options.computes_misses and not (store.readable or (on_cpu and store.mapped)):
         raise ConfigError(
@@ -584,6 +632,21 @@ def _make_disk_queue(
             'planning to "host".',
             option="planning",
         ) from error
+
+
+def check_together(fmt: ExpertFormat) -> None:
+    """ValueError for an expert whose projections a GPU's kernels cannot compute together."""
+    if fmt.down is None:
+        return
+    up, down = fmt.matrices[1:]
+    grids = [matrix for matrix in (up, down) if matrix.quantized and not matrix.encoding.group_size]
+    same = up.encoding == down.encoding and (up.integer_zeros, up.act_order) != (down.integer_zeros, down.act_order)
+    if len({matrix.group_size for matrix in grids}) > 1 or same:
+        raise ValueError(
+            "down projections have other groups than gate and up, or the same bits with other zero points or another "
+            "order of columns, which the kernels of a GPU do not compute together; set high to 16 and low to 0, which "
+            "hold the dequantized weights."
+        )
 
 
 def _make_decode_kernel(

@@ -22,7 +22,7 @@ from vllm_dymoe import kernels
 from vllm_dymoe.cache.store import HostStore, StoreError
 from vllm_dymoe.durable import keep_beside, kept_beside
 from vllm_dymoe.experts.format import EVERY_PROJECTION, ExpertFormat, ModelExperts, PackedExpert, SliceKey
-from vllm_dymoe.kernels import Activation, expert_reference
+from vllm_dymoe.kernels import Activation, Decode, expert_reference
 from vllm_dymoe.options import ConfigError, ExpertBudget, Options
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.planner.routing import Phase, Routing
@@ -34,6 +34,11 @@ _DISTINCT = 2  # random experts; the others of the layer share their bytes
 _ROWS = 1, SMALL_BATCH_ROWS, 5 * SMALL_BATCH_ROWS  # one class of kernels each, the last with experts of 65 and more
 # Three roundings: the dequantized weight of a tile, the hidden state, the result. 8 and 11 bits of a mantissa.
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
+_WAYS = {
+    Decode.PLAIN: "without tensor cores",
+    Decode.TENSOR_CORES: "on tensor cores",
+    Decode.DEPENDENT: "on tensor cores by launches that depend on each other",
+}
 _COLUMNS = 64  # of a program's strip; one that is wrong is 1.4 times as far off as its values are large
 _STRIP_TOLERANCE = 0.4
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -56,6 +61,19 @@ class SelfTest:
     skipped: str = ""
 
 
+@dataclass(frozen=True)
+class KernelChoice:
+    """Which kernels a start uses, after their self-test.
+
+    Attributes:
+        obstacle: why the host has to plan; empty if it does not.
+        decode: how experts of few tokens are computed.
+    """
+
+    obstacle: str
+    decode: Decode
+
+
 def self_test(
     experts: ModelExperts,
     options: Options,
@@ -63,6 +81,7 @@ def self_test(
     activations: Sequence[Activation],
     *,
     device_plans: bool,
+    decode: Decode = Decode.PLAIN,
     kept: Path | None = None,
     parts: Parts | None = None,
 ) -> SelfTest:
@@ -71,13 +90,15 @@ def self_test(
     Args:
         activations: those of the model's layers, each once.
         device_plans: test the steps that the device plans, else those that the host plans.
+        decode: test this way to compute experts of few tokens.
         kept: file of results; None to test at every start.
         parts: in place of the device's own.
     """
-    key = f"{describe_machine(device)}; {_describe(experts, activations, device_plans=device_plans)}"
+    variant = _Variant(device_plans, decode)
+    key = f"{describe_machine(device)}; {_describe(experts, activations, variant)}"
     if kept is not None and (known := kept_beside(kept, key, SelfTest)) is not None:
         return known
-    found = _run(experts, options, device, activations, device_plans=device_plans, parts=parts)
+    found = _run(experts, options, device, activations, variant, parts=parts)
     if kept is not None and not found.skipped:
         keep_beside(kept, key, found)
     return found
@@ -85,30 +106,45 @@ def self_test(
 
 def tested(
     experts: ModelExperts, options: Options, device: torch.device, activations: Sequence[Activation], *,
-    device_plans: bool, kept: Path | None, say: Callable[[str], object],
-) -> str:  # fmt: skip
-    """Return why the host has to plan: what the self-test of the device's own steps found; empty if nothing.
+    device_plans: bool, kept: Path | None, say: Callable[[str], object], at_most: Decode,
+) -> KernelChoice:  # fmt: skip
+    """Return the fastest kernels that pass their self-test on this card; plain ones if it cannot run.
+
+    Device-side planning is tried before host-side planning, and with each the faster ways to decode first.
 
     Args:
         say: gets each sentence for the log.
+        at_most: the fastest way to decode that may be chosen.
 
-    ConfigError if the kernels are wrong with host-side planning, too.
+    ConfigError if the plain kernels are wrong with host-side planning, too.
     """
-    obstacle = ""
+    matrices = [matrix for fmt in experts.formats.values() for matrix in fmt.matrices]
     for by_device in (True, False) if device_plans else (False,):
-        found = self_test(experts, options, device, activations, device_plans=by_device, kept=kept)
-        if found.skipped:
-            say(f"the self-test of the kernels could not run, because {found.skipped}; they are used untested.")
-            continue
-        if not found.failure:
-            return obstacle
-        about = f"{describe_machine(device)}; {_describe(experts, activations, device_plans=by_device)}"
-        said = f"the kernels failed their self-test on this card: {found.failure}. For a bug report: {about}."
-        if not by_device:
-            raise ConfigError(f"vllm-dymoe: {said} Nothing was served, because answers would be wrong.")
-        say(f"{said} The host plans instead, which is slower.")
-        obstacle = "its kernels for that failed their self-test on this card"
-    return obstacle
+        obstacle = "its kernels for that failed their self-test on this card" if device_plans and not by_device else ""
+        for decode in (way for way in kernels.decode_kernels(device, matrices) if way <= at_most):
+            found = self_test(experts, options, device, activations, device_plans=by_device, decode=decode, kept=kept)
+            if found.skipped:
+                say(f"the self-test of the kernels could not run, because {found.skipped}; they are used untested.")
+                return KernelChoice("", Decode.PLAIN)
+            if not found.failure:
+                return KernelChoice(obstacle, decode)
+            about = f"{describe_machine(device)}; {_describe(experts, activations, _Variant(by_device, decode))}"
+            said = f"the kernels failed their self-test on this card: {found.failure}. For a bug report: {about}."
+            if decode is not Decode.PLAIN:
+                say(f"{said} Experts of few tokens are computed {_WAYS[decode - 1]} instead, which is slower.")
+            elif by_device:
+                say(f"{said} The host plans instead, which is slower.")
+            else:
+                raise ConfigError(f"vllm-dymoe: {said} Nothing was served, because answers would be wrong.")
+    raise AssertionError("unreachable")
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """Kernels that are tested together."""
+
+    device_plans: bool
+    decode: Decode
 
 
 def describe_machine(device: torch.device) -> str:
@@ -137,29 +173,31 @@ def _version(distribution: str) -> str:
         return "unknown"
 
 
-def _describe(experts: ModelExperts, activations: Sequence[Activation], *, device_plans: bool) -> str:
+def _describe(experts: ModelExperts, activations: Sequence[Activation], variant: _Variant) -> str:
     formats = ", ".join(
         f"{fmt.encoding.name}{', integer zeros' * fmt.integer_zeros}{', act-order' * fmt.act_order}"
         f"{', bias' * fmt.bias}{'' if fmt.encoding.group_size else f' in groups of {fmt.group_size}'}"
+        f"{'' if fmt.down is None else f', down {fmt.down}'}"
         for fmt in experts.formats.values()
     )
     fmt = next(iter(experts.formats.values()))
     return (
         f"{experts.num_experts} experts of {fmt.hidden} x {fmt.intermediate}, top {experts.top_k}, {formats}, "
         f"{str(fmt.dtype).removeprefix('torch.')}, {', '.join(map(str, activations))}, planned by the "
-        f"{'device' if device_plans else 'host'}"
+        f"{'device' if variant.device_plans else 'host'}, decoded {_WAYS[variant.decode]}"
     )
 
 
 def _run(
-    experts: ModelExperts, options: Options, device: torch.device, activations: Sequence[Activation], *,
-    device_plans: bool, parts: Parts | None,
+    experts: ModelExperts, options: Options, device: torch.device, activations: Sequence[Activation],
+    variant: _Variant, *, parts: Parts | None,
 ) -> SelfTest:  # fmt: skip
     begin, steps, failure = time.perf_counter(), 0, ""
     try:
         layer = replace(experts, layers=experts.layers[:1], draft_layers=0, curves=(), lost={})
         store = _RandomStore(layer, pinned=device.type == "cuda")
-        server = ExpertServer(store, _options(options, device_plans=device_plans), device, parts=parts)
+        wanted = _options(options, device_plans=variant.device_plans)
+        server = ExpertServer(store, wanted, device, parts=parts, decode=variant.decode)
         try:
             for activation, high in product(activations, (True, False) if options.low else (True,)):
                 if options.low:
@@ -275,8 +313,9 @@ class _RandomStore(HostStore):
     def view(self, number: int, fmt: ExpertFormat) -> PackedExpert:
         """Return a random expert."""
         expert: PackedExpert | None = None
+        named = {part: bits for bits, part in self.experts.formats.items()}
         for part in fmt.slices:
-            expert = part.view(self._slices[number, part.bits], expert)
+            expert = part.view(self._slices[number, named[part]], expert)
         assert expert is not None
         return expert
 

@@ -9,7 +9,7 @@ from vllm_dymoe.cache.migration import OUTCOMES, MigrationStats
 from vllm_dymoe.cache.transfer import Reason
 from vllm_dymoe.executor.host_planned import HostPlannedLayers
 from vllm_dymoe.planner.precision import Precision
-from vllm_dymoe.prefetch import PredictionStats
+from vllm_dymoe.prefetch import Measured, PredictionStats
 
 
 def _count(meaning: str, label: str | None = None, **more: Any) -> Any:
@@ -75,8 +75,11 @@ class ServerStats:
     migration_link_seconds: float = _count("Time of the link for moves.")
 
     @classmethod
-    def collect(cls, serving: HostPlannedLayers) -> "ServerStats":
-        counts, prefetch, predictor = serving.counts, serving.prefetch_stats, serving.predictor
+    def collect(
+        cls, serving: HostPlannedLayers, predictor: Measured | None, predictor_bytes: int, intervals: dict[str, int]
+    ) -> "ServerStats":
+        """Collect a snapshot; ``intervals`` is ``prefetch_interval``."""
+        counts, prefetch = serving.counts, serving.prefetch_stats
         transfer, cache, migration = serving.engine.stats, serving.cache, serving.migration
         host_cache, disk = serving.host_cache, serving.disk
         plan, moved = cache.slot_plan, migration.stats if migration else MigrationStats()
@@ -103,9 +106,9 @@ class ServerStats:
             budget_bytes=cache.budget.limit,
             peak_expert_bytes=cache.budget.reserved,
             prefetches=asdict(prefetch),
-            prefetch_interval=serving.prefetcher.intervals if serving.prefetcher else {},
+            prefetch_interval=intervals,
             predictions=asdict(predictor.stats if predictor else PredictionStats()),
-            predictor_bytes=predictor.nbytes if predictor else 0,
+            predictor_bytes=predictor_bytes,
             prediction_seconds=predictor.seconds if predictor else 0.0,
             slots={precision.value: count for precision, count in plan.slots.items()},
             resident_experts={precision.value: len(cache.table.residents(precision)) for precision in plan.slots},

@@ -22,7 +22,7 @@ class GateWeights:
 
     def named_correction(self) -> dict[str, torch.Tensor]:
         """The correction under a name that tells the scoring; empty without one."""
-        return {} if self.correction is None else {_CORRECTION + self.scoring: self.correction}
+        return {} if self.correction is None else {correction_name(self.scoring): self.correction}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors of a file, by name."""
@@ -37,6 +37,11 @@ class GateWeights:
             return None
         scoring, correction = find_correction(found)
         return cls(found["weights"], found["biases"], correction, scoring)
+
+
+def correction_name(scoring: Scoring) -> str:
+    """Return the name of the tensor that ``named_correction`` has for such a scoring."""
+    return _CORRECTION + scoring
 
 
 def find_correction(tensors: Mapping[str, torch.Tensor]) -> tuple[Scoring, torch.Tensor | None]:

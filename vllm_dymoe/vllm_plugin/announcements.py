@@ -12,6 +12,7 @@ from vllm_dymoe.cache.budget import precision_bits
 from vllm_dymoe.options import ConfigError
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.planner.precision import Precision
+from vllm_dymoe.planner.prefetch import MOST_AHEAD
 from vllm_dymoe.prefetch import TrainedPredictor
 from vllm_dymoe.server import ExpertServer
 from vllm_dymoe.server.stats import ServerStats
@@ -74,10 +75,11 @@ def _planning(server: ExpertServer) -> str:
     # Experts that layers do not keep, each once: at the high version where there are two.
     plan, memory, experts = server.slot_plan, server.cache, server.experts
     precisions = list(plan.slots) if memory.nested else list(plan.slots)[:1]
-    missing = {
-        precision: sum(experts.num_experts - kept for kept in plan.quotas[precision]) for precision in precisions
-    }
-    moved = sum(count * experts.formats[memory.bits[precision]].nbytes for precision, count in missing.items())
+    moved = sum(
+        (experts.num_experts - kept) * formats[memory.bits[precision]].nbytes
+        for precision in precisions
+        for kept, formats in zip(plan.quotas[precision], experts.of_layers, strict=True)
+    )
     if server.policy.residency.migrating is not None or not moved:
         return said
     return f"{said}; each chunk of a prompt moves up to {size(moved)} over the link"
@@ -92,7 +94,8 @@ def _prefetch(server: ExpertServer) -> str:
     if server.small_batches is not None and server.disk_queue is not None:
         return f"none, because a thread brings experts from the disk when the device has planned{unused}"
     if server.small_batches is not None:
-        few = "none" if server.small_batches.prefetch is None else server.policy.prefetch.name
+        prefetch = server.small_batches.prefetch
+        few = _by_name(server) if prefetch is not None and prefetch.has_slots else "none"
         ahead = "the next layer's experts by themselves in larger ones"
         return f"{few} in steps of up to {SMALL_BATCH_ROWS} tokens, {ahead}{unused}"
     if server.unasked or server.engine.occupies_cores:
@@ -105,8 +108,11 @@ def _by_name(server: ExpertServer) -> str:
     trains = ", until one is trained" if options.train_predictor is not None else ""
     if predictor is not None and isinstance(predictor.predictor, TrainedPredictor):
         layers = predictor.predictor.network.look_ahead
+        if server.small_batches is not None:
+            layers = min(layers, MOST_AHEAD)
+        source = options.predictor_file or "the steps of this server"
         return (
-            f"trained, by {options.predictor_file} ({size(predictor.nbytes)} of the budget), for "
+            f"trained, by {source} ({size(server.predictor_bytes)} of the budget), for "
             f"{f'up to {layers} layers' if layers > 1 else '1 layer'} ahead"
         )
     if options.policy == "duoserve":
@@ -125,10 +131,6 @@ def warnings(server: ExpertServer, expert_ranks: int = 1) -> list[str]:
             f'policy "{options.policy}" fetches nothing ahead while experts come from memory or the page cache, '
             "because the cores that would copy them are computing; it works where they come from a disk, on a GPU, and "
             "with link_gbps."
-        )
-    if options.predictor is not None and server.small_batches is not None:
-        found.append(
-            'predictor is not asked, because the device plans about experts; leave it out, or set planning to "host".'
         )
     if options.low == 0 and Precision.LOW in server.policy.precision.precisions:
         found.append(

@@ -7,13 +7,16 @@ import torch
 from vllm.config import CUDAGraphMode, VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-from vllm_dymoe.cache.budget import limit_in_bytes
+from vllm_dymoe.cache.budget import limit_in_bytes, minimum_budget
 from vllm_dymoe.cache.device_memory import CudaMemory
 from vllm_dymoe.cache.pages import available_host_memory
 from vllm_dymoe.cache.store.memory import host_memory_bytes
 from vllm_dymoe.executor.device_share import StepShape, automatic_share
 from vllm_dymoe.experts.format import ModelExperts
 from vllm_dymoe.options import ConfigError, Options
+from vllm_dymoe.server import ExpertServer
+from vllm_dymoe.units import size
+from vllm_dymoe.vllm_plugin.announcements import logger
 from vllm_dymoe.vllm_plugin.model_files import ranks_of_machine
 
 # On a CPU the "device" is the machine's memory, which other processes use too.
@@ -40,6 +43,29 @@ def automatic_budget(vllm_config: VllmConfig, device: torch.device, experts: Mod
     activations = step_shape(vllm_config, experts).nbytes
     fixed = model.original_max_model_len != -1
     return automatic_share(free, kv_cache, activations, least, model.max_model_len, fixed=fixed)
+
+
+def leave_room(vllm_config: VllmConfig, server: ExpertServer, available: int) -> int:
+    """Return the bytes of vLLM's KV cache after its profile run, ``available`` and what experts gave up for it.
+
+    If an automatic budget leaves less than one request of ``max_model_len`` tokens needs, it shrinks by the difference.
+    A budget that the user set stays, and so do those of ranks that add up parts of the same experts.
+    """
+    fixed = vllm_config.model_config.original_max_model_len != -1
+    if not (server.options.expert_budget.is_auto and fixed) or server.ranks_add_up:
+        return available
+    limit, needed = server.slot_plan.limit, kv_cache_bytes(vllm_config)
+    missing = needed - available
+    policy, workspace = server.policy, server.slot_plan.workspace_bytes
+    if missing <= 0 or limit - missing < minimum_budget(server.experts, server.options, policy, workspace):
+        return available
+    server.resize(limit - missing)
+    logger.info(
+        "vllm-dymoe: one request of %d tokens needs %s more of KV cache than vLLM's profile run left; expert_budget is "
+        "%d bytes in place of %d",
+        vllm_config.model_config.max_model_len, size(missing), limit - missing, limit,
+    )  # fmt: skip
+    return needed
 
 
 def budget_in_host_memory(options: Options, experts: ModelExperts, automatic: int, workspace: int) -> int:

@@ -1,9 +1,4 @@
-"""Chooses the number of tokens of a step from the time that a chunk of a prompt takes on the link.
-
-Nearly every expert is active in a chunk. So a chunk fetches each expert that is not on the device, however many tokens
-it has, and concurrently decoding requests wait for it. With as many tokens as the device computes in that time a prompt
-needs the fewest chunks, and no chunk takes longer than the link.
-"""
+"""The number of tokens of a step, where the user has set none: vLLM's numbers for the rule in ``plan.choice``."""
 
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
@@ -11,22 +6,13 @@ from vllm.platforms import current_platform
 from vllm_dymoe.cache.budget import limit_in_bytes
 from vllm_dymoe.experts.format import ModelExperts
 from vllm_dymoe.options import ConfigError, Options
-from vllm_dymoe.plan.device import Device, find_device
-from vllm_dymoe.plan.model import ModelShape, shape_of
+from vllm_dymoe.plan.choice import chunk_of
+from vllm_dymoe.plan.device import find_device
+from vllm_dymoe.plan.model import shape_of
 from vllm_dymoe.units import size
 from vllm_dymoe.vllm_plugin.announcements import logger
 
-_STEP, _MOST = 512, 8192
 _SHARE = 0.8  # of the memory that vLLM may use, for weights where the budget is automatic
-
-
-def chunk_of(missing: int, shape: ModelShape, device: Device) -> int:
-    """Return the tokens that are computed while so many bytes of experts arrive, in steps of 512 up to 8192; 0 for no
-    bytes.
-    """
-    weights = shape.token_weights + shape.moe_layers * shape.top_k * 3 * shape.hidden * shape.intermediate
-    tokens = missing / device.link * device.compute / (2 * weights)
-    return min(_MOST, -(-int(tokens) // _STEP) * _STEP)
 
 
 def larger_chunk(config: VllmConfig, experts: ModelExperts | None, options: Options) -> int | None:

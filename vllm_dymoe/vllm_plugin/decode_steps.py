@@ -100,8 +100,7 @@ class DecodeSteps:
     def begin(self) -> None:
         self._tokens, self._large = self._step.tokens, not (self._decodes or not self._asks)
         self._large |= self._step.tokens > self.path.most_rows
-        self.path.settle()
-        self.path.tell(self._tokens)
+        self.path.begin_step(self._tokens, large=self._large)
         recording = bool(self._listeners) or self._server.host_planned.migration is not None
         if recording != self._recording:
             self._table.recording.fill_(recording)

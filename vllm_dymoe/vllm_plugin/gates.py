@@ -130,14 +130,18 @@ class PredictorObserver(Observer):
         """By layer, once every one has chosen as vLLM; empty before."""
         return () if self._unchecked else self.gates
 
+    def model_loaded(self, num_layers: int) -> None:
+        """All MoE layers are loaded; from now on ``gates`` has those that were found, if they are wanted."""
+        if self._wanted:
+            self._model = None
+            self.gates = [self._found[position][1] for position in range(num_layers)]
+            self._unchecked = set(self._found)
+
     def predictor(self, model: RoutedModel) -> Predictor | None:
         """Return the predictor of the loaded model, None without one or its gates. ConfigError if a trained one is
         unusable.
         """
         if self._wanted:
-            self._model = None
-            self.gates = [self._found[position][1] for position in range(model.num_layers)]
-            self._unchecked = set(self._found)
             model = replace(model, gates=self.gates)
         elif self._needs_gates:
             return None

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,16 +18,18 @@ from vllm_dymoe.executor.device_planning import plans_on_device, without_device
 from vllm_dymoe.executor.disk_queue import unreadable
 from vllm_dymoe.experts.format import ModelExperts
 from vllm_dymoe.experts.identity import ModelIdentity
+from vllm_dymoe.kernels import Decode
 from vllm_dymoe.options import ConfigError, Options
 from vllm_dymoe.policies import Policy, make_policy
-from vllm_dymoe.prefetch import Predictor, RoutedModel, TrainedPredictor
+from vllm_dymoe.prefetch import Predictor, PredictorError, RoutedModel, TrainedPredictor
 from vllm_dymoe.prefetch.gate import FAR
 from vllm_dymoe.prefetch.online import OnlineTraining, network_bytes
 from vllm_dymoe.prefetch.trained import network_dtype
 from vllm_dymoe.quantize.readers import PLAIN_READER, Reader
 from vllm_dymoe.quantize.readers.base import describe
 from vllm_dymoe.server import ExpertServer, minimum_budget
-from vllm_dymoe.server.self_test import RESULTS, tested
+from vllm_dymoe.server.misses import CHOICES, choose_misses
+from vllm_dymoe.server.self_test import RESULTS, KernelChoice, tested
 from vllm_dymoe.vllm_plugin.announcements import describe_server, logger, warnings
 from vllm_dymoe.vllm_plugin.automatic_budget import automatic_budget, budget_in_host_memory
 from vllm_dymoe.vllm_plugin.failures import make_step_failures
@@ -77,11 +80,12 @@ class Loading:
         if self._draft is None:
             self._begin = time.perf_counter()
             taken = held_bytes(self._model.store)
-            reader, formats = self._draft_reader(), self._model.experts.formats
+            reader, formats, bits = self._draft_reader(), self._model.experts.formats, self.options.stored_bits
+            # Where the model's numbers are kept as they are, and each expert has one version, so are the draft's.
+            kept = len(bits) == 1 and self.reader.keeps(bits) and (not reader.mixed or reader.keeps(bits))
             other = reader.format != self.reader.format
-            self._draft = ModelStore(
-                self.config, self.options, None, reader, self._host_memory, taken, formats, requantize=other
-            )
+            how = {"requantize": other and not kept, "keeps": kept}
+            self._draft = ModelStore(self.config, self.options, None, reader, self._host_memory, taken, formats, **how)
         if self._draft.place is not None:
             raise ConfigError(f"vllm-dymoe: {spec.name} belongs to a third model with MoE layers; two are supported.")
         self._draft.add(spec)
@@ -148,7 +152,19 @@ class Loading:
         options, config, spec, store = self._served_options, self.config, self._model.layers[0], self._model.store
         assert store is not None
         device = torch.device(config.device_config.device)
-        predictor = self._predictor_observer.predictor(self._routed_model())
+        self._predictor_observer.model_loaded(len(self._model.layers))
+
+        def header() -> ModelIdentity:
+            model = config.model_config.model, self._model.model_fingerprint
+            return ModelIdentity(*model, len(self._model.layers), num_experts, spec.top_k, spec.hidden)
+
+        training = self._make_training(header, device)
+
+        def predictor(on_device: bool) -> Predictor | None:
+            if on_device and training is not None:
+                return training.predictor()
+            return self._predictor_observer.predictor(self._routed_model())
+
         observation, step = Observation(self._recordable()), RunningStep()
         late = options.computes_misses or not _computes_in_place(options, device)
         failures = make_step_failures(
@@ -159,11 +175,6 @@ class Loading:
         self._warm_up(server)
         self._announce(server, self._model)
 
-        def header() -> ModelIdentity:
-            model = config.model_config.model, self._model.model_fingerprint
-            return ModelIdentity(*model, len(self._model.layers), num_experts, spec.top_k, spec.hidden)
-
-        training = self._make_training(header, predictor, device)
         observation.start_trace(observe_trace(options, header, lambda: self._predictor_observer.gates))
         speculative = config.speculative_config
         drafted = speculative.num_speculative_tokens if speculative else 0
@@ -211,7 +222,8 @@ class Loading:
         """Say in one line what is active, where numbers come from and why the host store is where it is; and warn."""
         source, place = "", store.place.reason if store.place is not None else ""
         if (self.reader.held or self.reader.mixed) and not store.dummy:
-            source = f" Experts: {describe(self.reader, self.options.stored_bits, self.options.quantizer)}."
+            bits, kept = self.options.stored_bits, self.reader.keeps(self.options.stored_bits)
+            source = f" Experts: {describe(self.reader, bits, self.options.quantizer, kept=kept)}."
         parallel = self.config.parallel_config
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         rank = f"rank {parallel.rank} of {ranks}" if ranks > 1 else ""
@@ -223,7 +235,8 @@ class Loading:
             logger.warning("vllm-dymoe: %s", warning)
 
     def _server(
-        self, store: HostStore, options: Options, device: torch.device, predictor: Predictor | None, obstacle: str,
+        self, store: HostStore, options: Options, device: torch.device,
+        predictor: Predictor | Callable[[bool], Predictor | None] | None, obstacle: str,
         on_late: Callable[[str], None],
     ) -> ExpertServer:  # fmt: skip
         experts, config = store.experts, self.config
@@ -254,22 +267,43 @@ class Loading:
             given["training_bytes"] = OnlineTraining.nbytes(sizes, ahead, item, options.train_predictor.memory)
             given["predictor_room"] = network_bytes(sizes, ahead, item)
         if device.type == "cuda":
-            given["obstacle"] = self._tested(store, options, device, policy, obstacle)
+            found = self._tested(store, options, device, policy, obstacle)
+            given |= {"obstacle": found.obstacle, "decode": found.decode}
+        if options.misses == "auto" and device.type == "cuda":
+            rates, activation = self._model.rates, self._model.layers[0].activation
+            return choose_misses(
+                lambda chosen: ExpertServer(store, chosen, device, budget, **given), options, activation,
+                None if rates is None else rates.with_name(CHOICES),
+                lambda sentence: logger.info("vllm-dymoe: %s", sentence),
+            )  # fmt: skip
         return ExpertServer(store, options, device, budget, **given)
 
-    def _tested(self, store: HostStore, options: Options, device: torch.device, policy: Policy, obstacle: str) -> str:
-        """Return the obstacle to device-side planning, which the self-test on this card may have found."""
+    def _tested(
+        self, store: HostStore, options: Options, device: torch.device, policy: Policy, obstacle: str
+    ) -> KernelChoice:
+        """Return which kernels pass the self-test on this card, with any other obstacle to device-side planning."""
         rates, missing = self._model.rates, unreadable(store)
-        found = tested(
-            store.experts,
-            options,
-            device,
-            list(dict.fromkeys(layer.activation for layer in self._layers)),
-            device_plans=plans_on_device(options, policy, device.type, unreadable=missing, obstacle=obstacle)[0],
-            kept=None if rates is None else rates.with_name(RESULTS),
-            say=lambda sentence: logger.warning("vllm-dymoe: %s", sentence),
-        )
-        return obstacle or found
+        slowest = max(Decode)
+        while True:
+            decides = plans_on_device(options, policy, device.type, unreadable=missing, obstacle=obstacle)[0]
+            found = [
+                tested(
+                    store.experts.of_kind(kind),
+                    options,
+                    device,
+                    list(dict.fromkeys(layer.activation for layer in self._layers)),
+                    device_plans=decides,
+                    kept=None if rates is None else rates.with_name(RESULTS),
+                    say=lambda sentence: logger.warning("vllm-dymoe: %s", sentence),
+                    at_most=slowest,
+                )
+                for kind in range(len(store.experts.of_kinds))
+            ]
+            before, obstacle = obstacle, next(filter(None, (obstacle, *(choice.obstacle for choice in found))), "")
+            slowest = min(choice.decode for choice in found)
+            alike = obstacle == before and all(choice.decode is slowest for choice in found)
+            if alike or len(found) == 1:  # else some kinds of layers are tested again, as they will be used
+                return KernelChoice(obstacle, slowest)
 
     @property
     def _look_ahead(self) -> int:
@@ -277,25 +311,30 @@ class Loading:
         prefetch = make_policy(self.options).prefetch
         return max(1 if prefetch is None else prefetch.layers, self._routed_model().horizon)
 
-    def _make_training(
-        self, header: Callable[[], ModelIdentity], predictor: Predictor | None, device: torch.device
-    ) -> ServedTraining | None:
+    def _make_training(self, header: Callable[[], ModelIdentity], device: torch.device) -> ServedTraining | None:
         """The training of a predictor on this rank, if that is wanted; ConfigError for a file that cannot go on."""
         if (wanted := self.options.train_predictor) is None:
             return None
-        network = predictor.network if isinstance(predictor, TrainedPredictor) else None
+        network = None
+        if wanted.file.is_file():
+            try:
+                model = replace(self._routed_model(), device=torch.device("cpu"))  # training copies it
+                network = TrainedPredictor.load(model, self._look_ahead).network
+            except PredictorError as error:
+                raise ConfigError(f"vllm-dymoe: {error}") from error
         if network is not None and (network.gates is None or network.matrices or network.history > 1):
             raise ConfigError(
                 f"vllm-dymoe: train_predictor is {wanted.file}, which has a predictor of another architecture than "
                 "linear+input; name another file."
             )
-        model, dtype = header(), self._model.layers[0].dtype
+        identity, dtype = header(), self._model.layers[0].dtype
         online = OnlineTraining(
-            model, self._look_ahead, device, dtype, network_dtype(device), wanted.memory, before=network
-        )
+            identity, self._look_ahead, device, dtype, network_dtype(device), wanted.memory, before=network,
+            gates=self._predictor_observer.gates,
+        )  # fmt: skip
         first = get_tp_group().rank_in_group == 0 and self.config.parallel_config.data_parallel_rank == 0
         return ServedTraining(
-            online, model, lambda: self._predictor_observer.checked_gates, wanted.file if first else None
+            online, identity, lambda: self._predictor_observer.checked_gates, wanted.file if first else None
         )
 
     def _routed_model(self) -> RoutedModel:

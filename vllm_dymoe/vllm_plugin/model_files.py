@@ -13,7 +13,8 @@ from vllm.transformers_utils.config import get_safetensors_params_metadata
 from vllm.transformers_utils.utils import convert_model_repo_to_path
 
 from vllm_dymoe.cache.store import MANIFEST, Manifest, StoreError
-from vllm_dymoe.quantize.checkpoint import group_experts
+from vllm_dymoe.quantize.checkpoint import check_representatives, group_experts
+from vllm_dymoe.quantize.model_config import EXPERT_INPUTS, INTERMEDIATE
 from vllm_dymoe.quantize.readers import Reader
 from vllm_dymoe.quantize.readers.modules import modules_of
 from vllm_dymoe.quantize.tensor_names import read_name
@@ -71,7 +72,15 @@ def check_checkpoint(vllm_config: VllmConfig, reader: Reader) -> None:
         named = ((read_name(name), place) for name, place in places.items())
         # Layers of drafts, which may lie behind the model's last, may be quantized otherwise.
         known = [(name, place) for name, place in named if name and name.projections and name.of_model]
-        group_experts(folder, reader, ((name, place) for name, place in known if name.layer < layers))
+        experts = group_experts(folder, reader, ((name, place) for name, place in known if name.layer < layers))
+        text = vllm_config.model_config.hf_text_config
+        sizes = (
+            next((size for name in names if (size := getattr(text, name, None))), None)
+            for names in (EXPERT_INPUTS, INTERMEDIATE)
+        )
+        hidden, width = sizes
+        if isinstance(hidden, int) and isinstance(width, int):
+            check_representatives(folder, reader, experts, hidden, width)
 
 
 def has_drafts(folder: Path, layers: int) -> bool:

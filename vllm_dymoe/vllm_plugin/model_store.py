@@ -36,7 +36,7 @@ from vllm_dymoe.cache.store.disk import Reading
 from vllm_dymoe.cache.store.page_lock import CudaPageLock
 from vllm_dymoe.cache.store.shared import SharedMemory, Turn
 from vllm_dymoe.cache.store.writer import StoreWriter
-from vllm_dymoe.durable import all_leftovers, clean, read_regular, write_synced
+from vllm_dymoe.durable import all_leftovers, clean, leftovers, read_regular, write_synced
 from vllm_dymoe.executor.rates import RATES
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, Projection, stored_formats
 from vllm_dymoe.kernels import Activation
@@ -45,9 +45,9 @@ from vllm_dymoe.quantize import QUANTIZERS
 from vllm_dymoe.quantize.checkpoint import content_fingerprint
 from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.quantize.held import Held
-from vllm_dymoe.quantize.packer import FALLBACK, ExpertPacker, Given
-from vllm_dymoe.quantize.readers import Reader
-from vllm_dymoe.quantize.readers.base import format_fields, quantizer_name
+from vllm_dymoe.quantize.packer import FALLBACK, ExpertPacker, Given, Journal, is_journal_of
+from vllm_dymoe.quantize.readers import PLAIN_READER, Reader
+from vllm_dymoe.quantize.readers.base import format_fields, kept_format, own_formats, quantizer_name
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.vllm_plugin.announcements import logger
 from vllm_dymoe.vllm_plugin.model_files import local_folder, ranks_of_machine, replicas_of_machine, replicated
@@ -100,14 +100,16 @@ class ModelStore:
         host_memory: int,  # bytes that all ranks of this machine can get
         taken: int = 0,  # of them by another model's experts on this rank
         formats: Mapping[int, ExpertFormat] | None = None,  # of that model, whose slots a draft's experts share
-        requantize: bool = False,  # the experts are quantized otherwise than these formats
+        requantize: bool = False,  # the experts are quantized otherwise than these formats, and rounded to them
+        keeps: bool = False,  # or they have formats of their own
     ) -> None:
         self.layers: list[LayerSpec] = []
         self.place: HostPlace | None = None  # before the first weight came
         self.rates: Path | None = None  # where they are kept, likewise
         self.store: HostStore | None = None  # before the last layer is loaded
         self._vllm_config, self._options, self.reader, self._formats = vllm_config, options, reader, formats
-        self._requantize = requantize or reader.mixed
+        self._keeps = keeps or (formats is None and reader.mixed and reader.keeps(options.stored_bits))
+        self._requantize = requantize or (reader.mixed and not self._keeps)
         self._checkpoint = checkpoint
         self._host_memory, self._taken = host_memory, taken
         self._packed_for = ""  # fingerprint of the model that the checkpoint's own store was made from
@@ -132,7 +134,7 @@ class ModelStore:
                 "(hidden size, dtype, biases or gates differ), which is not supported yet; serve this model without "
                 "--quantization dymoe."
             )
-        if self.reader.held and spec.intermediate != first.intermediate:
+        if (self.reader.held or (self.reader.mixed and self._keeps)) and spec.intermediate != first.intermediate:
             raise ConfigError(
                 f"vllm-dymoe: the quantized experts of {spec.name} are {spec.intermediate} wide and those of "
                 f"{first.name} {first.intermediate}, which is supported for 16-bit checkpoints only; "
@@ -181,8 +183,8 @@ class ModelStore:
 
     @property
     def experts(self) -> ModelExperts:
-        spec, reader, ours = self.layers[0], self.reader, self._checkpoint or {}
-        width = self._width
+        spec, ours, width = self.layers[0], self._checkpoint or {}, self._width
+        reader = PLAIN_READER if self.reader.mixed else self.reader
         formats = self._formats or stored_formats(
             self._options.stored_bits,
             lambda bits: ExpertFormat(
@@ -192,7 +194,15 @@ class ModelStore:
         )  # fmt: skip
         numbers = layer_numbers([layer.name for layer in self.layers])
         count, top_k = (max(sizes) for sizes in zip(*((s.num_experts, s.top_k) for s in self.layers), strict=True))
-        return ModelExperts(numbers, count, top_k, formats)
+        own = {}
+        if self._keeps and len(formats) == 1:
+            ((bits, usual),) = formats.items()
+            if self._formats is None:
+                usual = kept_format(self.reader.usual, usual, spec.intermediate, spec.ranks)
+                formats = {bits: usual}
+            named = {number: extract_layer_index(s.name) for number, s in zip(numbers, self.layers, strict=True)}
+            own = own_formats(self.reader, named, usual, spec.intermediate, spec.ranks)
+        return ModelExperts(numbers, count, top_k, formats, own=own)
 
     def layer_loaded(self, layer: int) -> bool:
         self._loaded += 1
@@ -236,8 +246,10 @@ class ModelStore:
                 self._open()
             yield self._packer
         except BaseException as error:
-            if self._packer is not None:
+            if self._packer is not None and isinstance(error, Exception):
                 self._packer.discard()
+            elif self._packer is not None:  # the user, or the system, ends the start
+                self._packer.interrupt()
             if self._turn is not None:
                 self._turn.end()
             if not isinstance(error, StoreError | CheckpointError):
@@ -271,7 +283,7 @@ class ModelStore:
     @cached_property
     def _manifest(self) -> Manifest:
         options, spec, experts = self._options, self.layers[0], self.experts
-        quantizer = quantizer_name(self.reader, options.stored_bits, options.quantizer)
+        quantizer = quantizer_name(self.reader, options.stored_bits, options.quantizer, kept=self._keeps)
         ranks = spec.rank, spec.ranks, spec.expert_rank, spec.expert_ranks
         described = json.dumps([Manifest(experts, quantizer, "").to_json(), ranks])
         config = self._vllm_config.model_config
@@ -301,10 +313,13 @@ class ModelStore:
             check_belongs(existing, experts, self.layers[0])
             self._packed_for = existing.manifest.model
         else:
-            if removed := clean(all_leftovers(store_root(self._options.store_dir))):
-                logger.info("vllm-dymoe: removed %d folders that ended starts had not finished", len(removed))
             existing = cached_store(self._folder, self._manifest)  # of an earlier start
             self._elsewhere = not self.dummy and not self._content
+            # What an earlier start has begun goes on, where files prove that it was of the same weights.
+            resumable = set(leftovers(self._folder)) if existing is None and self._content else set()
+            given_up = [left for left in all_leftovers(store_root(self._options.store_dir)) if left not in resumable]
+            if removed := clean(given_up):
+                logger.info("vllm-dymoe: removed %d folders that ended starts had not finished", len(removed))
         if replicated(config.parallel_config):  # one of them packs, and the others find its store
             self._turn = Turn(self._folder)
             if existing is None:
@@ -320,7 +335,9 @@ class ModelStore:
                 )  # fmt: skip
             self.store = self._placed(existing)
             return
-        writer = self._writer = StoreWriter(self._folder, self._manifest)
+        purpose = json.dumps(self._manifest.to_json())
+        resume: dict[str, Any] = {"resume": lambda left: is_journal_of(left, purpose)} if self._content else {}
+        writer = self._writer = StoreWriter(self._folder, self._manifest, **resume)
         total = len(experts.layers) * experts.num_experts * len(experts.projections)
         what = "Making random experts" if self.dummy else "Quantizing experts"
         self._progress = tqdm(total=total, desc=what, unit=" projections", dynamic_ncols=True)
@@ -329,7 +346,13 @@ class ModelStore:
         else:
             # A draft's experts come without a calibration.
             quantizer = QUANTIZERS.get(self._options.quantizer, QUANTIZERS[FALLBACK])
-            self._packer = ExpertPacker(experts, quantizer, writer, self._progress.update)
+            journal = Journal(writer.partial, purpose) if self._content else None
+            if journal is not None and journal.layers:
+                logger.info(
+                    "vllm-dymoe: an earlier start was interrupted; of %d layers %d are packed already",
+                    len(experts.layers), len(journal.layers),
+                )  # fmt: skip
+            self._packer = ExpertPacker(experts, quantizer, writer, self._progress.update, journal)
 
     @cached_property
     def _room(self) -> HostRoom:

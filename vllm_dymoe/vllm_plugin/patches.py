@@ -13,6 +13,7 @@ from typing import Any
 from vllm.config import get_current_vllm_config_or_none
 
 from vllm_dymoe.vllm_plugin import data_parallel, failures, prepare
+from vllm_dymoe.vllm_plugin.automatic_budget import leave_room
 from vllm_dymoe.vllm_plugin.quant_config import DymoeConfig
 from vllm_dymoe.vllm_plugin.rank_server import RankServer
 from vllm_dymoe.vllm_plugin.sleep import check_reloading
@@ -113,7 +114,7 @@ def _execute_model(original: Original, self: Any, scheduler_output: Any) -> Any:
     Only executors come this way: vLLM's warm-up calls Worker.execute_model itself.
     """
     rank = _rank(self.worker.vllm_config.quant_config)
-    if rank is None or not rank.begin_step(scheduler_output):
+    if rank is None or not rank.begin_step(scheduler_output, self.worker.model_runner):
         return original(self, scheduler_output)
     return rank.end_model(self.worker.model_runner, scheduler_output, original(self, scheduler_output))
 
@@ -168,6 +169,14 @@ _replaces("vllm.v1.core.sched.scheduler.Scheduler", "update_from_output", _STEP_
 
 
 @_replaces(_WORKER, "determine_available_memory", _CAPTURE_HOOK)
+def _determine_available_memory(original: Original, self: Any, *args: Any, **kwargs: Any) -> int:
+    """An automatic budget was an estimate of what a step needs; vLLM's profile run knows it, and its KV cache must not
+    lack what the estimate missed."""
+    available: int = _warm_up(original, self, *args, **kwargs)
+    rank = _rank(self.vllm_config.quant_config)
+    return available if rank is None else leave_room(self.vllm_config, rank.server, available)
+
+
 @_replaces(_WORKER, "compile_or_warm_up_model", _CAPTURE_HOOK)
 def _warm_up(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """CUDA graphs are captured in here, and a call of CUDA on another thread would make a capture invalid."""

@@ -22,7 +22,7 @@ from vllm_dymoe.plan.model import is_moe
 from vllm_dymoe.policies import make_policy
 from vllm_dymoe.prefetch.checkpoint import PredictorError, read_card
 from vllm_dymoe.quantize.model_config import EXPERT_INPUTS, TOP_K, has_gate
-from vllm_dymoe.quantize.readers.base import PLAIN_READER, format_fields
+from vllm_dymoe.quantize.readers.base import PLAIN_READER, format_fields, kept_format, own_formats
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.vllm_plugin.announcements import logger
 from vllm_dymoe.vllm_plugin.balance import refuse_balancing
@@ -126,14 +126,21 @@ def experts_of(config: VllmConfig, options: Options) -> ModelExperts | None:
     gated = has_gate(getattr(text, "model_type", ""))
     top_k = next((count for name in TOP_K if isinstance(count := getattr(text, name, None), int)), 1)
     ours, reader = _quantized(config)
+    kept = reader.mixed and reader.keeps(options.stored_bits)
 
     def make(bits: int) -> ExpertFormat:
-        fields = format_fields(reader, ours or {}, bits)
+        fields = format_fields(PLAIN_READER if reader.mixed else reader, ours or {}, bits)
         return ExpertFormat(hidden, width, group_size=options.group_size, dtype=model.dtype, has_gate=gated, **fields)
 
     formats = stored_formats(options.stored_bits, make)
     layers = tuple(range(model.get_num_layers(parallel)))
-    return ModelExperts(layers, experts, top_k, formats)
+    if not kept:
+        return ModelExperts(layers, experts, top_k, formats)
+    ranks = 1 if parallel.enable_expert_parallel else parallel.tensor_parallel_size
+    usual = kept_format(reader.usual, formats[options.high], width, ranks)
+    named = {layer: layer for layer in layers if layer in reader.layers}  # the others are dense
+    own = own_formats(reader, named, usual, width, ranks)
+    return ModelExperts(layers, experts, top_k, {options.high: usual}, own=own)
 
 
 def _quantized(config: VllmConfig) -> tuple[Any, Any]:

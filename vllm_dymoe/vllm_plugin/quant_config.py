@@ -258,14 +258,19 @@ def read_options(
     """The options for a checkpoint that is ours, another tool's, or not quantized; ConfigError if they are wrong."""
     additional = vllm_config.additional_config
     asked = additional.get("dymoe") if isinstance(additional, Mapping) else None
-    if reader.held:
+    usual, _ = reader.usual
+    if reader.held or reader.mixed:
         # The packer checks what config.json does not say.
         columns = expert_width(vllm_config) or 0, _ranks_of_an_expert(vllm_config)
-        sizes = store_group_sizes(reader, *columns)
-        options = resolve_options(asked, {"hi": reader.bits, **({"group_size": sizes[0]} if sizes else {})})
-        with _as_config_error():
-            check_compatible(reader, options.stored_bits, options.group_size, *columns)
-        return options
+        sizes = store_group_sizes(usual, *columns) if usual.held else ()
+        options = resolve_options(asked, {"hi": usual.bits, **({"group_size": sizes[0]} if sizes else {})})
+        if not reader.mixed or reader.keeps(options.stored_bits):
+            with _as_config_error():
+                check_compatible(usual, options.stored_bits, options.group_size, *columns)
+                for own in {own for pair in reader.layers.values() for own in pair or ()}:
+                    own_sizes = store_group_sizes(own, *columns)
+                    check_compatible(own, (own.bits,), own_sizes[0] if own_sizes else 0, *columns)
+            return options
     # Of several formats the dequantized weights are exact, and anything less has to be asked for.
     options = resolve_options(asked, {"hi": 16} if reader.mixed else checkpoint)
     if checkpoint is None and options.quantizer in CALIBRATED:

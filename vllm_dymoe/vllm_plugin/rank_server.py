@@ -18,6 +18,7 @@ from vllm_dymoe.vllm_plugin.failures import StepFailures
 from vllm_dymoe.vllm_plugin.gates import PredictorObserver
 from vllm_dymoe.vllm_plugin.graphs import is_captured, refused_capture
 from vllm_dymoe.vllm_plugin.observers import Observation
+from vllm_dymoe.vllm_plugin.preemptions import Preemptions
 from vllm_dymoe.vllm_plugin.step import PromptTap, RankLayer, RunningStep
 from vllm_dymoe.vllm_plugin.training import ServedTraining
 
@@ -45,6 +46,7 @@ class RankServer:
         self._drafted = drafted
         self._decode = self._decode_steps()
         self._num_layers = len(server.experts.layers)  # without a draft's, which come later
+        self._preemptions = Preemptions()
         predictor_observer.listen(observation, lambda: self.server.drop_predictor())
 
     def _decode_steps(self) -> DecodeSteps | None:
@@ -120,7 +122,8 @@ class RankServer:
             return gathered.combine(out)
         return out if tokens == rows else torch.nn.functional.pad(out, (0, 0, 0, rows - tokens))
 
-    def begin_step(self, scheduler_output: Any) -> bool:
+    def begin_step(self, scheduler_output: Any, runner: Any = None) -> bool:
+        self._preemptions.see(scheduler_output, runner, self.server)
         for observer in self.observation.observers:
             observer.begin_step(scheduler_output)
         if scheduler_output.total_num_scheduled_tokens == 0:

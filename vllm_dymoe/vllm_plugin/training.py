@@ -61,7 +61,12 @@ class ServedTraining:
             return None
         # Now, because a worker may be killed; in a thread, because a step must not wait for a disk.
         threading.Thread(target=self._save_or_warn, name="vllm-dymoe predictor", daemon=True).start()
-        return TrainedPredictor(online.network, online.sizes.top_k, make_side_stream(online.network.tables.device))
+        return self.predictor()
+
+    def predictor(self) -> TrainedPredictor:
+        """Return a predictor of the network that is trained, which changes in place."""
+        network = self.online.network
+        return TrainedPredictor(network, self.online.sizes.top_k, make_side_stream(network.tables.device))
 
     def save(self) -> bool:
         """Write the network if it has become better since the last time; whether there is one in the file."""

@@ -52,7 +52,8 @@ def run(record: Recorder) -> None:
         record.say("Left out: misses that the host computes, since the native library was not built here.")
     else:
         _measure_decided(record, machine, store, stack, "share")
-        _measure_cpu_queue(record, machine, store, stack)
+        with record.check("the CPU queue could be measured") as wrong:
+            wrong += measure_cpu_queue(record, machine, store, stack)
     store.close()
 
 
@@ -134,37 +135,42 @@ def _measure_decided(record: Recorder, machine: Machine, store: HostStore, stack
             server.close(keep_store=True)
 
 
-def _measure_cpu_queue(record: Recorder, machine: Machine, store: HostStore, stack: Stack) -> None:
-    """Both bandwidths, each while the other works, and the way to the host and back without a row to compute."""
-    with record.check("the CPU queue could be measured") as wrong:
-        server = server_of(stack, store, BITS, BUDGETS[0], misses="share")
-        cpu_queue, rates = server.cpu_execution.cpu_queue, server.cpu_execution.rates
-        assert rates is not None
-        _, steps = STEPS["decode"]
-        assert cpu_queue is not None
-        cpu_queue.serve(Activation.SILU)
-        link, most = rates.link / 1e9, machine.host_bytes_per_second / 1e9
-        record.speed("the link while the host computes", "GB/s", link, most, link / most, rates.describe(store.experts))
-        device_queue = DeviceQueue(cpu_queue.queue.shape, cpu_queue.turn, cpu_queue.present)
-        x, tag = stack.inputs(1, 0), store.experts.formats[BITS].encoding.tag
-        plan = LayerPlan.allocate(1, MODEL.top_k, MODEL.experts, DEVICE).tensors
-        for name, value in (("count", 1), ("action", int(Action.CPU)), ("bits", tag), ("addresses", 0)):
-            plan[name].fill_(value)
-        ids, one = torch.full((1, MODEL.top_k), -1, device=DEVICE), torch.ones_like(plan["count"])
+def measure_cpu_queue(record: Recorder, machine: Machine, store: HostStore, stack: Stack, about: str = "") -> list[str]:
+    """Both bandwidths, each while the other works, and the way to the host and back without a row to compute.
 
-        def post_and_wait() -> None:
-            post(device_queue, 0, x, ids, one, plan)
-            wait(cpu_queue.turn)
+    Returns what is wrong, as sentences.
+    """
+    about = about and f", {about}"
+    server = server_of(stack, store, BITS, BUDGETS[0], misses="share")
+    cpu_queue, rates = server.cpu_execution.cpu_queue, server.cpu_execution.rates
+    assert rates is not None
+    _, steps = STEPS["decode"]
+    assert cpu_queue is not None
+    cpu_queue.serve(Activation.SILU)
+    link, most = rates.link / 1e9, machine.host_bytes_per_second / 1e9
+    record.speed(
+        f"the link while the host computes{about}", "GB/s", link, most, link / most, rates.describe(store.experts)
+    )
+    device_queue = DeviceQueue(cpu_queue.queue.shape, cpu_queue.turn, cpu_queue.present)
+    x, tag = stack.inputs(1, 0), store.experts.formats[BITS].encoding.tag
+    plan = LayerPlan.allocate(1, stack.model.top_k, stack.model.experts, DEVICE).tensors
+    for name, value in (("count", 1), ("action", int(Action.CPU)), ("bits", tag), ("addresses", 0)):
+        plan[name].fill_(value)
+    ids, one = torch.full((1, stack.model.top_k), -1, device=DEVICE), torch.ones_like(plan["count"])
 
-        graph = captured(post_and_wait)
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(steps):
-            graph.replay()
-        torch.cuda.synchronize()
-        trip, least = 1e6 * (time.perf_counter() - begin) / steps, 1e6 * rates.round_trip
-        remark = "bound: between two of the host's cores"
-        record.speed("CPU queue, there and back", "us", trip, least, least / trip, remark)
-        if cpu_queue.failed:
-            wrong.append("the host did not answer")
-        server.close(keep_store=True)
+    def post_and_wait() -> None:
+        post(device_queue, 0, x, ids, one, plan)
+        wait(cpu_queue.turn)
+
+    graph = captured(post_and_wait)
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(steps):
+        graph.replay()
+    torch.cuda.synchronize()
+    trip, least = 1e6 * (time.perf_counter() - begin) / steps, 1e6 * rates.round_trip
+    remark = "bound: between two of the host's cores"
+    record.speed(f"CPU queue, there and back{about}", "us", trip, least, least / trip, remark)
+    failed = cpu_queue.failed
+    server.close(keep_store=True)
+    return ["the host did not answer"] if failed else []

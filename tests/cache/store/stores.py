@@ -39,7 +39,7 @@ def as_older(folder, experts, version):
 
 
 def read(store, key):
-    packed = torch.full((store.experts.formats[key.bits].nbytes,), 0xEE, dtype=torch.uint8)
+    packed = torch.full((store.experts.format(key).nbytes,), 0xEE, dtype=torch.uint8)
     store.read_into(key, packed)
     return packed
 

@@ -1,6 +1,7 @@
 """Rules, groups, targets and exclusions are matched against the names that a checkpoint's experts have."""
 
 import pytest
+import torch
 
 from tests.quantize.readers.test_configurations import (
     AWQ,
@@ -23,8 +24,9 @@ from tests.quantize.readers.test_configurations import (
     quark,
 )
 from vllm_dymoe.experts.encoding import MXFP4, PLAIN, STEPS
-from vllm_dymoe.experts.format import Projection
+from vllm_dymoe.experts.format import ExpertFormat, Projection
 from vllm_dymoe.quantize.readers import make_reader
+from vllm_dymoe.quantize.readers.base import kept_format, own_formats
 from vllm_dymoe.quantize.readers.modules import modules_of
 from vllm_dymoe.quantize.tensors import CheckpointError
 
@@ -150,6 +152,33 @@ def test_layers_and_projections_may_have_a_format_of_their_own(config, tensors, 
         by_projection = any(isinstance(key, Projection) for key in other)
         expected = other.get(projection if by_projection else module.layer, most)
         assert reader.at(module.layer, projection).encoding.name == expected, module.name
+
+
+@pytest.mark.parametrize(("config", "tensors", "other", "most"), MIXED.values(), ids=MIXED)
+def test_a_store_of_one_version_holds_every_layer_in_its_own_format(config, tensors, other, most):
+    reader = make_reader(config, modules_of(tensors, LAYERS)[0])
+    bits = reader.usual[0].bits
+    assert reader.keeps((bits,))
+    assert not reader.keeps((16 if bits < 16 else 8,))
+    assert not reader.keeps((16, bits)), "a low version would be made of what they dequantize to"
+    like = ExpertFormat(128, 64, PLAIN, 64, torch.bfloat16)
+    usual = kept_format(reader.usual, like, 64, 1)
+    named = {layer: layer for layer in range(LAYERS) if any(f".{layer}." in name for name in tensors)}
+    own = own_formats(reader, named, usual, 64, 1)
+    for layer in named:
+        _, up, down = own.get(layer, usual).matrices
+        for projection, matrix in ((Projection.UP, up), (Projection.DOWN, down)):
+            by_projection = any(isinstance(key, Projection) for key in other)
+            assert matrix.encoding.name == other.get(projection if by_projection else layer, most)
+            held = reader.at(layer, projection)
+            assert (matrix.integer_zeros, matrix.act_order) == (held.asymmetric, held.act_order)
+
+
+def test_a_gate_of_another_format_than_up_is_dequantized():
+    rule = {"dynamic": {r".*gate_proj": {"bits": 8}}}
+    reader = make_reader(SYMMETRIC | rule, modules_of(experts(), LAYERS)[0])
+    assert reader.mixed
+    assert not reader.keeps((4,))
 
 
 REFUSED = {

@@ -39,7 +39,15 @@ from vllm_dymoe.cache.store.header import TensorPlace, read_header, read_metadat
 from vllm_dymoe.cache.store.manifest import MANIFEST, STORE_VERSION, Manifest
 from vllm_dymoe.cache.store.mapped import MappedFile, lost_pages
 from vllm_dymoe.durable import close_file, open_regular, replace_file
-from vllm_dymoe.experts.format import EVERY_PROJECTION, ModelExperts, Projection, SliceKey, SlicePlace, all_keys
+from vllm_dymoe.experts.format import (
+    EVERY_PROJECTION,
+    ModelExperts,
+    Projection,
+    SliceKey,
+    SlicePlace,
+    all_keys,
+    places_at,
+)
 from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels import native
 
@@ -116,7 +124,8 @@ class FileStore(HostStore):
         _check_descriptors(folder, len(self.experts.layers))
         try:
             for layer_index in self.experts.layers:
-                self._open(layer_index, held.places_at(self.manifest.alignment))
+                position = held.layers.index(layer_index)
+                self._open(layer_index, places_at(held.of_layers[position], self.manifest.alignment))
         except BaseException:
             self.close()
             raise
@@ -155,8 +164,9 @@ class FileStore(HostStore):
         kept beside it; StoreError if the files cannot be read."""
         found = known_rates(self.folder)
         if found is None or found.measured < MEASURED_STARTS:
-            bits, fmt = max(self.experts.formats.items(), key=lambda item: item[1].nbytes)
-            keys = [key for key in all_keys(self.experts) if key.bits == bits]
+            every = list(all_keys(self.experts))
+            fmt = max(map(self.experts.format, every), key=lambda fmt: fmt.nbytes)
+            keys = [key for key in every if self.experts.format(key) == fmt]
             whole, before = fmt.span(EVERY_PROJECTION), self.reading
 
             def use(reading: Reading) -> bool:
@@ -182,7 +192,7 @@ class FileStore(HostStore):
     def read_into(
         self, key: SliceKey, destination: torch.Tensor, projections: range = EVERY_PROJECTION, *, wait: bool = True
     ) -> None:
-        span = self.experts.formats[key.bits].span(projections)
+        span = self.experts.format(key).span(projections)
         self._look(key.layer)
         with self.counts.reading(span.stop - span.start):
             from_disk = self._fill(key, destination, span, wait=wait)
@@ -198,7 +208,7 @@ class FileStore(HostStore):
 
     def in_memory(self, key: SliceKey) -> bool:
         try:
-            nbytes = self.experts.formats[key.bits].nbytes
+            nbytes = self.experts.format(key).nbytes
             if not self.mapped:
                 return False
             if not self._maps[key.layer].has(self._begin(key), nbytes):
@@ -218,14 +228,14 @@ class FileStore(HostStore):
             return ""
         try:
             for key in keys:
-                self.read_into(key, torch.empty(self.experts.formats[key.bits].nbytes, dtype=torch.uint8))
+                self.read_into(key, torch.empty(self.experts.format(key).nbytes, dtype=torch.uint8))
         except StoreError as error:
             return str(error)
         return f"{self.description} could not be read in the middle of a step; check the disk."
 
     def packed(self, key: SliceKey) -> torch.Tensor:
         begin = self._begin(key)
-        return self._maps[key.layer].bytes[begin : begin + self.experts.formats[key.bits].nbytes]
+        return self._maps[key.layer].bytes[begin : begin + self.experts.format(key).nbytes]
 
     def take(self, other: HostStore, experts: ModelExperts) -> None:
         assert isinstance(other, FileStore)
@@ -314,7 +324,7 @@ class FileStore(HostStore):
         DamagedStoreError if something is wrong."""
         layer, there = self._layers[key.layer], read.numpy().data
         expected = layer.expected[key.bits][key.expert].tolist()
-        fmt = self.experts.formats[key.bits]
+        fmt = self.experts.format(key)
         begin = fmt.sections[projections.start].start
         for projection in projections:
             section = fmt.sections[projection]

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +13,7 @@ from pydantic import PlainSerializer, TypeAdapter
 from vllm_dymoe.cache.store.base import DamagedStoreError, StoreError
 from vllm_dymoe.durable import read_regular
 from vllm_dymoe.experts.encoding import CODEBOOKS, LATTICES, encoding_of
-from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, nested
+from vllm_dymoe.experts.format import DownFormat, ExpertFormat, ModelExperts, nested
 
 MANIFEST = "dymoe_experts.json"
 STORE_VERSION = 7
@@ -26,7 +26,7 @@ BLOCK = 4096  # where slices of new stores begin, in bytes: what O_DIRECT reads 
 _BINDING_VERSION = 7
 _UNBOUND = frozenset(("shards", "errors"))
 _FLAGS = {"integer_zeros": "zeros_in_steps", "act_order": "ordered"}
-_CODEBOOKS = "codebooks"
+_CODEBOOKS, _OWN, _DOWN = "codebooks", "layer_formats", "down"
 _NAMED = CODEBOOKS | LATTICES
 
 
@@ -42,6 +42,33 @@ def read_encodings(described: Mapping[str, Any], bits: int) -> dict[str, Any]:
     flags = {field: bits in described.get(key, ()) for field, key in _FLAGS.items()}
     named = described.get(_CODEBOOKS, {}).get(str(bits))
     return flags | {"encoding": encoding_of(bits, None if named is None else _NAMED[named])}
+
+
+def _describe_own(fmt: ExpertFormat) -> dict[str, Any]:
+    """Describe a layer's own format: what differs from that of the others."""
+    said = {"bits": fmt.bits, "group_size": fmt.group_size, **describe_encodings({fmt.bits: fmt})}
+    return said | _describe_down(fmt)
+
+
+def _describe_down(fmt: ExpertFormat) -> dict[str, Any]:
+    """Describe down projections; empty if they are packed as the others."""
+    if fmt.down is None:
+        return {}
+    encoding, group_size, integer_zeros, act_order = fmt.down
+    alone = replace(fmt, encoding=encoding, integer_zeros=integer_zeros, act_order=act_order, down=None)
+    said = {"bits": alone.bits, "group_size": group_size, **describe_encodings({alone.bits: alone})}
+    return {_DOWN: said}
+
+
+def _read_own(said: Mapping[str, Any], usual: ExpertFormat) -> ExpertFormat:
+    encodings = read_encodings(said, said["bits"])
+    return replace(usual, group_size=said["group_size"], **encodings, down=_read_down(said))
+
+
+def _read_down(said: Mapping[str, Any]) -> DownFormat | None:
+    if (down := said.get(_DOWN)) is None:
+        return None
+    return DownFormat(group_size=down["group_size"], **read_encodings(down, down["bits"]))
 
 
 def encodings_of(quantizer: str) -> dict[str, Any]:
@@ -126,10 +153,12 @@ class Manifest:
             "has_gate": fmt.has_gate,
             "nested": [bits for bits, version in self.experts.formats.items() if version.nested],
             **describe_encodings(self.experts.formats),
+            **_describe_down(fmt),
             "quantizer": self.quantizer,
             "model": self.model,
             "tensor_parallel": {"rank": rank, "size": size},
             "blob_bytes": {str(bits): f.whole_nbytes for bits, f in self.experts.formats.items()},
+            **({_OWN: own} if (own := {str(index): _describe_own(f) for index, f in self.experts.own.items()}) else {}),
             "errors": _ERRORS.dump_python(self.errors, mode="json") if self.errors else None,
             "curves": [list(curve) for curve in self.experts.curves],
             "shards": {str(layer): digest for layer, digest in self.shards.items()},
@@ -157,6 +186,7 @@ class Manifest:
                     dtype=dtype,
                     bias=data["bias"],
                     has_gate=data.get("has_gate", True),
+                    down=_read_down(data),
                     **read_encodings(data, bits),
                 )
                 for bits in data["bits"]
@@ -168,7 +198,9 @@ class Manifest:
             shape = tuple(data["layers"]), data["num_experts"], data["top_k"]
             errors = _ERRORS.validate_python(data["errors"]) if data.get("errors") else None
             lost = dict(zip(data["layers"], errors.experts.get(min(formats), ()), strict=False)) if errors else {}
-            experts = ModelExperts(*shape, formats, curves=curves, lost=lost)
+            usual = next(iter(formats.values()))
+            own = {int(index): _read_own(said, usual) for index, said in data.get(_OWN, {}).items()}
+            experts = ModelExperts(*shape, formats, curves=curves, lost=lost, own=own)
             for bits, fmt in formats.items():
                 if (held := data["blob_bytes"][str(bits)]) != fmt.whole_nbytes:
                     raise ValueError(f"packed experts of {held} bytes where {fmt.whole_nbytes} are expected")

@@ -15,13 +15,15 @@ _LEAST_LEFT = 2 << 30
 
 
 def smallest_host_cache(experts: ModelExperts) -> int:
-    """Return the smallest budget of a host cache: two slices of each version, one to read and one to fill."""
-    return 2 * sum(whole_pages(fmt.nbytes) for fmt in experts.formats.values())
+    """Return the smallest budget of a host cache: two slices of each version of each kind of layers, one to read and
+    one to fill."""
+    return 2 * sum(whole_pages(fmt.nbytes) for formats in experts.of_kinds for fmt in formats.values())
 
 
 def whole_host_cache(experts: ModelExperts) -> int:
     """The budget of a level that holds everything: a slice takes whole pages, so that a disk writes straight to it."""
-    return len(experts.layers) * experts.num_experts * smallest_host_cache(experts) // 2
+    each = (whole_pages(fmt.nbytes) for formats in experts.of_layers for fmt in formats.values())
+    return experts.num_experts * sum(each)
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,6 @@ def _fewer_bits(experts: ModelExperts, room: int) -> str:
     stored = max(experts.formats)
     for bits in (8, 4, 2):
         formats = {bits: replace(experts.formats[stored], encoding=encoding_of(bits))}
-        if bits < stored and (taken := whole_host_cache(replace(experts, formats=formats))) <= room:
+        if bits < stored and (taken := whole_host_cache(replace(experts, formats=formats, own={}))) <= room:
             return f", or high = {bits} and low = 0, which take {taken}"
     return ""

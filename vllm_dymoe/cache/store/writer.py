@@ -8,7 +8,7 @@ or continues it. If two processes write the same store, the second finds the fir
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,11 +28,20 @@ from vllm_dymoe.durable import (
     sync_folder,
     write_at,
 )
-from vllm_dymoe.experts.format import Projection, SliceKey
+from vllm_dymoe.experts.format import Projection, SliceKey, SlicePlace, places_at
 from vllm_dymoe.units import too_small
 
 # Data begins on a page.
 _DATA_ALIGNMENT = 4096
+
+
+def _tensors(count: int, places: Mapping[int, SlicePlace]) -> list[tuple[str, str, tuple[int, ...], int]]:
+    """Return what a layer's file holds; packed experts come first, so that each of them is aligned."""
+    slices = [place for place in places.values() if place.start == 0]
+    return [
+        *((f"{one.bits}bit.blobs", "U8", (count, one.stride), count * one.stride) for one in slices),
+        *((f"{one.bits}bit.xxh3", "I64", (count, one.slices, 3), count * one.slices * 3 * 8) for one in slices),
+    ]
 
 
 class StoreWriter:
@@ -60,26 +69,17 @@ class StoreWriter:
         self._folder, self._manifest, self._advice = folder, manifest, advice
         self._files: list[int] = []
         experts = manifest.experts
-        self._places = experts.places_at(manifest.alignment)
-        count = experts.num_experts  # packed experts come first, so that each of them is aligned
-        slices = [place for place in self._places.values() if place.start == 0]
-        tensors: list[tuple[str, str, tuple[int, ...], int]] = [
-            (f"{packed.bits}bit.blobs", "U8", (count, packed.stride), count * packed.stride) for packed in slices
-        ]
-        tensors += [
-            (f"{packed.bits}bit.xxh3", "I64", (count, packed.slices, 3), count * packed.slices * 3 * 8)
-            for packed in slices
-        ]
+        self._places = [places_at(formats, manifest.alignment) for formats in experts.of_layers]
         made = [
             make_header(
-                tensors,
+                _tensors(experts.num_experts, places),
                 {"format": "vllm-dymoe experts", "layer": f"{layer:05d}", "model": manifest.model},
                 _DATA_ALIGNMENT,
             )
-            for layer in experts.layers
+            for layer, places in zip(experts.layers, self._places, strict=True)
         ]
-        _, self._begin, size = made[0]
-        needed = len(experts.layers) * size + others
+        self._begins = [begins for _, begins, _ in made]
+        needed = sum(size for _, _, size in made) + others
         try:
             make_folders(folder.parent)
             free = shutil.disk_usage(folder.parent).free
@@ -89,7 +89,7 @@ class StoreWriter:
         except OSError as error:
             raise self._refused(error) from error
         try:
-            for layer_index, (header, *_) in zip(experts.layers, made, strict=True):
+            for layer_index, (header, _, size) in zip(experts.layers, made, strict=True):
                 self._files.append(create(self.partial / file_name(layer_index), exclusive=False))
                 write_at(self._files[-1], header, 0)
                 os.ftruncate(self._files[-1], size)
@@ -100,14 +100,14 @@ class StoreWriter:
     def write(self, key: SliceKey, projection: Projection, packed: torch.Tensor) -> None:
         """Write a packed section (uint8, contiguous) and its checksum."""
         experts, file = self._manifest.experts, self._files[key.layer]
-        slice_place = self._places[key.bits]
+        slice_place, begins = self._places[key.layer][key.bits], self._begins[key.layer]
         data = packed.numpy().data
-        begin = self._begin[f"{slice_place.bits}bit.blobs"] + key.expert * slice_place.stride
-        begin += slice_place.start + experts.formats[key.bits].sections[projection].start
+        begin = begins[f"{slice_place.bits}bit.blobs"] + key.expert * slice_place.stride
+        begin += slice_place.start + experts.format(key).sections[projection].start
         with self._refusals():
             write_at(file, data, begin)
             number = (key.expert * slice_place.slices + slice_place.number) * len(Projection) + projection
-            place = self._begin[f"{slice_place.bits}bit.xxh3"] + number * 8
+            place = begins[f"{slice_place.bits}bit.xxh3"] + number * 8
             write_at(file, checksum(data).to_bytes(8, "little", signed=True), place)
 
     def sync(self, layer: int) -> None:

@@ -87,7 +87,7 @@ class StreamDelivery(Delivery):
         with self.store.hold(ticket.key, projections, wait=wait) as held:
             if held is None or not held.pinned:
                 return self._through_buffer(ticket, projections, destination, wait)
-            source = held.packed[self.store.experts.formats[ticket.key.bits].span(projections)]
+            source = held.packed[self.store.experts.format(ticket.key).span(projections)]
             held.last_read = event = self._enqueue(ticket, projections, source, destination)
             return event
 

@@ -47,7 +47,7 @@ class TransferEngine:
         enter: Callable[[], None] = lambda: None,  # called first by every thread of the engine
         concurrency: Any = threading,
     ) -> None:
-        self._delivery, self._formats = delivery, delivery.store.experts.formats
+        self._delivery = delivery
         self._streams = cast("CudaStreams", delivery.streams)  # used only with events, which it alone makes
         self._last_demand: Any = None  # event behind the last demand copy
         self._timeout = timeout
@@ -196,7 +196,7 @@ class TransferEngine:
         while piece is not None:
             destination = ticket.destination
             if len(piece.projections) != ALL:
-                destination = destination[self._formats[ticket.key.bits].span(piece.projections)]
+                destination = destination[self._delivery.store.experts.format(ticket.key).span(piece.projections)]
             try:
                 event = self._deliver(ticket, piece, destination, wait)
             except Exception as error:  # raised again where the ticket is waited for

@@ -1,7 +1,7 @@
 """What a reader of experts says of them, and what a store must look like to hold their numbers as they are."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vllm_dymoe.cache.store.manifest import read_encodings
 from vllm_dymoe.experts.encoding import PLAIN, Encoding
-from vllm_dymoe.experts.format import Projection, nests
+from vllm_dymoe.experts.format import DownFormat, ExpertFormat, Projection, nests
 from vllm_dymoe.options import Options
 from vllm_dymoe.quantize.held import Held
 from vllm_dymoe.quantize.tensors import CheckpointError
@@ -61,6 +61,24 @@ class Reader:
     def at(self, layer: int, projection: Projection) -> "Reader":
         """The reader of one projection of a layer's experts; see :class:`MixedReader`."""
         return self
+
+    def of_layer(self, layer: int) -> "tuple[Reader, Reader] | None":
+        """The readers of a layer's gate and up, and of its down projections; None if gate and up have two."""
+        return self, self
+
+    @property
+    def layers(self) -> "dict[int, tuple[Reader, Reader] | None]":
+        """By layer, the readers of layers that may differ, see :meth:`of_layer`."""
+        return {}
+
+    @property
+    def usual(self) -> "tuple[Reader, Reader]":
+        """The readers of most layers."""
+        return self, self
+
+    def keeps(self, bits: Sequence[int]) -> bool:
+        """Whether a store of these bit-widths holds the numbers of every layer as they are."""
+        return self.held and self.bits in bits
 
     @property
     def mixed(self) -> bool:
@@ -117,8 +135,9 @@ PLAIN_READER = Reader("", PLAIN, None, {"weight": FLOATS}, _not_held)  # of 16-b
 
 @dataclass(frozen=True, eq=False)
 class MixedReader(Reader):
-    """Reads experts whose format is another one for some layers or projections; a store holds what they dequantize to,
-    as the weights of a 16-bit checkpoint."""
+    """Reads experts whose format is another one for some layers or projections. A store with one version of each expert
+    holds every matrix as it is, if gate and up of a layer have one format; any other holds what they dequantize to, as
+    the weights of a 16-bit checkpoint."""
 
     readers: Mapping[tuple[int, Projection], Reader] = field(default_factory=dict)
 
@@ -130,6 +149,22 @@ class MixedReader(Reader):
 
     def at(self, layer: int, projection: Projection) -> Reader:
         return self.readers.get((layer, projection), PLAIN_READER)
+
+    def of_layer(self, layer: int) -> tuple[Reader, Reader] | None:
+        gate, up, down = (self.at(layer, projection) for projection in Projection)
+        return (up, down) if gate is up or (layer, Projection.GATE) not in self.readers else None
+
+    @property
+    def layers(self) -> dict[int, tuple[Reader, Reader] | None]:
+        return {layer: self.of_layer(layer) for layer in sorted({layer for layer, _ in self.readers})}
+
+    @property
+    def usual(self) -> tuple[Reader, Reader]:
+        pairs = [pair for pair in self.layers.values() if pair is not None]
+        return max(pairs, key=lambda pair: (pairs.count(pair), pair[0].bits), default=(PLAIN_READER, PLAIN_READER))
+
+    def keeps(self, bits: Sequence[int]) -> bool:
+        return None not in self.layers.values() and tuple(bits) == (self.usual[0].bits,)
 
     @property
     def mixed(self) -> bool:
@@ -193,6 +228,42 @@ def store_group_sizes(reader: Reader, rank_columns: int, ranks: int) -> tuple[in
     )
 
 
+def kept_format(pair: tuple[Reader, Reader], like: ExpertFormat, rank_columns: int, ranks: int) -> ExpertFormat:
+    """Return the format that holds the numbers of a layer as they are.
+
+    Args:
+        pair: see :meth:`Reader.of_layer`.
+        like: has the sizes, and the group size of codes that have groups of their own.
+        rank_columns: see :func:`store_group_sizes`, as for ``ranks``.
+    """
+    fields = []
+    for reader in pair:
+        sizes = store_group_sizes(reader, rank_columns, ranks) if reader.held else ()
+        own = sizes and reader.encoding.group_size is None
+        given = {"integer_zeros": False, "act_order": False, **format_fields(reader, {}, reader.bits)}
+        fields.append(given | {"group_size": sizes[0] if own else like.group_size})
+    return replace(like, **fields[0], down=DownFormat(**fields[1]) if fields[1] != fields[0] else None)
+
+
+def own_formats(
+    reader: Reader, layers: Mapping[int, int], usual: ExpertFormat, rank_columns: int, ranks: int
+) -> dict[int, ExpertFormat]:
+    """Return the formats of layers that are not the usual one, so that they hold the checkpoint's numbers.
+
+    Args:
+        layers: by their numbers in the store, those in the checkpoint's names.
+        rank_columns: see :func:`store_group_sizes`, as for ``ranks``.
+    """
+    found = {}
+    for number, layer in layers.items():
+        pair = reader.of_layer(layer)
+        assert pair is not None
+        fmt = kept_format(pair, usual, rank_columns, ranks)
+        if fmt != usual:
+            found[number] = fmt
+    return found
+
+
 def check_compatible(reader: Reader, bits: Sequence[int], group_size: int, rank_columns: int, ranks: int) -> None:
     """CheckpointError for a store that could not take the checkpoint's numbers; bits have the high precision first."""
     if not reader.held:
@@ -228,8 +299,10 @@ def check_compatible(reader: Reader, bits: Sequence[int], group_size: int, rank_
         )
 
 
-def quantizer_name(reader: Reader, bits: Sequence[int], quantizer: str) -> str:
-    """How the bytes of a store were made, as its manifest says it."""
+def quantizer_name(reader: Reader, bits: Sequence[int], quantizer: str, *, kept: bool = False) -> str:
+    """How the bytes of a store were made, as its manifest says it; ``kept`` if every layer has a format of its own."""
+    if reader.mixed and kept:
+        return f"{reader.method} checkpoint"
     if reader.mixed:
         return f"{reader.method}, {quantizer}"
     if not reader.held:
@@ -239,8 +312,10 @@ def quantizer_name(reader: Reader, bits: Sequence[int], quantizer: str) -> str:
     return f"{source}, {quantizer}" if derived else source
 
 
-def describe(reader: Reader, bits: Sequence[int], quantizer: str) -> str:
-    """What becomes of the checkpoint's numbers, in a few words."""
+def describe(reader: Reader, bits: Sequence[int], quantizer: str, *, kept: bool = False) -> str:
+    """What becomes of the checkpoint's numbers, in a few words; ``kept`` as for :func:`quantizer_name`."""
+    if reader.mixed and kept:
+        return f"{reader.method}, each as it is"
     if reader.mixed:
         lossy = [f"{width} bits quantized anew with {quantizer}" for width in bits if width != 16]
         return ", ".join([f"{reader.method}, dequantized to 16 bits", *lossy])
@@ -248,5 +323,5 @@ def describe(reader: Reader, bits: Sequence[int], quantizer: str) -> str:
     if nests(bits, reader.encoding):
         kinds[bits[1]] = f"inside the {bits[0]}"
     versions = [f"{width} bits {kinds.get(width, f'derived with {quantizer}')}" for width in bits]
-    kept = "; activations stay at 16 bits, which the checkpoint means to be quantized, too" * reader.activations
-    return f"{reader.method} checkpoint, {', '.join(versions)}{kept}"
+    remark = "; activations stay at 16 bits, which the checkpoint means to be quantized, too" * reader.activations
+    return f"{reader.method} checkpoint, {', '.join(versions)}{remark}"

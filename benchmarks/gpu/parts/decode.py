@@ -1,0 +1,206 @@
+"""Decode on tensor cores: is it right on this card, and how much faster than without, alone and in whole steps?
+
+The first part of fifteen minutes on a card: what is worth most comes first, and every line is kept if time runs out.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from kernel_speeds import compile_layer, measure_layer, measure_machine
+from launched import ON_TENSOR_CORES, SHARED, TOLERANCE, Launch, ran
+from layers import LAYERS, Machine, Model, work_of
+from record import Recorder
+from torch import Tensor
+
+from parts.decided import DevicePlannedSteps, server_of
+from parts.speeds import measure_cpu_queue
+from parts.stack import Stack, pinned_store
+from vllm_dymoe.cache.store import HostStore
+from vllm_dymoe.executor import cpu_worker
+from vllm_dymoe.experts.encoding import NESTED, STEPS
+from vllm_dymoe.kernels import Decode, native
+from vllm_dymoe.kernels.triton.start import run_kernel
+
+DEVICE = "cuda"
+LAUNCHES = (
+    *(Launch(code, 3, **SHARED, tensor_cores=8) for code in ON_TENSOR_CORES),
+    *(Launch(code, 3, **SHARED, tensor_cores=8, dtype=torch.float16) for code in (STEPS[4], STEPS[8], NESTED[4])),
+    *(Launch(code, 13, tensor_cores=16, warps=8, sizes=(1100, 500)) for code in (STEPS[4], NESTED[4])),
+    Launch(STEPS[4], 5, tensor_cores=8, group=32, bias=True, act_order=True, integer_zeros=True),
+    Launch(STEPS[4], 3, **SHARED, tensor_cores=8, dependent=True, sizes=(2048, 768)),
+)
+ALONE = tuple(Launch(code, 1, tensor_cores=8, sizes=(2048, 768)) for code in (STEPS[4], NESTED[4], STEPS[2]))
+BESIDE = (5, 8), (8, 16), (16, 16)
+"""Tokens, and positions that are computed at a time."""
+MODEL = Model(layers=4, experts=64, top_k=8, hidden=2048, intermediate=768)
+"""Layers of Qwen3-30B-A3B's size with half as many experts, which are packed in half the time."""
+KERNEL_LAYERS, KERNEL_PRECISIONS = LAYERS[:2], ("4", "4/2")
+DECODE_TOKENS, PROMPT_TOKENS = (1, 4, 16), (512, 2048, 8192)
+STEPS_MEASURED = 50
+PROFILED = "mma_gate_up_kernel", "mma_down_kernel", "grouped_gate_up_kernel"
+
+
+class Card:
+    """Runs launches on the card; see `launched.Host`."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def _on_card(self, tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in self._held:
+            self._held[tensor.data_ptr()] = tensor, tensor.to(DEVICE, copy=True)
+        return self._held[tensor.data_ptr()][1]
+
+    def place(self, tensor: Tensor) -> int:
+        """Its address on the card."""
+        return self._on_card(tensor).data_ptr()
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """What has become of it."""
+        return self._on_card(tensor).cpu()
+
+    def run(self, kernel: Any, grid: Any, tensors: Any, constants: Any, options: Any) -> None:
+        """Launch."""
+        run_kernel(kernel, grid, [self._on_card(tensor) for tensor in tensors], constants, options)
+
+
+def run(record: Recorder) -> None:
+    """Checks; kernels; whole steps; the queue; a profile."""
+    cores = min(os.cpu_count() or 1, 12)
+    with ProcessPoolExecutor(cores, get_context("spawn")) as pool:
+        compiled = [pool.submit(_compile, *case) for case in product(KERNEL_LAYERS, KERNEL_PRECISIONS, _ways())]
+        with record.check("tensor cores agree with float64, repeat their bits, and fetch true bytes") as wrong:
+            wrong += [sentence for found in pool.map(check, LAUNCHES) for sentence in found]
+        with record.check("a token has the same bits on tensor cores alone and beside others") as wrong:
+            wrong += [sentence for found in pool.map(check_alone, ALONE) for sentence in found]
+        with record.check("the kernels to measure could be compiled"):
+            for one in compiled:
+                one.result()
+    machine = measure_machine()
+    _measure_kernels(record, machine)
+    with record.check("whole steps could be measured"):
+        store, stack = pinned_store(MODEL, (4,)), Stack(MODEL, exact=False)
+        _measure_steps(record, machine, store, stack)
+    if native.load() is None:
+        record.say("Left out: the CPU queue, since the native library was not built here.")
+    else:
+        for spins in (False, True):
+            with record.check(f"the CPU queue could be measured with threads that {_of(spins)}"), _threads(spins):
+                measure_cpu_queue(record, machine, store, stack, f"threads that {_of(spins)}")
+    store.close()
+    _profile(record)
+
+
+def check(launch: Launch) -> list[str]:
+    """What is wrong with a launch on this card, as sentences."""
+    first, second = ran(launch, Card()), ran(launch, Card())
+    name = f"{launch.encoding.name}, {launch.tokens} tokens, {launch}"
+    wrong = [] if first.error < TOLERANCE else [f"{name}: relative error {first.error:.2g}"]
+    return wrong if torch.equal(first.out, second.out) else [*wrong, f"{name}: other bits when it is repeated"]
+
+
+def check_alone(launch: Launch) -> list[str]:
+    """Whether the first token has the same bits with others."""
+    alone, wrong = ran(launch, Card()).out[0], []
+    for tokens, most in BESIDE:
+        beside = ran(replace(launch, tokens=tokens, tensor_cores=most), Card()).out[0]
+        if not torch.equal(alone, beside):
+            wrong.append(f"{launch.encoding.name}: a token has other bits beside {tokens - 1} others than alone")
+    return wrong
+
+
+def _ways() -> tuple[Decode, ...]:
+    return Decode.PLAIN, Decode.TENSOR_CORES
+
+
+def _compile(layer: Model, precisions: str, decode: Decode) -> None:
+    compile_layer(layer, precisions, decode)
+
+
+def _measure_kernels(record: Recorder, machine: Machine) -> None:
+    """Old and new next to each other, few tokens first; prompts have one kind of kernels so far."""
+    for count, layer, precisions in product(DECODE_TOKENS, KERNEL_LAYERS, KERNEL_PRECISIONS):
+        for decode in _ways():
+            with record.check(f"{layer.name}, {precisions} bits, {count} tokens, {decode.name}, could be measured"):
+                measure_layer(record, machine, layer, precisions, count, decode)
+    for count, layer in product(PROMPT_TOKENS, KERNEL_LAYERS):
+        with record.check(f"{layer.name}, {count} tokens, could be measured"):
+            measure_layer(record, machine, layer, KERNEL_PRECISIONS[0], count, Decode.TENSOR_CORES)
+
+
+def _measure_steps(record: Recorder, machine: Machine, store: HostStore, stack: Stack) -> None:
+    """Decode steps that the device plans with everything resident, as one graph, in each way, and then at half."""
+    for budget, decode in product(("100%", "50%"), Decode):
+        server = server_of(stack, store, 4, budget, decode=decode)
+        replayed = DevicePlannedSteps(stack, server, 1)
+        inputs = [stack.inputs(1, seed) for seed in range(STEPS_MEASURED)]
+        for x in inputs[: STEPS_MEASURED // 2]:
+            replayed.step(x)
+        torch.cuda.synchronize()
+        server.reset_stats()
+        begin = time.perf_counter()
+        for x in inputs:
+            seen = replayed.step(x)
+        torch.cuda.synchronize()
+        measured = (time.perf_counter() - begin) / len(inputs) / MODEL.layers
+        missed = server.stats().misses * server.experts.formats[4].nbytes / len(inputs) / MODEL.layers
+        on_card = work_of(MODEL, seen[0].ids.tolist(), (4,)).seconds(machine)
+        bound = max(on_card, missed / machine.host_bytes_per_second)
+        name = f"a decode layer at {budget}, {decode.name.lower()}"
+        record.speed(name, "us", 1e6 * measured, 1e6 * bound, bound / measured)
+        server.close(keep_store=True)
+
+
+def _of(spins: bool) -> str:
+    return "spin" if spins else "sleep"
+
+
+@contextmanager
+def _threads(spins: bool) -> Iterator[None]:
+    """Queues that are made meanwhile have threads that spin, or that sleep, whatever cores there are."""
+    before = cpu_worker.SPINNING_CORES
+    cpu_worker.SPINNING_CORES = 1 if spins else 1 << 20
+    try:
+        yield
+    finally:
+        cpu_worker.SPINNING_CORES = before
+
+
+def profiled(record: Recorder) -> None:
+    """Some launches of the kernels, for a profiler to look at."""
+    machine = Machine("", 1.0, 1.0, 1.0)
+    for count in (1, 512):
+        with record.check(f"{count} tokens could be launched"):
+            measure_layer(record, machine, KERNEL_LAYERS[1], "4", count, Decode.TENSOR_CORES, least=0.0)
+
+
+def _profile(record: Recorder) -> None:
+    """What bounds the kernels, by NVIDIA's profiler, where it is and may read counters."""
+    program = shutil.which("ncu") or shutil.which("ncu", path="/usr/local/cuda/bin")
+    if program is None:
+        record.say("Left out: there is no ncu here.")
+        return
+    command = [sys.executable, str(Path(__file__).parents[1] / "gpu.py"), "--part", "profiled", "--result", os.devnull]
+    chosen = "regex:" + "|".join(PROFILED)
+    metrics = (
+        "sm__inst_executed.sum,sm__throughput.avg.pct_of_peak_sustained_elapsed,"
+        "dram__throughput.avg.pct_of_peak_sustained_elapsed,gpu__time_duration.sum"
+    )
+    under = [program, "--csv", "--launch-count", "3", "--kernel-name", chosen, "--metrics", metrics]
+    done = subprocess.run(
+        [*under, *command, "--deadline", str(time.time() + 40)], capture_output=True, text=True, timeout=45, check=False
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith('"') or "ERR" in line]
+    record.say("ncu: " + ("; ".join(lines)[:4000] or f"it printed nothing, exit status {done.returncode}"))

@@ -1,0 +1,106 @@
+"""Large batches with host and device time apart, and policies in decode: the second part of fifteen minutes on a card.
+
+Meanwhile vLLM's wheel arrives in pieces (``wheel_parts.py``); nothing here needs it.
+"""
+
+import time
+from itertools import product
+
+import torch
+from kernel_speeds import measure_machine
+from layers import Machine, Model, work_of
+from record import Recorder
+
+from parts.decided import DevicePlannedSteps, server_of
+from parts.speeds import OfAllLayers
+from parts.stack import Stack, pinned_store
+from vllm_dymoe.cache.store import HostStore
+from vllm_dymoe.kernels import Decode
+from vllm_dymoe.policies.base import Policy
+from vllm_dymoe.policies.duoserve import DuoServe
+from vllm_dymoe.policies.exact import Exact
+from vllm_dymoe.policies.layer_prefetch import LayerPrefetch
+
+MODEL = Model(layers=4, experts=128, top_k=8, hidden=2048, intermediate=768)
+"""Four of Qwen3-30B-A3B's 48 MoE layers, with random weights."""
+BITS = 4
+BUDGETS = ("25%", "50%", "100%")
+TOKENS = (512, 2048)
+LARGE_STEPS, DECODE_STEPS = 6, 60
+POLICIES: dict[str, tuple[Policy, str]] = {
+    "exact": (Exact(look_ahead=0), "25%"),
+    "exact, next gate": (Exact(), "25%"),
+    "duoserve, popularity": (DuoServe(), "minimum"),
+    "layer-prefetch": (LayerPrefetch(), "minimum"),
+}
+"""Policies, and the budget of each."""
+
+
+def run(record: Recorder) -> None:
+    """Prompts first, then decode by policy."""
+    machine, store, stack = measure_machine(), pinned_store(MODEL, (BITS,)), Stack(MODEL, exact=False)
+    for tokens, budget in product(TOKENS, BUDGETS):
+        with record.check(f"{tokens} tokens at {budget} could be measured"):
+            _measure_large(record, machine, store, stack, tokens, budget)
+    for name, (policy, budget) in POLICIES.items():
+        with record.check(f"decode with {name} could be measured"):
+            _measure_policy(record, machine, store, stack, name, policy, budget)
+    store.close()
+
+
+def _measure_large(
+    record: Recorder, machine: Machine, store: HostStore, stack: Stack, tokens: int, budget: str
+) -> None:
+    """Time until a step is enqueued, and time until it has ended, beside what link or card need for it."""
+    server = server_of(stack, store, BITS, budget, OfAllLayers, decode=Decode.TENSOR_CORES)
+    steps = DevicePlannedSteps(stack, server, tokens, launched=True, large=True)
+    inputs = [stack.inputs(tokens, seed) for seed in range(LARGE_STEPS)]
+    steps.step(inputs[0])
+    torch.cuda.synchronize()
+    server.reset_stats()
+    enqueued = 0.0
+    begin = time.perf_counter()
+    for x in inputs:
+        before = time.perf_counter()
+        seen = steps.step(x)
+        enqueued += time.perf_counter() - before
+        torch.cuda.synchronize()
+    whole, count = time.perf_counter() - begin, LARGE_STEPS * MODEL.layers
+    fetched = server.stats().misses * server.experts.formats[BITS].nbytes / count
+    on_card = work_of(MODEL, seen[0].ids.tolist(), (BITS,)).seconds(machine)
+    bound = max(on_card, fetched / machine.host_bytes_per_second)
+    name = f"{tokens} tokens at {budget}, a layer"
+    record.speed(name, "us", 1e6 * whole / count, 1e6 * bound, bound * count / whole, "host and device together")
+    record.speed(f"{name}, host", "us", 1e6 * enqueued / count, 1e6 * bound, bound * count / enqueued, "until enqueued")
+    server.close(keep_store=True)
+
+
+def _measure_policy(
+    record: Recorder, machine: Machine, store: HostStore, stack: Stack, name: str, policy: Policy, budget: str
+) -> None:
+    """A decode step of one token as one graph, planned by the device."""
+    server = stack.server(store, BITS, budget=budget, policy=policy, planning="device", decode=Decode.TENSOR_CORES)
+    if server.small_batches is None:
+        record.say(f"Left out: {name} is not planned on the device, because {server.host_plans_because}.")
+        server.close(keep_store=True)
+        return
+    steps = DevicePlannedSteps(stack, server, 1)
+    inputs = [stack.inputs(1, seed) for seed in range(DECODE_STEPS)]
+    for x in inputs[: DECODE_STEPS // 3]:
+        steps.step(x)
+    torch.cuda.synchronize()
+    server.reset_stats()
+    begin = time.perf_counter()
+    for x in inputs:
+        seen = steps.step(x)
+    torch.cuda.synchronize()
+    count = DECODE_STEPS * MODEL.layers
+    measured, stats = (time.perf_counter() - begin) / count, server.stats()
+    fetched = (stats.misses + stats.prefetches["useful"]) * server.experts.formats[BITS].nbytes / count
+    on_card = work_of(MODEL, seen[0].ids.tolist(), (BITS,)).seconds(machine)
+    bound = max(on_card, fetched / machine.host_bytes_per_second)
+    remark = f"{stats.hit_rate:.0%} hits, {stats.prefetches}"
+    record.speed(
+        f"decode with {name} at {budget}, a layer", "us", 1e6 * measured, 1e6 * bound, bound / measured, remark
+    )
+    server.close(keep_store=True)

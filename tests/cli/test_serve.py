@@ -1,0 +1,120 @@
+"""`vllm-dymoe serve`: arguments, what is printed, and what is started."""
+
+import json
+import os
+import re
+import shlex
+
+import pytest
+
+from tests.cli.checkpoints import command, refused
+from tests.plan.test_plan import QWEN3_30B
+from tests.plan.test_start import CPU, DESKTOP
+from vllm_dymoe.cli.serve import Arguments
+from vllm_dymoe.options import ConfigError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    model = tmp_path / "qwen"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(QWEN3_30B))
+    return model
+
+
+@pytest.fixture
+def machine(tmp_path):
+    path = tmp_path / "machine.json"
+    path.write_text(DESKTOP.model_dump_json())
+    return path
+
+
+def pasted(output):
+    """The command that is printed, in words, and what its environment is."""
+    (line,) = re.findall(r"^(?:\w+=\S+ )*vllm serve .*$", output, re.MULTILINE)
+    words = shlex.split(line)
+    first = words.index("vllm")
+    return words[first:], dict(word.split("=") for word in words[:first])
+
+
+def options_of(words):
+    return json.loads(words[words.index("--additional-config") + 1])
+
+
+def test_a_described_machine_is_planned_and_nothing_is_started(folder, machine, monkeypatch):
+    monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("started"))
+    result = command("serve", folder, "--machine", machine, "--max-model-len", "8k", "-tp", "1", "--enforce-eager")
+    assert result.exit_code == 0, result.output
+    words, environment = pasted(result.stdout)
+    assert words[:3] == ["vllm", "serve", str(folder)]
+    assert words[3:8] == ["--max-model-len", "8k", "-tp", "1", "--enforce-eager"], "the user's own, as they were"
+    assert words.count("--max-model-len") == 1
+    assert environment == {}
+    for said in ("RTX 4090", "policy", "KV cache", "tokens/s", "requests"):
+        assert said in result.stdout, said
+    for subject in ("machine", "policy", "precision", "dense layers", "expert budget", "misses", "context", "KV cache",
+                    "tokens of a step", "expected"):  # fmt: skip
+        assert re.search(rf"^{subject} ", result.stdout, re.MULTILINE), subject
+
+
+def test_additional_config_is_one_whatever_way_it_was_written(folder, machine):
+    given = ["--additional-config", '{"other": {"a": 1}, "dymoe": {"high": 8}}', "--additional-config.dymoe.low=0"]
+    words, _ = pasted(command("serve", folder, "--machine", machine, *given).stdout)
+    assert words.count("--additional-config") == 1
+    found = options_of(words)
+    assert found["other"] == {"a": 1}
+    assert (found["dymoe"]["high"], found["dymoe"]["low"]) == (8, 0)
+
+
+def test_options_of_the_environment_count_as_the_users(folder, machine, monkeypatch):
+    monkeypatch.setenv("DYMOE_HIGH", "8")
+    words, _ = pasted(command("serve", folder, "--machine", machine).stdout)
+    assert options_of(words)["dymoe"]["high"] == 8
+
+
+@pytest.mark.parametrize(("text", "number"), [("8192", 8192), ("8k", 8000), ("8K", 8192), ("auto", None), ("-1", None)])
+def test_numbers_are_vllms(text, number):
+    for words in ([f"--max_model_len={text}"], ["--max-model-len", text, "--enforce-eager"]):
+        assert Arguments.parse(words).number("max-model-len") == number
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--quantization", "awq"], "awq"),
+        (["--additional-config", "{"], "JSON"),
+        (["--additional-config", "[]"], "object"),
+        (["--config", "serve.yaml"], "--config"),
+        (["--max-model-len", "long"], "no number"),
+        (["--additional-config.dymoe.policy", "best"], "best"),
+    ],
+)
+def test_what_cannot_be_served_is_a_sentence(folder, machine, words, said):
+    assert said in refused("serve", folder, "--machine", machine, *words)
+
+
+def test_it_becomes_vllm_and_remembers(folder, tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    monkeypatch.setattr("vllm_dymoe.cli.serve.machine_here", lambda probe, kept, retune: CPU)
+    monkeypatch.setattr(os, "execve", lambda program, words, environment: started.append((words, environment)))
+    first = command("serve", folder, "--port", "8001")
+    assert first.exit_code == 0, first.output
+    ((words, environment),) = started
+    assert words[1:5] == ["serve", str(folder), "--port", "8001"]
+    assert options_of(words)["dymoe"]["expert_budget"] == "top-k"
+    assert int(environment["VLLM_CPU_KVCACHE_SPACE"]) >= 1
+    monkeypatch.setattr("vllm_dymoe.cli.serve.choose", lambda *_: pytest.fail("chosen again"))
+    assert command("serve", folder, "--port", "8001", "--dry-run").stdout == first.stdout
+    for changed in (["--retune"], ["--max-model-len", "4096"]):
+        with pytest.raises(pytest.fail.Exception, match="chosen again"):
+            command("serve", folder, "--port", "8001", "--dry-run", *changed)
+    assert len(started) == 1
+
+
+def test_arguments_of_another_kind_pass(folder):
+    parsed = Arguments.parse(["--served-model-name", "a", "b", "--no-enable-prefix-caching", "-dp=2"])
+    assert parsed.passed == ("--served-model-name", "a", "b", "--no-enable-prefix-caching", "-dp=2")
+    assert parsed.asked({}).ranks.dp == 2
+    with pytest.raises(ConfigError, match="quantization"):
+        Arguments.parse(["-q", "fp8"])

@@ -1,0 +1,259 @@
+"""Decode on tensor cores: compiled for a card, and run on the host, against float64 and its plain twin.
+
+Gluon has no interpreter, so what runs here is the PTX that the installed Triton makes.
+"""
+
+import re
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.benchmarks import modules_of
+from vllm_dymoe.experts.encoding import E8, E8_NESTED, FP8, MXFP4, NESTED, NVFP4, STEPS
+from vllm_dymoe.kernels import Activation, Curve, Decode
+
+pytest.importorskip("triton")
+
+from vllm_dymoe.experts.format import ExpertFormat
+from vllm_dymoe.kernels.lattice import rotate
+from vllm_dymoe.kernels.triton import ExpertShape, TritonKernel
+from vllm_dymoe.kernels.triton.launch import fastest_decode
+from vllm_dymoe.kernels.triton.mma_twin import mma_rows_plain
+from vllm_dymoe.kernels.triton.plan import DECODE
+from vllm_dymoe.kernels.triton.tiles import choose_tiles
+from vllm_dymoe.planner.plan import LayerPlan
+from vllm_dymoe.planner.table import Table
+
+TWIN = 3e-4
+"""Of a norm: sums that differ in their last bit round to another 16-bit number here and there."""
+
+ENCODINGS = [*STEPS.values(), *NESTED.values(), MXFP4, NVFP4, FP8, E8, E8_NESTED]
+LOW = [NESTED[4], NESTED[8], E8_NESTED]
+
+
+@pytest.fixture(scope="module")
+def host():
+    with modules_of("gpu"):
+        import launched
+
+        yield launched
+
+
+def as_its_twin(launch, ran):
+    """Distance from the plain twin, relative to it."""
+    strip = 32 if launch.encoding is FP8 else min(launch.group, ran.expert.up.format.group_size, 64)
+    if launch.encoding is STEPS[2]:
+        strip = min(launch.group, 128)
+
+    def products(x, packed):
+        sums = mma_rows_plain(x, packed, split=launch.split, warps=launch.warps, strip=strip)
+        return sums if packed.bias is None else sums + packed.bias.float()
+
+    gate, up, down = ran.expert
+    x = rotate(ran.x.float(), up.format.rotation).to(ran.x.dtype) if up.format.rotation else ran.x
+    inner = launch.activation.gated(products(x, gate), products(x, up))
+    if down.format.rotation:
+        inner = rotate(inner, down.format.rotation)
+    want = products(inner.to(ran.x.dtype), down).to(ran.x.dtype) * (0.5 if launch.weighted else 1.0)
+    return float((ran.out.float() - want.float()).norm() / want.norm())
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS, ids=lambda encoding: encoding.name)
+def test_every_encoding_is_right_fetched_weighted_and_in_parts(host, encoding):
+    launch = host.Launch(encoding, 3, split=2, fetch=True, weighted=True, tensor_cores=8)
+    ran = host.ran(launch, host.Host(90))
+    assert ran.error < host.TOLERANCE
+    assert as_its_twin(launch, ran) < TWIN
+
+
+@pytest.mark.parametrize("encoding", LOW, ids=lambda encoding: encoding.name)
+def test_base_slices_alone_are_right(host, encoding):
+    launch = host.Launch(encoding, 2, tensor_cores=8, low=True)
+    ran = host.ran(launch, host.Host(90))
+    assert ran.error < host.TOLERANCE
+    assert as_its_twin(launch, ran) < TWIN
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"group": 32, "encoding": STEPS[2], "sizes": (96, 40)},
+        {"group": 32, "encoding": NESTED[4]},
+        {"group": 128, "encoding": STEPS[4], "warps": 8},
+        {"group": 256, "encoding": STEPS[2], "sizes": (512, 72)},
+        {"group": 256, "encoding": NESTED[8], "sizes": (264, 64)},
+        {"dtype": torch.float16},
+        {"dtype": torch.float16, "encoding": FP8},
+        {"dtype": torch.float16, "encoding": NVFP4},
+        {"dtype": torch.float16, "encoding": STEPS[8]},
+        {"dtype": torch.float16, "encoding": E8_NESTED},
+        {"bias": True, "act_order": True, "integer_zeros": True},
+        {"activation": Activation(Curve.GELU_TANH), "sizes": (256, 512)},
+    ],
+    ids=str,
+)
+def test_other_formats_are_right(host, options):
+    launch = host.Launch(**{"encoding": STEPS[4], "tokens": 2, "tensor_cores": 8, **options})
+    ran = host.ran(launch, host.Host(90))
+    assert ran.error < host.TOLERANCE
+    assert as_its_twin(launch, ran) < TWIN
+
+
+@pytest.mark.parametrize("encoding", [STEPS[4], NESTED[4], E8], ids=lambda encoding: encoding.name)
+def test_a_token_has_the_same_bits_alone_and_beside_others(host, encoding):
+    launch = host.Launch(encoding, 1, tensor_cores=8)
+    alone = host.ran(launch, host.Host(90)).out
+    for tokens, most in ((5, 8), (8, 16), (11, 16), (16, 16), (17, 16)):
+        beside = host.ran(replace(launch, tokens=tokens, tensor_cores=most, fetch=tokens > 8), host.Host(90))
+        assert beside.error < host.TOLERANCE
+        assert torch.equal(beside.out[:1], alone), (tokens, most)
+
+
+def swapped_bytes(ptx):
+    return ptx.replace("0x5410;", "0x5140;")
+
+
+def another_level(ptx):
+    return ptx.replace("0x43004300", "0x43044300")  # 132 for 128 in upper halves
+
+
+def no_rest(ptx):
+    """Without what the operands' offset adds taken away: its product with ones is lost."""
+    lines, found = ptx.splitlines(), [at for at, line in enumerate(ptx.splitlines()) if "mma.sync" in line]
+    del lines[found[0]]
+    return "\n".join(lines)
+
+
+def another_row(ptx):
+    """With fragments of the wrong rows."""
+    return re.sub(r"(mma\.sync\S+\s+\{[^}]*\}, \{ )(\S+), (\S+),", r"\1\3, \2,", ptx)
+
+
+@pytest.mark.parametrize("fault", [swapped_bytes, another_level, no_rest, another_row])
+def test_faults_in_the_compiled_code_are_found(host, fault):
+    def changed(ptx):
+        assert fault(ptx) != ptx, "the compiler writes this otherwise now"
+        return fault(ptx)
+
+    assert not host.ran(host.Launch(STEPS[4], 1, tensor_cores=8), host.Host(90, changed)).error < host.TOLERANCE
+
+
+def early_uses(host, changed=str):
+    """What down's programs use of what launches write, before they wait for gate and up."""
+    memory = host.Host(90, changed)
+    ran = host.ran(host.Launch(STEPS[4], 3, **host.SHARED, tensor_cores=8, dependent=True), memory)
+    assert ran.error < host.TOLERANCE
+    return {at for at in memory.early["mma_down"] for some in ran.written if at in some}
+
+
+def test_down_fetches_and_touches_nothing_else_before_gate_and_up_have_ended(host):
+    assert not early_uses(host)
+    without = partial(re.sub, r"griddepcontrol\.wait\s*;", "")
+    assert early_uses(host, without), "a wait that is missing is not seen"
+
+
+def test_the_reader_multiplies_fragments_as_the_isa_says(host):
+    """One mma of one warp, whose fragments are written out here lane by lane, as in PTX ISA 9.7.14.5.8."""
+    loads = "\n".join(f"ld.global.b32 %r{n}, [%rd1+{128 * n}];" for n in range(6))
+    sums = "\n".join(f"ld.global.b32 %r{n}, [%rd1+{128 * n}];" for n in range(6, 10))
+    stores = "\n".join(f"st.global.b32 [%rd1+{128 * n}], %r{n + 4};" for n in range(6, 10))
+    name = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+    ptx = f""".entry k(
+ld.param.b64 %rd0, [k_param_0];
+mov.u32 %r20, %tid.x;
+mul.wide.u32 %rd2, %r20, 4;
+add.s64 %rd1, %rd0, %rd2;
+{loads}
+{sums}
+{name} {{ %r10, %r11, %r12, %r13 }}, {{ %r0, %r1, %r2, %r3 }}, {{ %r4, %r5 }}, {{ %r6, %r7, %r8, %r9 }};
+{stores}
+ret;
+// -- End"""
+    generator = np.random.default_rng(0)
+    a, b, c = (generator.integers(-8, 9, shape).astype(np.float32) for shape in ((16, 16), (16, 8), (16, 8)))
+    memory = np.zeros(1 << 12, np.uint8)
+    words = memory.view(np.uint32).reshape(-1, 32)
+    halves = lambda low, high: (low.view(np.uint32) >> 16) | (high.view(np.uint32) >> 16 << 16)  # noqa: E731
+    for lane in range(32):
+        g, t = lane // 4, lane % 4
+        for n, (row, column) in enumerate(((g, 2 * t), (g + 8, 2 * t), (g, 2 * t + 8), (g + 8, 2 * t + 8))):
+            words[n, lane] = halves(a[row, column], a[row, column + 1])
+        for n, row in enumerate((2 * t, 2 * t + 8)):
+            words[4 + n, lane] = halves(b[row, g], b[row + 1, g])
+        for n, (row, column) in enumerate(((g, 2 * t), (g, 2 * t + 1), (g + 8, 2 * t), (g + 8, 2 * t + 1))):
+            words[6 + n, lane] = c[row, column].view(np.uint32)
+    host.Program(ptx, memory, [0], 32).run()
+    want = a @ b + c
+    for lane in range(32):
+        g, t = lane // 4, lane % 4
+        for n, (row, column) in enumerate(((g, 2 * t), (g, 2 * t + 1), (g + 8, 2 * t), (g + 8, 2 * t + 1))):
+            assert words[6 + n, lane].view(np.float32) == want[row, column]
+
+
+def test_tiles_say_how_many_positions_are_computed_at_a_time():
+    tiles = choose_tiles(90, 2048, 768)
+    assert (tiles.gate_up.positions, tiles.gate_up.tensor_cores) == (2, 0)
+    for tokens, most in ((1, 8), (8, 8), (9, 16), (16, 16)):
+        of_tensor_cores = tiles.on_tensor_cores(tokens)
+        assert of_tensor_cores.gate_up.positions == of_tensor_cores.down.positions == most
+        assert of_tensor_cores.decode_tokens == most
+    with pytest.raises(ValueError, match="tensor_cores is 4"):
+        replace(tiles.down, tensor_cores=4)
+
+
+@pytest.mark.parametrize(("counts", "most"), [([1, 7], 8), ([8], 8), ([1, 9], 16), ([40, 2], 16)])
+def test_a_step_takes_the_kernels_for_its_largest_expert(counts, most):
+    kernel = TritonKernel("cpu", decode=Decode.TENSOR_CORES)
+    shape = ExpertShape(128, 64, 32, torch.bfloat16)
+    tiles, plan = kernel.plan(shape, frozenset({4}), counts)
+    assert tiles.gate_up.tensor_cores == tiles.down.tensor_cores == most
+    decoded = [run for run in plan.runs if run.grouped == DECODE]
+    assert sum(run.stop - run.first for run in decoded) == sum(count for count in counts if count <= most)
+    for expert, pieces in zip(plan.order, plan.pieces, strict=True):
+        if counts[expert] <= most:
+            assert [end - begin for _, begin, end in pieces] == [1], "an expert's bytes are read once"
+    plain, _ = TritonKernel("cpu").plan(shape, frozenset({4}), counts)
+    mixed, _ = kernel.plan(shape, frozenset({16, 4}), counts)
+    assert plain.gate_up.tensor_cores == mixed.gate_up.tensor_cores == 0
+
+
+@pytest.mark.parametrize("decode", Decode)
+@pytest.mark.parametrize("tokens", [1, 8, 9])
+def test_a_small_batch_launches_what_was_chosen(decode, tokens):
+    hidden, intermediate, top_k, experts = 128, 64, 2, 4
+    kernel, launches = TritonKernel("cpu", decode=decode), []
+    fmt = ExpertFormat(hidden, intermediate, STEPS[4], 32, torch.bfloat16)
+    step = kernel.small_batch_step([fmt.matrices], Activation.SILU)
+    table = vars(Table.allocate(1, experts, rows=tokens, top_k=top_k, depth=1, device="cpu"))
+    plan = LayerPlan.allocate(tokens, top_k, experts, "cpu").tensors
+    x, ids = torch.zeros(tokens, hidden).bfloat16(), torch.zeros(tokens, top_k).int()
+    rows = torch.ones(1).int()
+    step.run(
+        table, 0, x, ids, torch.zeros(tokens, top_k), rows, plan, x.clone(), start=lambda *some: launches.append(some)
+    )
+    names = [kernel.__name__ for kernel, *_ in launches]
+    if decode is Decode.PLAIN:
+        assert names == ["decide_kernel", "gate_up_kernel", "down_kernel"]
+        return
+    assert names == ["decide_kernel", "mma_gate_up_kernel", "mma_down_kernel"]
+    for number, (*_, constants, options) in enumerate(launches[1:]):
+        assert constants["MOST"] == (8 if tokens <= 8 else 16)
+        assert constants["DEPENDENT"] == (decode is Decode.DEPENDENT)
+        assert options.get("launch_pdl", False) == (decode is Decode.DEPENDENT and number == 1)
+
+
+@pytest.mark.parametrize(
+    ("precisions", "architecture", "fastest"),
+    [
+        ({4, 2}, 75, Decode.PLAIN),
+        ({4, 2}, 80, Decode.TENSOR_CORES),
+        ({4, 2}, 89, Decode.TENSOR_CORES),
+        ({E8.tag}, 90, Decode.DEPENDENT),
+        ({16, 4}, 90, Decode.PLAIN),
+    ],
+)
+def test_cards_and_codes_without_such_a_kernel_have_none(precisions, architecture, fastest):
+    assert fastest_decode(precisions, architecture) is fastest

@@ -1,0 +1,38 @@
+"""Eight models on eight machines: what is chosen, and that nothing of what was open is much faster."""
+
+import json
+
+import pytest
+
+from tests.plan.starts.pairs import CHOSEN, PAIRS, best, chosen
+
+
+@pytest.fixture(scope="module")
+def committed():
+    return json.loads(CHOSEN.read_text())
+
+
+def test_there_are_eight_pairs_of_different_machines(committed):
+    assert committed.keys() == PAIRS.keys()
+    assert len(PAIRS) == 8
+
+
+@pytest.mark.parametrize("machine", PAIRS)
+def test_what_is_chosen_is_what_is_committed(machine, committed):
+    """After a change on purpose: python -m tests.plan.starts.pairs."""
+    found, before = chosen(machine), committed[machine]
+    for speed in ("tokens_per_second", "ttft"):
+        assert found.pop(speed) == pytest.approx(before.pop(speed), rel=0.02)
+    assert found["options"].keys() == before["options"].keys()
+    assert {name: found[name] for name in ("model", "arguments")} == {
+        name: before[name] for name in ("model", "arguments")
+    }
+    assert [(subject, what) for subject, (what, _) in found["why"].items()] == [
+        (subject, what) for subject, (what, _) in before["why"].items()
+    ]
+
+
+@pytest.mark.parametrize("machine", PAIRS)
+def test_it_is_within_a_twentieth_of_the_best_of_all(machine):
+    mine, all_of_them = best(machine)
+    assert mine <= 1.05 * all_of_them

@@ -1,0 +1,158 @@
+"""What is chosen for a model on a machine, and how a machine is described and measured."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from tests.plan.test_plan import MIXTRAL, QWEN3_30B
+from vllm_dymoe.options import ConfigError
+from vllm_dymoe.plan.device import ExpertRate
+from vllm_dymoe.plan.machine import Gpu, Machine, Probe, machine_here, read_machine
+from vllm_dymoe.plan.model import shape_of
+from vllm_dymoe.plan.start import Asked, Model, choose, read_model
+from vllm_dymoe.resolve import resolve_options
+
+GIB = 2**30
+RATES = (
+    ExpertRate("cpu", 3 * 2048 * 768, 1, False, 2e10, 8e10),
+    ExpertRate("cpu", 3 * 2048 * 768, 256, False, 1e10, 1e12),
+)
+CPU = Machine(cores=16, host_memory=64 * GIB, memory_rate=4e10, kernel="AVX512", experts=RATES, disk=2e9)
+RTX4090 = Gpu(name="NVIDIA GeForce RTX 4090", memory=24 * GIB, link=2.4e10, bandwidth=9e11, compute=1.5e14)
+DESKTOP = CPU.model_copy(update={"gpus": (RTX4090,)})
+QWEN = Model("qwen", shape_of(QWEN3_30B, "config.json"))
+
+
+@pytest.fixture(scope="module")
+def on_desktop():
+    return choose(DESKTOP, QWEN, Asked())
+
+
+@pytest.fixture(scope="module")
+def on_cpu():
+    return choose(CPU, QWEN, Asked())
+
+
+def test_a_cpu_computes_in_memory_with_a_few_slots(on_cpu):
+    assert on_cpu.options["expert_budget"] == "top-k"
+    assert on_cpu.options["host_store"] == "pinned"
+    assert resolve_options(on_cpu.options, environment={}).high == 4
+    assert on_cpu.environment["VLLM_CPU_KVCACHE_SPACE"].isdecimal(), "or vLLM takes most of the memory"
+    assert "kv-cache-dtype" not in on_cpu.arguments
+
+
+def test_experts_that_do_not_fit_into_memory_come_from_the_disk(on_cpu):
+    small = choose(CPU.model_copy(update={"host_memory": 12 * GIB}), QWEN, Asked())
+    assert "host_store" not in small.options
+    assert small.tokens_per_second < on_cpu.tokens_per_second / 2
+
+
+def test_a_gpu_gets_a_policy_a_context_and_a_chunk(on_desktop):
+    length = int(on_desktop.arguments["max-model-len"])
+    assert 4096 <= length <= QWEN.shape.longest
+    assert "expert_budget" not in on_desktop.options, "what is left is known at start only"
+    assert "VLLM_CPU_KVCACHE_SPACE" not in on_desktop.environment
+    assert {subject for subject, *_ in on_desktop.reasons} >= {"policy", "precision", "misses", "KV cache", "context"}
+
+
+def test_the_table_falls_with_context_and_requests(on_desktop):
+    speeds = dict(on_desktop.table)
+    assert list(speeds) == sorted(speeds)
+    first, *_, last = speeds.values()
+    assert first[0] > first[1] > first[2]
+    assert last[0] < first[0]
+
+
+ASKED = {
+    "policy": ["exact", "dymoe", "dynaexq"], "high": [16, 8, 4], "dense": [16, 8], "misses": ["fetch", "auto"],
+    "expert_budget": ["25%", "auto"], "host_store": ["file", "auto"],
+}  # fmt: skip
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    some.fixed_dictionaries({}, optional={name: some.sampled_from(values) for name, values in ASKED.items()}),
+    some.sampled_from([None, 4096]), some.sampled_from([None, "fp8"]), some.sampled_from([CPU, DESKTOP]),
+)  # fmt: skip
+def test_what_the_user_gave_always_wins(options, length, kind, machine):
+    try:
+        start = choose(machine, QWEN, Asked(options, max_model_len=length, kv_cache_dtype=kind))
+    except ConfigError:
+        return  # it does not fit, or does not go together
+    for name, value in options.items():
+        assert start.options[name] == value
+    assert ("max-model-len" in start.arguments) == (length is None)
+    assert kind is None or "kv-cache-dtype" not in start.arguments
+    resolve_options(start.options, environment={})
+
+
+def test_several_requests_keep_their_kv_cache_beside_the_experts():
+    one, four = (choose(DESKTOP, QWEN, Asked(max_model_len=32768, max_num_seqs=count)) for count in (1, 4))
+    assert "expert_budget" not in one.options
+    reserved = 4 * 32768 * QWEN.shape.kv_bytes
+    kept = reserved // (2 if four.arguments.get("kv-cache-dtype") == "fp8" else 1)
+    assert four.options["expert_budget"] <= 0.9 * 24 * GIB - QWEN.shape.memory_of_dense(8) - kept
+
+
+def test_nothing_that_fits_is_a_sentence():
+    with pytest.raises(ConfigError, match="GiB"):
+        choose(DESKTOP, QWEN, Asked(max_model_len=40960, max_num_seqs=16, gpu_memory_utilization=0.2))
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    def write(**more):
+        (tmp_path / "config.json").write_text(json.dumps(MIXTRAL | {"model_type": "mixtral"} | more))
+        return str(tmp_path)
+
+    return write
+
+
+def test_a_checkpoint_decides_how_its_experts_are_stored(checkpoint):
+    assert read_model(checkpoint()) == Model(checkpoint(), shape_of(MIXTRAL, ""))
+    ours = {"quant_method": "dymoe", "format_version": 2, "hi": 8, "lo": 4, "group_size": 64, "quantizer": "rtn"}
+    found = read_model(checkpoint(quantization_config=ours))
+    assert (found.fixed["high"], found.fixed["low"], found.quantized) == (8, 4, False)
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+    found = read_model(checkpoint(quantization_config=awq))
+    assert (found.fixed["high"], found.quantized) == (4, True)
+    start = choose(DESKTOP, found, Asked(max_model_len=4096))
+    assert not start.options.keys() & {"high", "low", "dense"}
+    assert start.options.get("policy") != "dymoe", "which would need a low version"
+
+
+def test_a_description_is_read_or_refused(tmp_path):
+    path = tmp_path / "machine.json"
+    path.write_text(DESKTOP.model_dump_json())
+    assert read_machine(path) == DESKTOP
+    path.write_text(DESKTOP.model_dump_json().replace('"cores":16', '"cores":"many"'))
+    with pytest.raises(ConfigError, match="cores"):
+        read_machine(path)
+    with pytest.raises(ConfigError, match="No such file"):
+        read_machine(tmp_path / "none.json")
+
+
+def test_a_card_without_a_data_sheet_is_planned_by_what_was_measured():
+    known = DESKTOP.device()
+    unknown = known
+    measured = DESKTOP.model_copy(update={"gpus": (RTX4090.model_copy(update={"name": "NVIDIA Quadro X"}),)}).device()
+    assert measured.link == known.link == 2.4e10
+    ours, theirs = (device.expert_rate(3 * 2048 * 768, 1, nested=False).read for device in (measured, unknown))
+    assert ours == pytest.approx(theirs, rel=0.1)
+
+
+def test_a_machine_is_measured_once(tmp_path, monkeypatch):
+    probe, kept = Probe(str(tmp_path / "store"), 256, 64, 256), tmp_path / "cache" / "machines.json"
+    first = machine_here(probe, kept)
+    assert first.cores > 0
+    assert first.experts[0].read > 1e8
+    monkeypatch.setattr("vllm_dymoe.plan.machine.subprocess.run", lambda *_, **__: pytest.fail("measured again"))
+    again = machine_here(probe, kept)
+    assert again.model_copy(update={"host_memory": 1}) == first.model_copy(update={"host_memory": 1})
+    with pytest.raises(pytest.fail.Exception, match="measured again"):
+        machine_here(probe, kept, retune=True)
+    with pytest.raises(pytest.fail.Exception, match="measured again"):
+        machine_here(replace(probe, hidden=512), kept)

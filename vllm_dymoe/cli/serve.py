@@ -1,0 +1,197 @@
+"""``vllm-dymoe serve``: look at the machine and the model, choose, say so, and become ``vllm serve``."""
+
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.markup import escape
+
+from vllm_dymoe import __version__
+from vllm_dymoe.cli.display import print_table
+from vllm_dymoe.durable import keep_beside, kept_beside, make_folders
+from vllm_dymoe.options import ConfigError, cache_folder, store_root
+from vllm_dymoe.plan.machine import KEPT, Machine, Probe, machine_here, read_machine
+from vllm_dymoe.plan.model import config_folder
+from vllm_dymoe.plan.ranks import Ranks
+from vllm_dymoe.plan.start import PROMPT, REQUESTS, Asked, Start, choose, read_model
+from vllm_dymoe.resolve import options_of_environment
+from vllm_dymoe.units import size
+
+STARTS = "starts.json"  # file name, in the cache folder
+_SHORT = {"-tp": "tensor-parallel-size", "-dp": "data-parallel-size", "-pp": "pipeline-parallel-size",
+          "-ep": "enable-expert-parallel", "-q": "quantization"}  # fmt: skip
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}  # of vLLM's numbers
+_OURS = "additional-config"
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The user's arguments of ``vllm serve``, as far as choices depend on them."""
+
+    passed: tuple[str, ...]  # as they were written, without additional_config
+    values: Mapping[str, str]  # by name; "true" for a flag
+    additional: Mapping[str, Any]  # additional_config
+
+    @classmethod
+    def parse(cls, words: Sequence[str]) -> "Arguments":
+        """Read them; ConfigError for JSON that is none, and for another quantization."""
+        passed, values, additional = list[str](), dict[str, str](), dict[str, Any]()
+        place = 0
+        while place < len(words):
+            word, place = words[place], place + 1
+            name, equals, value = word.partition("=")
+            if not name.startswith("-"):
+                passed.append(word)
+                continue
+            written = [word]
+            if not equals and place < len(words) and re.match(r"[^-]|-\d", words[place]):
+                value, place = words[place], place + 1
+                written.append(value)
+            name = _SHORT.get(name, name.lstrip("-").replace("_", "-"))
+            if name == _OURS:
+                additional = _merged(additional, _json(value))
+            elif name.startswith(f"{_OURS}."):
+                additional = _merged(additional, _nested(name.split(".")[1:], value))
+            else:
+                passed += written
+                values[name] = value or "true"
+        if (other := values.get("quantization", "dymoe")) != "dymoe":
+            raise ConfigError(f"--quantization {other} is not served by this command; use `vllm serve` for it.")
+        return cls(tuple(passed), values, additional)
+
+    def number(self, name: str) -> int | None:
+        """An integer as vLLM reads it: 8192, 8k or 8K; None if it was not given, or is automatic."""
+        text = self.values.get(name)
+        if text is None or text in ("auto", "-1"):
+            return None
+        try:
+            return int(float(text[:-1]) * _UNITS[text[-1]]) if text[-1] in _UNITS else int(text)
+        except ValueError:
+            raise ConfigError(f"--{name} {text} is no number.") from None
+
+    def asked(self, environment: Mapping[str, str]) -> Asked:
+        """What they decide."""
+        utilization, space = self.values.get("gpu-memory-utilization"), environment.get("VLLM_CPU_KVCACHE_SPACE")
+        bytes_ = self.number("kv-cache-memory-bytes")
+        tp, dp, pp = (self.number(f"{kind}-parallel-size") or 1 for kind in ("tensor", "data", "pipeline"))
+        return Asked(
+            options=options_of_environment(environment) | dict(self.additional.get("dymoe") or {}),
+            max_model_len=self.number("max-model-len"),
+            max_num_seqs=self.number("max-num-seqs"),
+            max_num_batched_tokens=self.number("max-num-batched-tokens"),
+            kv_cache_dtype=self.values.get("kv-cache-dtype"),
+            gpu_memory_utilization=None if utilization is None else float(utilization),
+            kv_cache_space=bytes_ / 2**30 if bytes_ else float(space) if space else None,
+            ranks=Ranks(tp, dp, pp, self.values.get("enable-expert-parallel", "false") != "false"),
+        )
+
+
+def run(model: str, words: Sequence[str], machine: Path | None, *, dry_run: bool, retune: bool) -> None:
+    """Choose, print, and replace this process by ``vllm serve`` unless it is a dry run; ConfigError if nothing fits."""
+    arguments = Arguments.parse(words)
+    if "config" in arguments.values:
+        raise ConfigError("--config hides from this command what is set; write its settings as arguments.")
+    found, asked = read_model(model), arguments.asked(os.environ)
+    if machine is not None:
+        here, start = read_machine(machine), None
+    else:
+        store = store_root(Path(asked.options["store_dir"]) if "store_dir" in asked.options else None)
+        shape, folder = found.shape, cache_folder()
+        probe = Probe(str(store), shape.hidden, shape.intermediate, shape.moe_layers * shape.experts)
+        here = machine_here(probe, folder / KEPT, retune=retune)
+        key = _key(probe.key, here, model, arguments, asked)
+        start = None if retune else kept_beside(folder / STARTS, key, Start)
+    if start is None:
+        start = choose(here, found, asked)
+        if machine is None:
+            make_folders(folder)
+            keep_beside(folder / STARTS, key, start)
+    command = command_of(model, arguments, start)
+    show(model, here, start, command)
+    if machine is None and not dry_run:
+        program = shutil.which("vllm", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+        if program is None:
+            raise ConfigError("the command `vllm` is not installed here; docs/quickstart.md says how.")
+        sys.stdout.flush()
+        os.execve(program, [program, *command[1:]], os.environ | dict(start.environment))
+
+
+def command_of(model: str, arguments: Arguments, start: Start) -> list[str]:
+    """The equivalent ``vllm serve``: the user's own arguments, and what was chosen behind them."""
+    chosen = [word for name, value in start.arguments.items() for word in (f"--{name}", value)]
+    quantization = [] if "quantization" in arguments.values else ["--quantization", "dymoe"]
+    additional = {**arguments.additional, "dymoe": start.options}
+    return ["vllm", "serve", model, *arguments.passed, *quantization, *chosen, f"--{_OURS}", json.dumps(additional)]
+
+
+def show(model: str, machine: Machine, start: Start, command: Sequence[str]) -> None:
+    """Print what was chosen and why, the table of contexts, and the command to paste."""
+    rows = [("machine", *describe(machine)), *start.reasons]
+    rows.append(
+        ("expected", f"{start.tokens_per_second:.3g} tokens/s", f"first token of {PROMPT} after {start.ttft:.2g} s")
+    )
+    print_table(escape(model), ("", "chosen", "why"), rows, left=True)
+    heads = "context", *(f"{count} request{'s' * (count > 1)}" for count in REQUESTS)
+    body = [
+        (str(tokens), *("does not fit" if speed is None else f"{speed:.3g}" for speed in speeds))
+        for tokens, speeds in start.table
+    ]
+    print_table("Tokens/s of each request with its whole context in the KV cache", heads, body)
+    said = " ".join(f"{name}={value}" for name, value in start.environment.items())
+    typer.echo(f"The same without this command:\n{f'{said} {shlex.join(command)}'.strip()}")
+
+
+def describe(machine: Machine) -> tuple[str, str]:
+    """A machine in two cells."""
+    gpus = machine.gpus
+    link = f"link {gpus[0].link / 1e9:.1f} GB/s, " if gpus else ""
+    disk = "" if machine.disk is None else f", disk {machine.disk / 1e9:.1f} GB/s"
+    nodes = f" on {machine.numa_nodes} nodes" if machine.numa_nodes > 1 else ""
+    what = f"{len(gpus)} x {gpus[0].name}" if gpus else f"{machine.cores} cores{nodes}"
+    return what, (
+        f"{link}{size(machine.host_memory)} of memory at {machine.memory_rate / 1e9:.0f} GB/s, "
+        f"experts at {machine.experts[0].read / 1e9:.1f} GB/s ({machine.kernel}){disk}"
+    )
+
+
+def _key(probe: str, machine: Machine, model: str, arguments: Arguments, asked: Asked) -> str:
+    """Of what a choice is kept under: machine, memory in sixteenths of 64 GiB, model, and the user's arguments."""
+    config = (config_folder(model) / "config.json").read_bytes()
+    said = [probe, __version__, machine.host_memory >> 32, model, config.hex(), arguments.passed, repr(asked)]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:24]
+
+
+def _json(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--additional-config is not JSON ({error}).") from error
+    if not isinstance(found, dict):
+        raise ConfigError("--additional-config has to be a JSON object.")
+    return found
+
+
+def _nested(names: Sequence[str], text: str) -> dict[str, Any]:
+    """What vLLM makes of ``--additional-config.dymoe.high 8``."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
+    for name in reversed(names):
+        value = {name.replace("-", "_"): value}
+    found: dict[str, Any] = value
+    return found
+
+
+def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    both = {key: _merged(one[key], value) for key, value in other.items() if isinstance(one.get(key), dict)}
+    return {**one, **other, **both}

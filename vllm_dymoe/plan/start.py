@@ -1,0 +1,394 @@
+"""How to serve a model on a machine: a pure function of both, and of what the user's arguments leave open.
+
+Every combination of what is open is a candidate: policy and precision, 8-bit dense layers, the type of the KV cache,
+and whether the CPU computes misses. All are planned with the KV cache and the experts that fit beside each other. The
+fastest whose answers are good enough wins; of those within a twentieth, the one that changes least.
+"""
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from vllm_dymoe.cache.budget import limit_in_bytes, minimum_budget, workspace_bytes
+from vllm_dymoe.experts.format import ModelExperts
+from vllm_dymoe.experts.identity import ModelIdentity
+from vllm_dymoe.options import CHECKPOINT_OPTIONS, ConfigError, ExpertBudget, Options
+from vllm_dymoe.plan.choice import CANDIDATES, GOOD_ENOUGH, Choice, ServeSettings, chunk_of, predict, room_for_experts
+from vllm_dymoe.plan.machine import Machine
+from vllm_dymoe.plan.model import ModelShape, config_folder, read_shape
+from vllm_dymoe.plan.ranks import Ranks
+from vllm_dymoe.plan.routings import Routings, made_up
+from vllm_dymoe.policies import make_policy
+from vllm_dymoe.quantize.model_config import ModelConfig, read_config
+from vllm_dymoe.quantize.readers import make_reader
+from vllm_dymoe.resolve import resolve_options
+from vllm_dymoe.units import size
+
+REQUESTS = 1, 4, 16  # concurrent ones, of the table
+PROMPT = 512  # tokens of the prompt whose first token is planned
+_CACHED = 1024  # tokens of a request's KV cache that a decode step reads, on average
+_LENGTHS = 4096, 16384, 65536
+_SPEED_KEPT = 0.9  # of the shortest context's, by the context that is chosen
+_NEAR = 1.3  # times as long as the fastest is near enough for the rest to be tried
+_SAME = 1.05  # times as long is as fast
+_KV_SHARES = {"auto": 1.0, "fp8": 0.5}  # of 16 bits
+_CPU_KV_SHARE = 4  # a CPU's KV cache gets a quarter of the memory at most
+
+
+@dataclass(frozen=True)
+class Model:
+    """What config.json says of a model."""
+
+    name: str  # as for ``vllm serve``
+    shape: ModelShape
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # options that the checkpoint decides
+    quantized: bool = False  # its dense layers may be
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the user's own arguments say; None is open."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)  # of additional_config.dymoe and the environment
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    kv_cache_dtype: str | None = None
+    gpu_memory_utilization: float | None = None
+    kv_cache_space: float | None = None  # GiB of a CPU's KV cache
+    ranks: Ranks = field(default_factory=Ranks)
+
+
+@dataclass(frozen=True)
+class Start:
+    """What was chosen, and why."""
+
+    options: Mapping[str, Any]  # of the plugin, as a user writes them
+    arguments: Mapping[str, str]  # of ``vllm serve``, by name, that the user left open
+    environment: Mapping[str, str]
+    reasons: Sequence[tuple[str, str, str]]  # subject, what was chosen, why
+    tokens_per_second: float  # of all concurrent requests together
+    tpot: float  # seconds of a decode step
+    ttft: float  # seconds to the first token of a prompt
+    table: Sequence[tuple[int, Sequence[float | None]]]
+    """Tokens of context, and tokens per second of one request for each number of ``REQUESTS``; None does not fit."""
+
+
+def read_model(name: str) -> Model:
+    """Read a folder's config.json, or the hub's; ConfigError or CheckpointError if it cannot be served."""
+    folder, shape = config_folder(name), read_shape(name)
+    said = read_config(folder).get("quantization_config") or {}
+    if isinstance(said, Mapping) and said.get("quant_method") == "dymoe":
+        fixed = {option: said[key] for key, option in CHECKPOINT_OPTIONS.items() if key in said}
+        return Model(name, shape, fixed, quantized=said.get("dense") is not None)
+    if (quantization := ModelConfig(folder).quantization) is None:
+        return Model(name, shape)
+    usual, _ = make_reader(quantization, None).usual
+    return Model(name, shape, {"high": usual.bits, "low": 0}, quantized=True)
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """A candidate, before it is known how much of it fits."""
+
+    given: Mapping[str, Any]  # options
+    kv_cache_dtype: str
+    options: Options
+    experts: ModelExperts
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A candidate on the machine."""
+
+    choice: Choice
+    kv_cache_dtype: str
+    kv_cache: int  # bytes
+    chunk: int  # tokens of a step
+    complete: bool  # all experts are in host memory, or on the GPU
+
+
+def _kind(setup: _Setup) -> str:
+    return f"{setup.options.policy} {setup.options.high} {setup.options.low}"
+
+
+class Planner:
+    """One model on one machine, for what the user leaves open."""
+
+    def __init__(self, machine: Machine, model: Model, asked: Asked) -> None:
+        asked.ranks.check()
+        self.machine, self.model, self.asked = machine, model, asked
+        self.shape = asked.ranks.shape(model.shape)
+        self.on_gpu = bool(machine.gpus)
+        self.device = asked.ranks.device(machine.device())
+        self.longest = min(asked.max_model_len or model.shape.longest, model.shape.longest)
+        self.requests = min(asked.max_num_seqs or 1, max(REQUESTS))
+        self._routings: dict[int, Routings] = {}
+        self._planned: dict[tuple[object, ...], Planned | None] = {}
+        self._setups = tuple(self._all_setups())
+        self._serving = ServeSettings(
+            max_num_seqs=asked.max_num_seqs or max(REQUESTS),
+            max_num_batched_tokens=asked.max_num_batched_tokens or ServeSettings.max_num_batched_tokens,
+            gpu_memory_utilization=asked.gpu_memory_utilization or ServeSettings.gpu_memory_utilization,
+        )
+
+    def _all_setups(self) -> Iterator[_Setup]:
+        """Every combination of what is open; those that cannot be served are left out."""
+        asked, model, seen = self.asked.options, self.model, set[str]()
+        dense = (16,) if model.quantized else (16, 8)
+        kinds = ("auto", "fp8") if self.on_gpu and model.shape.kv_heads > 1 else ("auto",)
+        kinds = kinds if self.asked.kv_cache_dtype is None else (self.asked.kv_cache_dtype,)
+        misses = ("auto", "share") if self.on_gpu else ("auto",)
+        known = {candidate["policy"] for candidate in CANDIDATES}
+        bases = [*CANDIDATES] if asked.get("policy", "exact") in known else [{"policy": asked["policy"]}]
+        for base, bits, kind, way in itertools.product(bases, dense, kinds, misses):
+            given = {**base, "dense": bits, "misses": way, **model.fixed, **asked}
+            one_version = model.fixed.get("low") == 0 and "low" in base
+            if given["policy"] != base["policy"] or one_version:
+                continue
+            if not self.on_gpu and "policy" not in asked and given["policy"] != "exact":
+                continue  # what hides a link is of no use to a CPU
+            if (text := json.dumps([given, kind], sort_keys=True, default=str)) in seen:
+                continue
+            seen.add(text)
+            try:
+                options = resolve_options(given, environment={})
+            except ConfigError:
+                continue
+            yield _Setup(given, kind, options, self.shape.packed(tuple(options.stored_bits), options.group_size))
+
+    def routings(self, batch: int) -> Routings:
+        """Made-up choices of the model's routers, for so many requests."""
+        if batch not in self._routings:
+            whole, ranks = self.model.shape, self.asked.ranks
+            sizes = whole.experts, whole.top_k, whole.hidden
+            identity = ModelIdentity(self.model.name, "planned", self.shape.moe_layers, *sizes)
+            self._routings[batch] = made_up(identity, batch * ranks.dp if ranks.meets else batch).spread(
+                ranks.experts_over
+            )
+        return self._routings[batch]
+
+    def plan(self, setup: _Setup, length: int, requests: int, cached: int = _CACHED) -> Planned:
+        """Plan a candidate for so many requests of ``length`` tokens, of which a step reads ``cached``.
+
+        ConfigError if it does not fit.
+        """
+        options, experts, shape = setup.options, setup.experts, self.shape
+        kv_share = _KV_SHARES.get(setup.kv_cache_dtype, 0.5 if "8" in setup.kv_cache_dtype else 1.0)
+        kv_cache = int(shape.kv_bytes * kv_share * length * requests)
+        reads = shape.kv_bytes * kv_share * min(cached, length) * requests
+        policy, workspace = make_policy(options), workspace_bytes(experts, "cuda" if self.on_gpu else "cpu")
+        least = minimum_budget(experts, options, policy, workspace)
+        spare, device, chunk = self.machine.spare_memory // self.asked.ranks.count, self.device, 0
+        serving = replace(self._serving, max_model_len=length)
+        if self.on_gpu:
+            room = self._room(serving, least, options, kv_share, requests)
+            if self.asked.max_num_batched_tokens is None:
+                missing = max(0, experts.nbytes(options.high) - room)
+                chunk = max(serving.max_num_batched_tokens, chunk_of(missing, shape, device))
+                serving = replace(serving, max_num_batched_tokens=chunk)
+                room = self._room(serving, least, options, kv_share, requests)
+            complete = spare >= experts.stored_nbytes
+        else:
+            room = spare - shape.memory_of_dense(options.dense) - self.kv_space(kv_cache)
+            complete = room >= experts.stored_nbytes
+            if not complete:  # "auto" gives slots a half, and the page cache the other
+                spare = room = room // 2
+        if options.misses == "share" and not complete:
+            raise ConfigError("misses are shared where host memory has all experts.")
+        budget = options.expert_budget
+        if self.on_gpu and budget.is_auto and not policy.residency.keeps:
+            budget = ExpertBudget(slots="top-k")
+        limit = limit_in_bytes(budget, experts, options, workspace, room)
+        if not least <= limit <= room:
+            raise ConfigError(
+                f"{size(limit)} of experts do not fit beside {requests} requests of {length} tokens; {size(room)} are "
+                "left for them."
+            )
+        device = replace(device, host_memory=None if complete else spare)
+        tokens = serving.max_num_batched_tokens
+        return Planned(
+            predict(setup.given, limit, 1.0, shape, device, self.routings(requests), PROMPT, tokens,
+                    cached=reads, costs=self.machine.costs),
+            setup.kv_cache_dtype, kv_cache, chunk, complete,
+        )  # fmt: skip
+
+    def _room(self, serving: ServeSettings, least: int, options: Options, kv_share: float, requests: int) -> int:
+        return room_for_experts(
+            self.shape, self.device, serving, least, dense=options.dense, kv_share=kv_share, requests=requests
+        )
+
+    def kv_space(self, kv_cache: int) -> int:
+        """Bytes of a CPU's KV cache: as many as it is told, in whole GiB. ConfigError if experts would lack them."""
+        if self.asked.kv_cache_space is not None:
+            return int(self.asked.kv_cache_space * 2**30)
+        space = max(1, -(-kv_cache // 2**30)) << 30
+        if space > max(1 << 30, self.machine.spare_memory // _CPU_KV_SHARE):
+            raise ConfigError(
+                f"a KV cache of {size(space)} is more than a quarter of the memory; lower --max-model-len."
+            )
+        return space
+
+    def tried(self, setup: _Setup, length: int, requests: int, cached: int = _CACHED) -> Planned | None:
+        """As ``plan``; None if it does not fit."""
+        key = id(setup.options), setup.kv_cache_dtype, length, requests, cached
+        if key not in self._planned:
+            try:
+                self._planned[key] = self.plan(setup, length, requests, cached)
+            except ConfigError:
+                self._planned[key] = None
+        return self._planned[key]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Contexts of the table, the shortest first."""
+        return [*(length for length in _LENGTHS if length < self.longest), self.longest]
+
+    def length(self, setup: _Setup) -> int:
+        """The user's context; else the longest whose KV cache leaves experts nine tenths of the speed."""
+        if self.asked.max_model_len is not None:
+            return self.longest
+        planned = [(length, found) for length in self.lengths if (found := self.tried(setup, length, self.requests))]
+        if not planned:
+            return self.lengths[0]
+        slowest = planned[0][1].choice.tpot / _SPEED_KEPT
+        return max(length for length, found in planned if found.choice.tpot <= slowest)
+
+    def candidates(self, *, all_of_them: bool = False) -> list[tuple[_Setup, int, Planned]]:
+        """Candidates that fit, with the context that each was planned for; ConfigError if none does.
+
+        Policies and precisions are planned as they are first. Only for those that are nearly as fast as the fastest
+        everything else is tried, unless ``all_of_them`` are asked for.
+        """
+        setups = self._setups
+        if not setups:
+            raise ConfigError(f"nothing can be served with {json.dumps(dict(self.asked.options))}; change the options.")
+        first = list({_kind(setup): setup for setup in reversed(setups)}.values())
+        lengths: dict[str, int] = {}
+
+        def planned(some: Iterable[_Setup]) -> list[tuple[_Setup, int, Planned]]:
+            found = []
+            for setup in some:
+                if setup.kv_cache_dtype not in lengths:
+                    lengths[setup.kv_cache_dtype] = self.length(setup)
+                length = lengths[setup.kv_cache_dtype]
+                if (one := self.tried(setup, length, self.requests)) is not None:
+                    found.append((setup, length, one))
+            return found
+
+        found = planned(setups if all_of_them else first)
+        good = [one for one in found if self.good(one[0], one[2].choice)]
+        if good and not all_of_them:
+            near = _NEAR * min(one.choice.tpot for *_, one in good)
+            kinds = {_kind(setup) for setup, _, one in good if one.choice.tpot <= near}
+            found += planned(setup for setup in setups if _kind(setup) in kinds and setup not in first)
+        elif not found:
+            found = planned(setups)  # a smaller KV cache may fit
+        if not found:
+            self.plan(setups[0], self.lengths[0], 1)  # its sentence
+            raise ConfigError(f"{self.requests} requests at once do not fit; lower --max-num-seqs.")
+        return found
+
+    def good(self, setup: _Setup, choice: Choice) -> bool:
+        """Whether its precision is good enough, or not ours to choose."""
+        told = {**self.model.fixed, **self.asked.options}.keys()
+        return bool(told & {"high", "low", "quantizer"}) or (choice.agreement or 0) >= GOOD_ENOUGH
+
+    def chosen(self) -> tuple[_Setup, int, Planned]:
+        """The best candidate: see the module."""
+        found = [one for one in self.candidates() if self.good(one[0], one[2].choice)]
+        if not found:
+            raise ConfigError("nothing whose answers are good enough fits; lower --max-model-len or --max-num-seqs.")
+        fastest = min(planned.choice.tpot for *_, planned in found)
+
+        def changes_least(one: tuple[_Setup, int, Planned]) -> tuple[float, ...]:
+            setup, _, planned = one
+            return (
+                planned.choice.agreement or 0, setup.options.dense, setup.kv_cache_dtype == "auto",
+                setup.options.misses == "auto", -planned.choice.tpot,
+            )  # fmt: skip
+
+        return max((one for one in found if one[2].choice.tpot <= _SAME * fastest), key=changes_least)
+
+
+def choose(machine: Machine, model: Model, asked: Asked) -> Start:
+    """Choose everything that is open; ConfigError if nothing fits."""
+    planner = Planner(machine, model, asked)
+    setup, length, planned = planner.chosen()
+    choice, ranks = planned.choice, asked.ranks
+    whole = ranks.whole(choice, model.shape, planner.device, planner.requests, PROMPT)
+    options = {key: value for key, value in setup.given.items() if key not in model.fixed}
+    options |= {key: value for key, value in _budget(planner, setup, planned).items() if key not in asked.options}
+    options = {key: value for key, value in options.items() if key in asked.options or value != _default(key)}
+    arguments = {"max-model-len": str(length)} if asked.max_model_len is None else {}
+    if asked.kv_cache_dtype is None and setup.kv_cache_dtype != "auto":
+        arguments["kv-cache-dtype"] = setup.kv_cache_dtype
+    if planned.chunk > ServeSettings.max_num_batched_tokens:
+        arguments["max-num-batched-tokens"] = str(planned.chunk)
+    environment = {}
+    if not planner.on_gpu and asked.kv_cache_space is None:
+        environment["VLLM_CPU_KVCACHE_SPACE"] = str(planner.kv_space(planned.kv_cache) >> 30)
+    table = [
+        (tokens, [None if found is None else 1 / found.choice.tpot for found in row])
+        for tokens in planner.lengths
+        for row in [[planner.tried(setup, tokens, requests, tokens) for requests in REQUESTS]]
+    ]
+    reasons = list(_reasons(planner, setup, length, planned, options))
+    speed = planner.requests / whole.tpot
+    return Start(options, arguments, environment, reasons, speed, whole.tpot, whole.ttft, table)
+
+
+def _default(option: str) -> Any:
+    return "auto" if option == "expert_budget" else Options.model_fields[option].default
+
+
+def _budget(planner: Planner, setup: _Setup, planned: Planned) -> dict[str, Any]:
+    """The budget, and where experts lie: on a CPU slots are no faster than memory, so that a few do."""
+    if not planner.on_gpu:
+        return {"expert_budget": "top-k", "host_store": "pinned"} if planned.complete else {}
+    keeps = make_policy(setup.options).residency.keeps
+    return {"expert_budget": planned.choice.limit} if keeps and planner.requests > 1 else {}
+
+
+def _reasons(
+    planner: Planner, setup: _Setup, length: int, planned: Planned, options: Mapping[str, Any]
+) -> Iterator[tuple[str, str, str]]:
+    choice, asked, model, settled = planned.choice, planner.asked, planner.model, setup.options
+    stored, everything = setup.experts.stored_nbytes, setup.experts.nbytes(settled.high)
+
+    def why(option: str, reason: str) -> str:
+        return "as you said" if option in asked.options else reason
+
+    yield "policy", settled.policy, why("policy", "the fastest here of those that can be served")
+    agreement = "" if choice.agreement is None else f"{choice.agreement:.0%} of the likeliest tokens as at 16 bits; "
+    of_checkpoint = "the checkpoint's" if "high" in model.fixed else f"{agreement}the fastest that is good enough"
+    bits = f"{settled.high}/{settled.low} bits" if settled.low else f"{settled.high} bits"
+    yield "precision", bits, why("high", of_checkpoint)
+    dense = f"{size(planner.shape.read_of_dense(settled.dense))} for each step"
+    kept = "as they are", "the checkpoint's, which has them quantized or means them to stay"
+    yield "dense layers", *(kept if model.quantized else (f"{settled.dense} bits", why("dense", dense)))
+    if planner.on_gpu:
+        share = min(1.0, choice.limit / everything)
+        room = f"{size(choice.limit)} of {size(everything)} on the GPU, {choice.hit_rate:.0%} hits"
+        exact = f"{options.get('expert_budget', 'auto')}"
+        yield "expert budget", exact, why("expert_budget", f"{room}; the KV cache comes first")
+        where = f"all in host memory ({size(stored)})" if planned.complete else f"part of {size(stored)} on the disk"
+        shared = {"share": "link and CPU share them by measured rates", "compute": "by the CPU"}
+        yield "misses", settled.misses, why("misses", f"{shared.get(settled.misses, 'over the link')}; {where}")
+        if share == 1.0 and stored == everything:
+            yield "note", "all fits", "every expert is on the GPU at this precision; compare with plain vLLM"
+    else:
+        where = "all in memory, computed in place" if planned.complete else "not all fit into memory: from the disk"
+        yield "experts", size(stored), why("expert_budget", where)
+    said = "as you said" if asked.max_model_len is not None else "the longest that leaves experts 90 % of their speed"
+    yield "context", f"{length} tokens", "the model's longest" if length == model.shape.longest else said
+    cache = size(planned.kv_cache) if planner.on_gpu else size(planner.kv_space(planned.kv_cache))
+    many = f"{planner.requests} of them" if planner.requests > 1 else "one of them"
+    yield "KV cache", setup.kv_cache_dtype, f"{cache} at least, for {many}"
+    chunk = (
+        f"as long as the link takes, {size(max(0, everything - choice.limit))}" if planned.chunk else "vLLM's choice"
+    )
+    given = asked.max_num_batched_tokens
+    yield "tokens of a step", str(given or planned.chunk or "auto"), "as you said" if given else chunk

@@ -170,7 +170,7 @@ def host_waits(name: str, kind: Kind) -> list[str]:
 
     nothing = dict.fromkeys(("judge_predicted", "list_predicted", "copy_predicted"), lambda *_: None)
     nothing |= {"forward": lambda self, table, layer, rows, plan, x, *_: x}
-    nothing |= {"large_batch_step": lambda *arguments: Nothing(*arguments)}
+    nothing |= {"large_batch_step": lambda *arguments: Nothing(*arguments[:4])}
     with mock.patch.multiple(PlainKernels, **nothing):
         server = device_planned_server(kind.store(), given.pop("budget"), name, **given)
         OnDevice.log = []

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from vllm_dymoe.experts.checks import check_tensor
 from vllm_dymoe.kernels import native
+from vllm_dymoe.planner.weights import renormalized, sum_in_order
 
 # Products held at a time, in float32: small enough for a cache, and a bound on memory when a prefill has thousands of
 # tokens.
@@ -90,7 +91,7 @@ def combine_with_torch(pairs: Pairs, into: Tensor | None = None) -> Tensor:
             known = pairs.expert_ids.clamp(0, len(pairs.skipped) - 1)
             absent = elsewhere | (pairs.skipped[known] > 0) & (pairs.expert_ids == known)
         if pairs.renormalize:
-            weights = _renormalized(weights, absent, elsewhere)
+            weights = renormalized(weights, absent, elsewhere)
     step = max(1, _CHUNK_ELEMENTS // max(1, top_k * hidden))
     if tokens <= step:
         combined = _weighted_sum(outputs, weights, absent)
@@ -112,13 +113,6 @@ def _marked(skipped: Collection[int], device: torch.device) -> Tensor:
     return marked.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else marked.to(device)
 
 
-def _renormalized(weights: Tensor, absent: Tensor, elsewhere: Tensor) -> Tensor:
-    """Return weights [tokens, top_k], scaled for the pairs that remain; the weights of other pairs are undefined."""
-    both = torch.stack((weights.masked_fill(elsewhere, 0.0), weights.masked_fill(absent, 0.0)))
-    here, stays = _sum_in_order(both.unbind(2))
-    return weights * torch.where(stays > 0, here / stays, 1.0).unsqueeze(1)
-
-
 def _weighted_sum(pairs: Tensor, weights: Tensor, absent: Tensor | None) -> Tensor:
     """Sum [tokens, top_k, hidden] with weights [tokens, top_k] into float32 [tokens, hidden]."""
     _, top_k, hidden = pairs.shape
@@ -127,13 +121,4 @@ def _weighted_sum(pairs: Tensor, weights: Tensor, absent: Tensor | None) -> Tens
         products.masked_fill_(absent.unsqueeze(2), 0.0)
     if products.is_cpu and top_k <= 16 and hidden % 64 == 0 and products.numel() <= _CHUNK_OF_A_LOOP:
         return products.sum(1)  # the same order, in one call
-    return _sum_in_order(products.unbind(1))
-
-
-def _sum_in_order(parts: tuple[Tensor, ...]) -> Tensor:
-    """Add parts in order, starting from zero so that the sum is never -0.0; the first part is overwritten."""
-    total, *rest = parts
-    total.add_(0.0)
-    for part in rest:
-        total.add_(part)
-    return total
+    return sum_in_order(products.unbind(1))

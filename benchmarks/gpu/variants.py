@@ -297,6 +297,12 @@ def _cpu_queue(architecture: int) -> Iterator[Variant]:
     yield _noted((architecture, "post", str(SIZES[0]), "", ""), cpu_queue.post, *posted)
     yield _noted((architecture, "wait", "", "", ""), cpu_queue.wait, turn)
     yield _noted((architecture, "collect", str(SIZES[0]), "", ""), cpu_queue.take, door, rows, ids)
+    for nested in (False, True):  # where experts come from disk
+        table = Table.allocate(1, 128, rows=1, top_k=8, depth=1, device="cpu", nested=nested).at(0)
+        asked, note = LayerPlan.allocate(16, 8, 128, "cpu", slices=1 + nested).tensors, "nested" * nested
+        yield _noted((architecture, "ask", "128 experts", "", note), cpu_queue.ask, door, 0, asked)
+        taken = door, table, 0, asked
+        yield _noted((architecture, "take_sources", "128 experts", "", note), cpu_queue.take_sources, *taken)
 
 
 def variant_of(

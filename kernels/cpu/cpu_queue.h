@@ -111,3 +111,15 @@ API int dymoe_await(QueueControl* control, i64 number) {
 
 // Make a number visible after everything written before, as a device does by a system-wide release store.
 API void dymoe_post(QueueControl* control, i64 number) { __atomic_store_n(&control->posted.value, number, __ATOMIC_RELEASE); }
+
+// Wait until an entry is posted; 0 if the queue is stopped before.
+API int dymoe_await_posted(QueueControl* control, i64 number) {
+    for (i64 times = 0; __atomic_load_n(&control->posted.value, __ATOMIC_ACQUIRE) < number;) {
+        if (__atomic_load_n(&control->stop.value, __ATOMIC_ACQUIRE)) return 0;
+        rest(times++);
+    }
+    return 1;
+}
+
+// Answer an entry whose contents are complete.
+API void dymoe_answered(QueueControl* control, i64 number) { __atomic_store_n(&control->answered.value, 2 * number, __ATOMIC_RELEASE); }

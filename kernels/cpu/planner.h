@@ -60,8 +60,8 @@ struct Scratch {
 
 inline i64 count_of(const std::vector<char>& flags) { return std::count(flags.begin(), flags.end(), char(1)); }
 
-// Age the layer's scores by one step and count what the step uses. If the first admitted is evicted first, a score is
-// the step of admission; if the least recently used is, scores forget everything but the running step.
+// Age the layer's scores by one step and count what the step uses; where the first to come leaves first, the last use is
+// the step in which an expert came, and where the least recent does, scores forget all but the running step.
 inline void record_uses(const CacheTable& table, i64 layer, const Plan& plan, i64 evicts) {
     const int aging = evicts == COLDEST ? AGING : 0;
     const i64 step = ++table.step[layer], experts = table.experts;
@@ -73,7 +73,7 @@ inline void record_uses(const CacheTable& table, i64 layer, const Plan& plan, i6
         for (i64 n = 0; n < plan.count; n++) {
             const int32_t e = plan.experts[n];
             if (evicts == FIRST_IN) {
-                if (table.held[layer * experts + e] == ABSENT) score[e] = step;
+                if (table.held[layer * experts + e] == ABSENT) used_at[e] = step;
             } else if (plan.uses[e] > 0 && (slice == 0 || plan.wanted[n] == HIGH)) {
                 score[e] += USE;
                 used_at[e] = step;

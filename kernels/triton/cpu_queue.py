@@ -61,7 +61,7 @@ def post(
     start(
         post_kernel,
         (1,),
-        (device_queue.turn, x, ids, rows, *listed, addresses[0], addresses[-1], layer),
+        (device_queue.turn, x, ids, rows, *listed, addresses[0], addresses[-1], layer, len(x)),
         device_queue.constants | places | sizes,
         {"num_warps": 4},
     )
@@ -105,17 +105,17 @@ def collect(
     do_not_specialize_on_alignment=[
         "turn", "x", "ids", "rows", "count", "action", "experts", "bits", "addresses", "residual",
     ],
-    do_not_specialize=["layer"],
+    do_not_specialize=["layer", "tokens"],
 )  # fmt: skip
 def post_kernel(
     turn, x, ids, rows, count, action, experts, bits, addresses, residual,
-    layer: tl.int32,
+    layer: tl.int32, tokens: tl.int32,
     CONTROL: tl.constexpr, DEPTH: tl.constexpr, ENTRY: tl.constexpr, CALLS: tl.constexpr, IDS: tl.constexpr,
     X: tl.constexpr, TOP_K: tl.constexpr, HIDDEN: tl.constexpr, NESTED: tl.constexpr, WIDTH: tl.constexpr,
     ITEMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Fill the next entry and write its number; grid [1], so that one barrier follows all of its stores."""
-    real = tl.load(rows)
+    real = tl.minimum(tl.load(rows), tokens)
     item = tl.arange(0, WIDTH)
     on_cpu = (tl.load(action + item, mask=item < ITEMS, other=0) == 3) & (item < tl.load(count))
     some = tl.sum(on_cpu.to(tl.int32), 0)
@@ -176,6 +176,133 @@ def _release(address, number):
             }""",
             "=r,l,l", [address, number], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
+
+
+def ask(device_queue: DeviceQueue, layer: int, plan: Mapping[str, Tensor], *, start: Start = run_kernel) -> None:
+    """What ``ask_plain`` does."""
+    items, slices = len(plan["experts"]), len(plan["action"])
+    listed = (plan[name] for name in ("count", "action", "experts", "precisions"))
+    sizes = {"SLICES": slices, "WIDTH": max(32, triton.next_power_of_2(items)), "ITEMS": items}
+    arguments = device_queue.turn, *listed, layer, plan["action"].stride(0)
+    start(ask_kernel, (1,), arguments, _of_calls(device_queue) | sizes, {"num_warps": 4})
+
+
+def take_sources(
+    device_queue: DeviceQueue, table: Mapping[str, Tensor], layer: int, plan: Mapping[str, Tensor],
+    *, start: Start = run_kernel,
+) -> None:  # fmt: skip
+    """What ``take_plain`` does."""
+    wait(device_queue.turn, start=start)
+    items, slices = len(plan["experts"]), len(plan["action"])
+    layers, experts = table["precision"].shape
+    names = "precision", "slot", "source", "first_slot", "pool", "slot_bytes", "offsets", "unread"
+    of_table = (table[name] for name in names)
+    of_plan = (plan[name] for name in ("count", "action", "experts", "precisions", "addresses", "destinations"))
+    sizes = {"SLICES": slices, "WIDTH": max(32, triton.next_power_of_2(items)), "ITEMS": items, "EXPERTS": experts}
+    numbers = layer, layers, plan["action"].stride(0), plan["addresses"].stride(0)
+    arguments = device_queue.turn, *of_table, *of_plan, *numbers
+    start(take_sources_kernel, (1,), arguments, _of_calls(device_queue) | sizes, {"num_warps": 4})
+
+
+def _of_calls(device_queue: DeviceQueue) -> dict[str, int]:
+    constants = device_queue.constants
+    return {name: constants[name] for name in ("CONTROL", "DEPTH", "ENTRY")} | {"CALLS": device_queue.shape.places[0]}
+
+
+@triton.jit
+def _asked(action, count, item, apart, ITEMS: tl.constexpr, SLICES: tl.constexpr):
+    """int32 [WIDTH] for the first slice and for the second: whether an item's bytes have to come from the store."""
+    known = (item < ITEMS) & (item < tl.load(count))
+    first = tl.load(action + item, mask=known, other=0)
+    base = ((first == 1) | (first == 2)).to(tl.int32)
+    residual = tl.zeros_like(base)
+    if SLICES > 1:
+        second = tl.load(action + apart + item, mask=known, other=0)
+        residual = ((second == 1) | (second == 2)).to(tl.int32)
+    return base, residual
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=["turn", "count", "action", "experts", "precisions"],
+    do_not_specialize=["layer", "apart"],
+)
+def ask_kernel(
+    turn, count, action, experts, precisions, layer: tl.int32, apart: tl.int32,
+    CONTROL: tl.constexpr, DEPTH: tl.constexpr, ENTRY: tl.constexpr, CALLS: tl.constexpr, SLICES: tl.constexpr,
+    WIDTH: tl.constexpr, ITEMS: tl.constexpr,
+):  # fmt: skip
+    """Fill the next entry and write its number; grid [1]. See ``Ask`` for the fields."""
+    item = tl.arange(0, WIDTH)
+    base, residual = _asked(action, count, item, apart, ITEMS, SLICES)
+    asked = (base + residual) > 0
+    some = tl.sum(asked.to(tl.int32), 0)
+    queue = tl.load(turn + 2)
+    number = tl.load(turn) + tl.where(some > 0, 1, 0).to(tl.int64)
+    tl.debug_barrier()
+    tl.store(turn, number)
+    tl.store(turn + 1, tl.where(some > 0, number, 0))
+    if some > 0:
+        entry = queue + CONTROL + number % DEPTH * ENTRY
+        header = entry.to(tl.pointer_type(tl.int64))
+        tl.store(header, number)
+        tl.store(header + 1, layer.to(tl.int64))
+        tl.store(header + 2, number * 0)
+        tl.store(header + 3, some.to(tl.int64))
+        call = (entry + CALLS).to(tl.pointer_type(tl.int64)) + 8 * (tl.cumsum(asked.to(tl.int32), 0) - 1)
+        tl.store(call, tl.load(experts + item, mask=asked, other=0).to(tl.int64), mask=asked)
+        tl.store(call + 1, tl.load(precisions + item, mask=asked, other=0).to(tl.int64), mask=asked)
+        tl.store(call + 2, base.to(tl.int64), mask=asked)
+        tl.store(call + 3, residual.to(tl.int64), mask=asked)
+        tl.debug_barrier()
+        _release(queue, number)
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "turn", "precision", "slot", "source", "first_slot", "pool", "slot_bytes", "offsets", "unread", "count",
+        "action", "experts", "precisions", "addresses", "destinations",
+    ],
+    do_not_specialize=["layer", "layers", "apart", "addresses_apart"],
+)  # fmt: skip
+def take_sources_kernel(
+    turn, precision, slot, source, first_slot, pool, slot_bytes, offsets, unread, count, action, experts, precisions,
+    addresses, destinations,
+    layer: tl.int32, layers: tl.int32, apart: tl.int32, addresses_apart: tl.int32,
+    CONTROL: tl.constexpr, DEPTH: tl.constexpr, ENTRY: tl.constexpr, CALLS: tl.constexpr, SLICES: tl.constexpr,
+    WIDTH: tl.constexpr, ITEMS: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """Write where the answer has put what was asked for, behind :func:`wait_kernel`; grid [1]."""
+    number = tl.load(turn + 1)
+    if number > 0:
+        item = tl.arange(0, WIDTH)
+        base, residual = _asked(action, count, item, apart, ITEMS, SLICES)
+        asked = (base + residual) > 0
+        expert = tl.load(experts + item, mask=asked, other=0)
+        code = tl.load(precisions + item, mask=asked, other=0)
+        entry = tl.load(turn + 2) + CONTROL + number % DEPTH * ENTRY
+        call = (entry + CALLS).to(tl.pointer_type(tl.int64)) + 8 * (tl.cumsum(asked.to(tl.int32), 0) - 1)
+        row = layer * EXPERTS + expert
+        lost = item < 0  # none
+        for part in tl.static_range(SLICES):
+            needs = asked & ((base if part == 0 else residual) > 0)
+            version = item * 0 + (part + 1) if SLICES > 1 else code
+            # Volatile, as in ``collect_kernel``: no earlier answer may come from a cache.
+            address = tl.load(call + 4 + part, mask=needs, other=1, volatile=True)
+            lost = lost | (address == 0)
+            some = tl.load(first_slot + layer * 3 + version) * tl.load(slot_bytes + version)
+            address = tl.where(address == 0, tl.load(pool + version) + some, address)
+            tl.store(source + row.to(tl.int64) * 3 + version, address, mask=needs)
+            for column in tl.static_range(3):
+                at = addresses + part * addresses_apart + 3 * item + column
+                tl.store(at, address + tl.load(offsets + 3 * version + column), mask=needs)
+        for part in tl.static_range(SLICES):
+            for column in tl.static_range(3):
+                tl.store(destinations + part * addresses_apart + 3 * item + column, 0, mask=lost)
+            tl.store(slot + part * layers * EXPERTS + row, -1, mask=lost)
+        tl.store(precision + row, 0, mask=lost)
+        worst = tl.max(tl.where(lost, expert, -1), 0)
+        if worst >= 0:
+            tl.atomic_max(unread + layer, worst.to(tl.int64))
 
 
 @triton.jit(do_not_specialize_on_alignment=["turn"])

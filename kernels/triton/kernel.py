@@ -10,6 +10,7 @@ from vllm_dymoe.experts.format import PackedExpert
 from vllm_dymoe.experts.matrix import MatrixFormat, PackedMatrix
 from vllm_dymoe.kernels.activation import Activation
 from vllm_dymoe.kernels.base import Decode, Receive, check_activations, check_formats
+from vllm_dymoe.kernels.triton.cpu_queue import DeviceQueue
 from vllm_dymoe.kernels.triton.large_batch_step import TritonLargeBatch
 from vllm_dymoe.kernels.triton.launch import (
     ExpertShape,
@@ -158,7 +159,9 @@ class TritonKernel:
                 receive(3)
             grouped_down(hidden, out, table, work, tiles.grouped_down[grouped], start=start)
 
-    def small_batch_step(self, formats: Sequence[Formats], activation: Activation) -> SmallBatchStep:
+    def small_batch_step(
+        self, formats: Sequence[Formats], activation: Activation, disk_queue: DeviceQueue | None = None
+    ) -> SmallBatchStep:
         """Return a whole decode step for experts of some formats, using this kernel's scratch.
 
         Raises the errors of :meth:`shape_of`.
@@ -166,21 +169,20 @@ class TritonKernel:
         shape, precisions = self.shape_of(formats)
         return SmallBatchStep(
             shape, precisions, self._tiles_of(shape, precisions), activation, self._memory, self._semaphores,
-            dependent=self._decode_of(precisions) is Decode.DEPENDENT,
+            dependent=self._decode_of(precisions) is Decode.DEPENDENT, disk_queue=disk_queue,
         )  # fmt: skip
 
     def large_batch_step(
         self, table: Callable[[int], Mapping[str, Tensor]], shape: LargeBatchShape, formats: Sequence[Formats],
-        activation: Activation,
+        activation: Activation, disk_queue: DeviceQueue | None = None,
     ) -> TritonLargeBatch:  # fmt: skip
         """Return a large-batch step for experts of some formats; errors as :meth:`shape_of`.
 
         ``table`` returns the columns of a Table for a layer.
         """
         experts, precisions = self.shape_of(formats)
-        return TritonLargeBatch(
-            table, shape, experts, precisions, self._tiles_of(experts, precisions), activation, self._scratch_of
-        )
+        tiles = self._tiles_of(experts, precisions)
+        return TritonLargeBatch(table, shape, experts, precisions, tiles, activation, self._scratch_of, disk_queue)
 
     def _scratch_of(self, partials: int, semaphores: int) -> Scratch:
         """Return this kernel's scratch, or larger scratch that is kept as long as steps use it."""

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_dymoe.kernels.triton.cpu_queue import DeviceQueue, ask, take_sources
 from vllm_dymoe.kernels.triton.planner import (
     ELEMENTS_AT_ONCE,
     WARPS,
@@ -24,6 +25,7 @@ from vllm_dymoe.kernels.triton.planner import (
     outside_of,
     plan_small_batch_on_gpu,
     tell_outside,
+    weights_of,
 )
 from vllm_dymoe.kernels.triton.start import Start, run_kernel
 from vllm_dymoe.planner.constants import experts_width
@@ -37,7 +39,7 @@ _OF_PLAN = "count", "experts", "precisions", "slots", "action", "addresses", "wo
 def plan_large_batch_on_gpu(
     table: Mapping[str, Tensor], layer: int, ids: Tensor, weights: Tensor, rows: Tensor, plan: Mapping[str, Tensor],
     shape: LargeBatchShape, half: int, ahead: int, steps: Sequence[int], large: Mapping[str, Tensor],
-    marks: Tensor | None = None, *, start: Start = run_kernel,
+    marks: Tensor | None = None, disk_queue: DeviceQueue | None = None, *, start: Start = run_kernel,
 ) -> None:  # fmt: skip
     """Run ``plan_small_batch`` and then ``plan_large_batch`` on the device, in four launches.
 
@@ -54,6 +56,7 @@ def plan_large_batch_on_gpu(
         steps: most positions of an item in each class, two classes or more.
         large: the tensors of a LargeBatchWork, by name; its last class also has all larger experts.
         marks: int8 [tokens], marks of prompts' tokens, if the shape has them.
+        disk_queue: brings what is missing into memory, before it is listed; None if all of it is there.
         start: launch, or only compile.
     """
     width, scratch = experts_width(shape.experts), plan["scratch"]
@@ -69,6 +72,9 @@ def plan_large_batch_on_gpu(
     plan_small_batch_on_gpu(
         table, layer, ids, weights, rows, plan, chunks=shape.chunks, marked=shape.marked, start=start
     )
+    if disk_queue is not None:
+        ask(disk_queue, layer, plan, start=start)
+        take_sources(disk_queue, table, layer, plan, start=start)
     classes, long = large["work"].shape[1:3]
     numbers = (
         layer, shape.half, shape.streamed_groups, half, ahead, shape.items, classes, long, plan["slots"].stride(0),
@@ -80,7 +86,10 @@ def plan_large_batch_on_gpu(
         list_kernel, (shape.groups, classes), (*columns, large["spans"], large["work"], *numbers),
         {"EXPERTS": shape.experts, "WIDTH": width, **constants, "GROUPS": shape.streamed_groups > 0}, options,
     )  # fmt: skip
-    placed = ids, rows, scratch, plan["rows"], plan["pairs"], large["ids"], table["staged_for"], table["outside"]
+    placed = (
+        ids, weights, rows, scratch, plan["rows"], plan["pairs"], large["ids"], large["weights"], table["staged_for"],
+        table["outside"], table["renormalizes"],
+    )  # fmt: skip
     start(place_pairs_kernel, (shape.chunks,), (*placed, shape.chunk, shape.chunks, shape.positions, layer), sizes,
           options)  # fmt: skip
 
@@ -111,7 +120,7 @@ def count_kernel(
     sizes_at = scratch + 3 * WIDTH + part * counted
     sums_at = (sizes_at + chunks * WIDTH).to(tl.pointer_type(tl.int64))
     ranks = sizes_at + 3 * chunks * WIDTH
-    count = tl.minimum(tl.load(rows) * TOP_K - at, chunk)
+    count = tl.minimum(tl.minimum(tl.load(rows) * TOP_K, positions) - at, chunk)
     of_part = ids + part * positions + at
     sizes, sums = count_pairs(of_part, weights + at, ranks + at, count, expert, EXPERTS, WIDTH, CHUNK)
     tl.store(sizes_at + number * WIDTH + expert, sizes)
@@ -274,18 +283,21 @@ def _fill(rows, value, first, stop, lane, WIDTH: tl.constexpr):
 @triton.jit(
     do_not_specialize_on_alignment=[
         "ids",
+        "weights",
         "rows",
         "scratch",
         "item_rows",
         "item_pairs",
         "computed",
+        "computed_weights",
         "staged_for",
         "outside",
+        "renormalizes",
     ],
     do_not_specialize=["chunk", "chunks", "positions", "layer"],
 )
 def place_pairs_kernel(
-    ids, rows, scratch, item_rows, item_pairs, computed, staged_for, outside,
+    ids, weights, rows, scratch, item_rows, item_pairs, computed, computed_weights, staged_for, outside, renormalizes,
     chunk: tl.int32, chunks: tl.int32, positions: tl.int32, layer: tl.int32,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -293,12 +305,13 @@ def place_pairs_kernel(
 
     Args:
         computed: int32 [pairs], experts, -1 for a pair that is not computed.
+        computed_weights: float32 [pairs], see ``weights_of``.
     """
     number = tl.program_id(0)
     lane = tl.arange(0, WIDTH)
     before = scratch + 3 * WIDTH + number * WIDTH
     ranks = scratch + (3 + 3 * chunks) * WIDTH
-    real = tl.load(rows) * TOP_K
+    real = tl.minimum(tl.load(rows) * TOP_K, positions)
     wrong = tl.full([WIDTH], -1, tl.int64)
     for first in range(number * chunk, tl.minimum((number + 1) * chunk, positions), WIDTH):
         pair = first + lane
@@ -310,6 +323,8 @@ def place_pairs_kernel(
         tl.store(item_pairs + position, pair, mask=inside)
         tl.store(item_rows + position, pair // TOP_K, mask=inside)
         tl.store(computed + pair, tl.where(inside, one_id, -1), mask=own)
+        weight = weights_of(weights, ids, scratch, pair, real, renormalizes, EXPERTS, TOP_K)
+        tl.store(computed_weights + pair, weight, mask=own)
         wrong = tl.maximum(wrong, outside_of(ids, pair, tl.where(own, real, 0), EXPERTS))
     tell_outside(outside + layer, wrong)
     if number == 0:

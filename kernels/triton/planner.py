@@ -65,6 +65,9 @@ _OF_TABLE = (
     "slot_bytes",
     "source",
     "reuse_high",
+    "evicts",
+    "admits",
+    "renormalizes",
     "counters",
     "outside",
     "recording",
@@ -74,7 +77,7 @@ _OF_TABLE = (
 )
 _OF_PLAN = (
     "count", "experts", "precisions", "slots", "action", "bits", "addresses", "destinations", "work", "rows", "pairs",
-    "computed", "scratch",
+    "computed", "weights", "scratch",
 )  # fmt: skip
 
 
@@ -184,6 +187,9 @@ def decide_kernel(
     slot_bytes,
     source,
     reuse_high,
+    evicts,
+    admits,
+    renormalizes,
     counters,
     outside,
     recording,
@@ -202,6 +208,7 @@ def decide_kernel(
     item_rows,
     item_pairs,
     item_computed,
+    item_weights,
     item_scratch,
     layer: tl.int32,
     layers: tl.int32,
@@ -241,7 +248,7 @@ def decide_kernel(
         CHUNK: pairs at a time, a power of two.
     """
     tl.store(planned, layer)  # copies of predicted experts for this layer stop
-    real = tl.load(rows)
+    real = tl.minimum(tl.load(rows), tokens)
     expert = tl.arange(0, WIDTH)
     known = expert < EXPERTS
     ranks = item_scratch + 3 * WIDTH
@@ -284,8 +291,14 @@ def decide_kernel(
     held = tl.load(precision + row, mask=known, other=0).to(tl.int32)
     own_slot = tl.load(slot + row, mask=known, other=-1)
     warmth = tl.load(score + row, mask=known, other=0)
-    warmth = warmth - (warmth >> _AGING) + tl.where(uses & counted, _USE, 0)
-    last_use = tl.where(uses & counted, number, tl.load(used_at + row, mask=known, other=0))
+    keeps = tl.load(admits) != 0
+    order = tl.load(evicts)
+    first_in = order == 0
+    aging = tl.where(order == 1, _AGING, 0)
+    arrives = uses & ((held == 0) & first_in)
+    scored = (uses & counted) & (first_in == 0)
+    warmth = tl.where(first_in, warmth, warmth - (warmth >> aging)) + tl.where(scored, _USE, 0)
+    last_use = tl.where(scored | arrives, number, tl.load(used_at + row, mask=known, other=0))
     key = (warmth << _STEP_BITS) + last_use
     reuse = tl.load(reuse_high) != 0
     wants_high = uses & (wanted == 2)
@@ -296,8 +309,11 @@ def decide_kernel(
         residual_row = layers * EXPERTS + row
         own_residual = tl.load(slot + residual_row, mask=known, other=-1)
         residual_warmth = tl.load(score + residual_row, mask=known, other=0)
-        residual_warmth = residual_warmth - (residual_warmth >> _AGING) + tl.where(wants_high & counted, _USE, 0)
-        residual_use = tl.where(wants_high & counted, number, tl.load(used_at + residual_row, mask=known, other=0))
+        aged = tl.where(first_in, residual_warmth, residual_warmth - (residual_warmth >> aging))
+        residual_scored = wants_high & scored
+        residual_warmth = aged + tl.where(residual_scored, _USE, 0)
+        residual_use = tl.load(used_at + residual_row, mask=known, other=0)
+        residual_use = tl.where(residual_scored | arrives, number, residual_use)
         hit = uses & (held >= wanted)
         computed_precision = tl.where(hit & reuse, held, wanted)
         low_misses = uses & (held == 0)
@@ -305,18 +321,19 @@ def decide_kernel(
         far = expert < 0  # none
         if CPU:
             far = _executed_on_cpu(
-                cpu_costs, low_misses, high_misses, number_of(held > 0), number_of(held == 2), low_quota, high_quota,
-                wanted, sizes, warmth, expert, WIDTH,
+                cpu_costs, keeps, low_misses, high_misses, number_of(held > 0), number_of(held == 2), low_quota,
+                high_quota, wanted, sizes, warmth, expert, WIDTH,
             )  # fmt: skip
             low_misses = low_misses & (far == 0)
             high_misses = high_misses & (far == 0)
         low_kept, low_gone, now_slot = _find_places(
-            low_quota, low_first, scratch, uses, low_misses, held > 0, uses, warmth, key, own_slot, expert, WIDTH
-        )
+            low_quota, low_first, scratch, uses, low_misses & keeps, held > 0, uses, warmth, key, own_slot, expert,
+            WIDTH,
+        )  # fmt: skip
         whole = (held == 2) & (low_gone == 0)
         residual_key = (residual_warmth << _STEP_BITS) + residual_use
         high_kept, high_gone, now_residual = _find_places(
-            high_quota, high_first, scratch, wants_high, high_misses & ((held > 0) | low_kept), whole, uses,
+            high_quota, high_first, scratch, wants_high, high_misses & (keeps & ((held > 0) | low_kept)), whole, uses,
             residual_warmth, residual_key, tl.where(whole, own_residual, -1), expert, WIDTH,
         )  # fmt: skip
         now = tl.where(((held > 0) & (low_gone == 0)) | low_kept, 1, 0)
@@ -329,19 +346,19 @@ def decide_kernel(
         far = expert < 0  # none
         if CPU:
             far = _executed_on_cpu(
-                cpu_costs, low_misses, high_misses, number_of(held == 1), number_of(held == 2), low_quota, high_quota,
-                wanted, sizes, warmth, expert, WIDTH,
+                cpu_costs, keeps, low_misses, high_misses, number_of(held == 1), number_of(held == 2), low_quota,
+                high_quota, wanted, sizes, warmth, expert, WIDTH,
             )  # fmt: skip
             low_misses = low_misses & (far == 0)
             high_misses = high_misses & (far == 0)
         high_kept, high_gone, now_slot = _find_places(
-            high_quota, high_first, scratch, wants_high, high_misses, held == 2, uses, warmth, key, own_slot, expert,
-            WIDTH,
+            high_quota, high_first, scratch, wants_high, high_misses & keeps, held == 2, uses, warmth, key, own_slot,
+            expert, WIDTH,
         )  # fmt: skip
         low = (held == 1) & (high_kept == 0)  # the other low versions are superseded by high ones
         low_kept, low_gone, now_slot = _find_places(
-            low_quota, low_first, scratch, uses & (wanted == 1), low_misses, low, uses, warmth, key, now_slot, expert,
-            WIDTH,
+            low_quota, low_first, scratch, uses & (wanted == 1), low_misses & keeps, low, uses, warmth, key, now_slot,
+            expert, WIDTH,
         )  # fmt: skip
         now = tl.where(high_kept, 2, tl.where(low_kept, 1, tl.where(high_gone | low_gone, 0, held)))
 
@@ -475,12 +492,14 @@ def decide_kernel(
                 computed = tl.load(item_scratch + WIDTH + one_id, mask=inside, other=0)
             tl.store(item_computed + pair, computed, mask=pair < tokens * TOP_K)
             wrong = tl.maximum(wrong, outside_of(ids, pair, real * TOP_K, EXPERTS))
+            weight = weights_of(weights, ids, item_scratch, pair, real * TOP_K, renormalizes, EXPERTS, TOP_K)
+            tl.store(item_weights + pair, weight, mask=pair < tokens * TOP_K)
         tell_outside(outside + layer, wrong)
 
 
 @triton.jit
 def _executed_on_cpu(
-    cpu_costs, low_misses, high_misses, lows, highs, low_quota, high_quota, wanted, sizes, warmth, expert,
+    cpu_costs, keeps, low_misses, high_misses, lows, highs, low_quota, high_quota, wanted, sizes, warmth, expert,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Return which misses the CPU executes, bool [WIDTH].
@@ -501,8 +520,10 @@ def _executed_on_cpu(
     first = tl.load(cpu_costs + 4 * wanted + 1)
     host = first + (sizes - 1) * tl.load(cpu_costs + 4 * wanted + 2)
     may = (first > 0) & (sizes <= tl.load(cpu_costs + 4 * wanted + 3)) & (link > 0)
-    may = may & ((low_misses == 0) | (tl.cumsum(low_misses.to(tl.int32), 0) > tl.load(low_quota) - lows))
-    may = may & ((high_misses == 0) | (tl.cumsum(high_misses.to(tl.int32), 0) > tl.load(high_quota) - highs))
+    low_free = tl.where(keeps, tl.load(low_quota) - lows, 0)
+    high_free = tl.where(keeps, tl.load(high_quota) - highs, 0)
+    may = may & ((low_misses == 0) | (tl.cumsum(low_misses.to(tl.int32), 0) > low_free))
+    may = may & ((high_misses == 0) | (tl.cumsum(high_misses.to(tl.int32), 0) > high_free))
     longer = tl.sum(link, 0)
     busy = tl.load(cpu_costs)
     far = expert < 0  # none
@@ -675,6 +696,29 @@ def outside_of(ids, pair, count, EXPERTS: tl.constexpr):
 
 
 @triton.jit
+def weights_of(weights, ids, begins, pair, count, renormalizes, EXPERTS: tl.constexpr, TOP_K: tl.constexpr):
+    """float32, the weights of some pairs, which take over those of a token's skipped experts if it is asked for.
+
+    Args:
+        begins: int32, negative for an expert that is not computed.
+        pair: the pairs' numbers; weights from `count` on are 0.
+        renormalizes: of the table.
+    """
+    weight = tl.load(weights + pair, mask=pair < count, other=0.0)
+    if tl.load(renormalizes) != 0:
+        here = tl.where(pair < 0, weight, 0.0)  # zeros
+        stays = here
+        for k in range(TOP_K):
+            other = pair // TOP_K * TOP_K + k
+            one_id, inside = ids_of(ids, other, count, EXPERTS)
+            one = tl.load(weights + other, mask=inside, other=0.0)
+            here += one
+            stays += tl.where(tl.load(begins + one_id, mask=inside, other=-1) >= 0, one, 0.0)
+        weight = weight * tl.where(stays > 0, tl.div_rn(here, stays), 1.0)
+    return weight
+
+
+@triton.jit
 def tell_outside(outside, wrong):
     """Store the highest id of no expert, if there is one."""
     highest = tl.max(wrong, 0)
@@ -752,7 +796,8 @@ def precisions_of(
         is_above = (parts * number << 16) > (tl.load(threshold) >> 16) * tl.sum(parts, 0)
         most = tl.max(tl.where(active, sums, -1), 0)
         first = tl.min(tl.where(active & (sums == most), expert, WIDTH), 0)
-        wanted = tl.where(active & (is_above | (expert == first)), 2, tl.where(active, 1, 0))
+        always = (expert == first) & (tl.load(threshold + 1) != 0)
+        wanted = tl.where(active & (is_above | always), 2, tl.where(active, 1, 0))
     elif high < number:
         importance = tl.where(active, sums, -1)
         at = scratch.to(tl.pointer_type(tl.int64))

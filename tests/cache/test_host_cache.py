@@ -266,7 +266,7 @@ def test_other_bytes_are_found_whenever_they_enter_memory(tmp_path, check):
 def test_a_level_below_a_device_changes_no_bit(make_host_cache, part):
     want = run(make_server(FileStore(make_host_cache(share(1)).files.folder), "100%"), STEPS)
     host_cache = make_host_cache(share(part))
-    server = make_server(host_cache, "25%", link_gbps=50.0)
+    server = make_server(host_cache, "25%", link_gbps=50.0, planning="host")
     for got, expected in zip(run(server, STEPS), want, strict=True):
         assert torch.equal(got, expected)
     stats = server.stats()
@@ -326,7 +326,7 @@ def test_a_drafts_level_is_the_models(make_host_cache, model, draft):
     if model:
         budget = sum(share(part) for part in (model, draft))
         assert (both.whole, both.slots.limit) == (draft == 1, budget)
-        server = make_server(both, "25%", link_gbps=50.0)
+        server = make_server(both, "25%", link_gbps=50.0, planning="host")
         run(server, STEPS)
         both.check_integrity()
         if not both.whole:
@@ -338,7 +338,11 @@ def test_a_drafts_level_is_the_models(make_host_cache, model, draft):
 
 
 def test_a_disk_that_fails_fails_its_step_and_no_other(make_host_cache, monkeypatch):
-    server, fill, broken = make_server(make_host_cache(share(0.4)), "25%", link_gbps=50.0), FileStore._fill, [False]
+    server, fill, broken = (
+        make_server(make_host_cache(share(0.4)), "25%", link_gbps=50.0, planning="host"),
+        FileStore._fill,
+        [False],
+    )
 
     def fails(*arguments, **more):
         if broken[0]:

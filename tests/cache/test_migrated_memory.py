@@ -46,7 +46,7 @@ def serve(server, count, tokens=lambda number: (2, 5, PROMPT)[number % 3]):
             ids = (ids % 3 + 3 * (number // 6 % 2)).int()  # alternate between the two halves
             run = run_large_batch if rows == PROMPT else decode
             yield run(server, layer, x, weights, ids), held, (layer, (x, weights, ids))
-        server.host_planned.end_decode(rows, large=rows == PROMPT)
+        server.host_planned.end_decode(rows)
         server.check_integrity()
         time.sleep(0.002)
 
@@ -127,7 +127,9 @@ def test_experts_of_other_ranks_and_rows_of_padding_are_not_counted():
     table, counts = server.cache.device_table.table, DeviceCounts(server.cache.device_table.table)
     table.ring_ids[0, :, :3] = torch.tensor([[0, -1], [5, 0], [4, 4]], dtype=torch.int32)
     table.ring_weights[0, :, :3] = torch.tensor([[0.25, 0.75], [0.5, 1.5], [9, 9]])
-    counts.add(2)
+    table.ring_rows.fill_(2)
+    for _ in range(2):  # each step once
+        counts.add()
     counts.ask()
     low, high, gates = counts.take()
     assert (low + high).tolist() == [[2, 0, 0, 0, 0, 1]] * LAYERS

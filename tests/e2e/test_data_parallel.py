@@ -191,6 +191,23 @@ def test_engines_with_all_experts_each_have_one_copy_of_them_and_fail_alone(tmp_
     assert engines[1]["after"] == engines[1]["both", "25%"]
 
 
+def test_engines_whose_device_plans_answer_as_one_with_all_experts(tmp_path, alone):
+    """On the emulated card: no host in a step, and tokens that fill up are no uses there either."""
+    options = OPTIONS | {"host_store": "pinned", "link_gbps": 8.0}
+    engines = serve_two(tmp_path, options, enable_expert_parallel=True)
+    for rank in (0, 1):
+        assert "decode is planned by the device" in (tmp_path / f"log-{rank}").read_text()
+    for which in (("both", "100%"), ("both", "25%"), "awake", "after"):
+        check_logprobs_close(alone[0], engines[0][which] + engines[1][which])
+    for result in engines:
+        for which in ("both", "first alone"):
+            assert result[which, "100%"] == result[which, "25%"]
+        assert result["awake"] == result["after"] == result["both", "25%"]
+        assert all(reason == "length" for reason, _ in result["failed"]), "nothing is read but memory"
+    for budget in ("100%", "25%"):
+        assert abs(sum(result["uses", budget] for result in engines) - alone[1]) < 0.05 * alone[1]
+
+
 def test_vllm_balances_experts_of_two_engines(tmp_path, alone):
     """The machine stores all experts once; between the two budgets only the order of sums changes."""
     options = OPTIONS | {"host_store": "pinned", "link_gbps": 8.0, "misses": "fetch"}
@@ -206,4 +223,4 @@ def test_vllm_balances_experts_of_two_engines(tmp_path, alone):
     assert all(result["experts"][0] == 32 and "shared by ranks" in result["experts"][1] for result in engines)
     assert all(result["uses", "25%"] > 0 for result in engines)
     for number, result in enumerate(engines):
-        assert [reason for reason, _ in result["failed"]] == ["error"] * (2 - number)
+        assert [reason for reason, _ in result["failed"]] == ["length"] * (2 - number), "the device reads memory"

@@ -25,6 +25,7 @@ from vllm_dymoe.planner.rule import HIGH
 from vllm_dymoe.planner.table import Counter, Table
 from vllm_dymoe.policies.dymoe import Dymoe
 from vllm_dymoe.policies.exact import Exact
+from vllm_dymoe.policies.on_demand import OnDemand
 
 LAYERS, EXPERTS = 4, 16
 STORES = {nested: make_store(make_experts(layers=LAYERS, num_experts=EXPERTS, nested=nested)) for nested in (0, 1)}
@@ -191,7 +192,8 @@ def test_the_link_never_rests_in_a_sweep(resident):
     shape = LargeBatchShape(512, 8, 128, 1, 8, -(-(128 - resident) // 8))
     clocks = Clocks(shape, resident, each=2.65e6 / 25e9, compute=1.15e-3, decide=1e-4)
     kernel = SimpleNamespace(large_batch_step=lambda *_: clocks)
-    large = LargeBatches(8, table, kernel, clocks, torch.zeros(1), {HIGH: [resident] * 48}, {HIGH: 16}, (0,) * 48, {})
+    slots = {HIGH: [resident] * 48}, {HIGH: 16}, (0,) * 48, {}
+    large = LargeBatches(8, table.layers, table, kernel, clocks, torch.zeros(1), *slots)
     for layer in range(48):
         large.forward(layer, torch.empty(512, 1), None, None, Activation.SILU)
         assert large._last[0][0] == shape
@@ -199,3 +201,45 @@ def test_the_link_never_rests_in_a_sweep(resident):
     bound = 48 * (128 - resident) * 2.65e6 / 25e9
     assert clocks.busy == pytest.approx(bound)
     assert clocks.computing / bound < 1.05
+
+
+class Alternating(Clocks):
+    """In which nothing may be copied while anything is computed, or the other way round."""
+
+    def copy(self, group):
+        assert not self._sizes.get(group) or self.copying >= self.computing
+        super().copy(group)
+
+    def compute(self, group):
+        assert self.computing >= self.copying
+        super().compute(group)
+
+
+def test_without_overlap_copies_and_computations_alternate():
+    table, resident = Table.allocate(4, 128, device="cpu"), 32
+    shape = LargeBatchShape(512, 8, 128, 1, 8, 12)
+    found = []
+    for kind, overlaps in ((Alternating, False), (Clocks, True)):
+        clocks = kind(shape, resident, each=1e-4, compute=1e-2, decide=1e-4)
+        kernel = SimpleNamespace(large_batch_step=lambda *_, made=clocks: made)
+        slots = {HIGH: [resident] * 4}, {HIGH: 16}, (0,) * 4, {}
+        large = LargeBatches(8, 4, table, kernel, clocks, torch.zeros(1), *slots, overlaps=overlaps)
+        for layer in range(4):
+            large.forward(layer, torch.empty(512, 1), None, None, Activation.SILU)
+        found.append(clocks.computing)
+    copies, computed = 4 * (128 - resident) * 1e-4, 4 * (1e-2 + 1e-4)
+    assert found[0] == pytest.approx(copies + computed)
+    assert found[1] < 0.9 * found[0]
+
+
+@pytest.mark.parametrize("budget", ["25%", "minimum"])
+def test_without_overlap_the_bits_are_the_same(budget):
+    policy = OnDemand(overlap=False)
+    want = run(make_server(STORES[0], "100%", policy, low=0), STEPS)
+    server = device_planned_server(STORES[0], budget, policy, low=0)
+    assert server.small_batches.most_rows == 0, "every step is a large batch"
+    got = [
+        run_large_batch(server, layer, *random_step(seed, tokens, STORES[0].experts)) for seed, layer, tokens in STEPS
+    ]
+    assert all(map(torch.equal, got, want))
+    check_device_planned(server)

@@ -9,7 +9,6 @@ import torch
 from tests.errors import refused
 from tests.executor.device_planned import (
     KINDS,
-    check_device_planned,
     decode,
     device_planned_server,
     run_device_planned,
@@ -17,8 +16,9 @@ from tests.executor.device_planned import (
 )
 from tests.executor.steps import BUDGETS, CPU, STEPS, equal, forward, make_server, random_step, run
 from tests.small_model import make_experts, make_store
-from vllm_dymoe.cache.host_cache import join
-from vllm_dymoe.executor.device_planning import DRAFTED, plans_on_device
+from tests.support.faulty_store import FaultyStore
+from vllm_dymoe.executor import disk_queue
+from vllm_dymoe.executor.device_planning import plans_on_device
 from vllm_dymoe.options import Options
 from vllm_dymoe.planner.rule import HIGH, LOW
 from vllm_dymoe.policies.dymoe import Dymoe
@@ -27,7 +27,12 @@ from vllm_dymoe.server import ExpertServer, Parts, expert_server
 
 ON_INPUT = "the router's weights multiply the experts' inputs"
 MIXED = Dymoe(retention=0.5, high_by="depth", reuse_high=False)
-POLICIES = {"exact": (Exact(), 2), "precisions": (MIXED, 2), "skips": (MIXED, 0), "low": (Dymoe(retention=0), 2)}
+HANDED_ON = Dymoe(retention=0.5, high_by="depth", reuse_high=False, skipped_weights="renormalize")
+POLICIES = {
+    "exact": (Exact(), 2), "precisions": (MIXED, 2), "skips": (MIXED, 0), "low": (Dymoe(retention=0), 2),
+    "hands weights on": (HANDED_ON, 0), "least recent": (Exact(evicts="least recent"), 2),
+    "first in": (Exact(evicts="first in"), 2),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -143,7 +148,7 @@ def test_changes_between_steps_are_values_and_no_memory_moves(memory_store, chan
 
     def addresses():
         plans = (tensor for plan in memory.plans[0] for tensor in plan.tensors.values())
-        tensors = *vars(memory.table).values(), memory.rows, memory.firsts, memory.of_parts, *plans
+        tensors = *vars(memory.table).values(), memory.told, memory.firsts, memory.of_parts, *plans
         return [tensor.data_ptr() for tensor in tensors]
 
     before = addresses()
@@ -158,16 +163,10 @@ def test_changes_between_steps_are_values_and_no_memory_moves(memory_store, chan
     assert addresses() == before
 
 
-def test_what_decides_is_checked(memory_store, tmp_path):
-    for policy, options, problem in (
-        ("on-demand", {"policy_options": {"overlap": False}}, "overlap"),
-        ("dymoe", {"policy_options": {"skipped_weights": "renormalize"}, "low": 0}, "skipped_weights"),
-        ("exact", {"trace": {"folder": tmp_path, "inputs": True}}, "inputs of routers"),
-    ):
+def test_what_decides_is_checked(memory_store, tmp_path, monkeypatch):
+    for policy, options, problem in (("exact", {"trace": {"folder": tmp_path, "inputs": True}}, "inputs of routers"),):
         with refused(problem, option="planning"):
             device_planned_server(memory_store, "50%", policy, **options)
-    with refused(DRAFTED, option="planning"):
-        device_planned_server(join(make_store(make_experts()), make_store(make_experts(layers=1))))
     options = Options(group_size=32, planning="device")
     with refused(ON_INPUT, option="planning"):
         ExpertServer(memory_store, options, CPU, obstacle=ON_INPUT)
@@ -175,10 +174,11 @@ def test_what_decides_is_checked(memory_store, tmp_path):
     parts.device_memory = SimpleNamespace(shares_addresses=lambda: False)
     with refused("addresses", option="planning"):
         ExpertServer(memory_store, options, CPU, parts=parts)
-    said = plans_on_device(Options(), Exact(), "cuda", readable=True, obstacle=ON_INPUT)
+    said = plans_on_device(Options(), Exact(), "cuda", obstacle=ON_INPUT)
     assert said == (False, ON_INPUT), "where the device was not asked for the host takes over, and says why"
-    with refused("host_store", option="planning"):
-        make_server(SimpleNamespace(experts=memory_store.experts, depth=1, readable=False), planning="device")
+    with monkeypatch.context() as without, refused("native library", option="planning"):
+        without.setattr(disk_queue.native, "load", lambda *_: None)
+        make_server(FaultyStore(memory_store), planning="device")
     for planning in ("auto", "host"):
         assert make_server(memory_store, planning=planning).small_batches is None
     assert device_planned_server(memory_store).small_batches is not None
@@ -207,11 +207,11 @@ def test_what_the_device_decides_by_is_a_part_of_the_budget(memory_store):
     assert server.slot_plan.limit == host.slot_plan.limit + tables
 
 
-def test_a_precision_that_needs_the_host_is_refused_while_serving(memory_store):
-    server = device_planned_server(
-        memory_store, "50%", "dymoe", low=0, policy_options={"retention": 0.5, "high_by": "depth"}
-    )
-    with refused(option="planning"):
-        server.set_precision(skipped_weights="renormalize")
-    run_device_planned(server, STEPS[:3])
-    check_device_planned(server)
+def test_weights_of_skipped_experts_are_handed_on_from_the_next_step(memory_store):
+    """It is a value: a captured graph goes on."""
+    options = {"retention": 0.5, "high_by": "depth", "reuse_high": False}
+    server = device_planned_server(memory_store, "50%", "dymoe", low=0, policy_options=options)
+    assert equal(run_device_planned(server, STEPS[:5]), run(make_server(memory_store, policy=MIXED, low=0), STEPS[:5]))
+    server.set_precision(skipped_weights="renormalize")
+    want = run(make_server(memory_store, policy=HANDED_ON, low=0), STEPS[:5])
+    assert equal(run_device_planned(server, STEPS[:5]), want)

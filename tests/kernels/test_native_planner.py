@@ -136,15 +136,16 @@ def test_other_orders_of_eviction(steps, quota):
     for evicts in (Eviction.FIRST_IN, Eviction.LEAST_RECENT):
         table = make_table({LOW: [0, 0], HIGH: [quota, quota]}, policy=Dymoe(retention=1))
         planner = NativePlanner(table)
-        planner.call.evicts = evicts
+        planner.call.evicts = table.evicts[0] = evicts
         host = Table(**{f.name: np.array(getattr(table, f.name).numpy()) for f in fields(table)})
         for layer, seed in steps:
             ids, weights = random_step(seed, 2)
             experts, wanted, places, _ = planner.plan(layer, ids, weights)
-            assert np.array_equal(host.begin_step(layer, experts, wanted, evicts=evicts), places)
+            assert np.array_equal(host.begin_step(layer, experts, wanted), places)
             for one in (host, planner.table):
                 one.keep(layer, experts, wanted, places)
             assert np.array_equal(host.score, planner.table.score)
+            assert np.array_equal(host.used_at, planner.table.used_at)
 
 
 def test_a_number_that_is_no_expert_changes_nothing():

@@ -26,11 +26,16 @@ from vllm_dymoe.policies.exact import Exact
     st.integers(0, 5),
     st.integers(0, 4),
     st.sampled_from(["threshold", "depth"]),
+    st.sampled_from(["coldest", "least recent", "first in"]),
+    st.booleans(),
 )
-def test_any_steps(steps, low, high, retention, nested, staging, passes, high_by):
-    policy = Dymoe(retention=retention, high_by=high_by) if nested or retention < 1 else Exact()
+def test_any_steps(steps, low, high, retention, nested, staging, passes, high_by, evicts, skips):
+    """Where experts are skipped their weights go to others."""
+    skips &= not nested
+    chosen = {"retention": retention, "high_by": high_by, "skipped_weights": "renormalize" if skips else "keep"}
+    policy = Dymoe(**chosen, evicts=evicts) if nested or retention < 1 else Exact(evicts=evicts)
     quotas = {LOW: [low] * LAYERS, HIGH: [min(low, high) if nested else high] * LAYERS}
-    twins = Twins(quotas, policy=policy, staging=staging, nested=nested)
+    twins = Twins(quotas, policy=policy, staging=staging, nested=nested, skip_low=skips)
     half = staging // 2
     for number, (tokens, seed) in enumerate(steps):
         ids, weights = random_step(seed, tokens)
@@ -38,7 +43,7 @@ def test_any_steps(steps, low, high, retention, nested, staging, passes, high_by
         shape = LargeBatchShape(
             tokens, 3, 12, 1 + nested, half if passes else 0, passes if half else 0, marks is not None
         )
-        layer, real = number % LAYERS, seed % (tokens + 1)
+        layer, real = number % LAYERS, seed % (tokens + 3)
         ahead = HIGH if seed % 2 and not nested and shape.half and layer + 1 < LAYERS else 0
         twins.large_batch_step(layer, ids, weights, shape, (number + 1) % 2, real, marks, ahead)
 

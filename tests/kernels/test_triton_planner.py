@@ -15,6 +15,7 @@ from vllm_dymoe.planner.plan import LayerPlan
 from vllm_dymoe.planner.rule import HIGH, LOW
 from vllm_dymoe.planner.table import ID_BITS, Counter, check_integrity, set_pools
 from vllm_dymoe.planner.threshold import NO_THRESHOLD
+from vllm_dymoe.policies.adaptive import Adaptive
 from vllm_dymoe.policies.dymoe import Dymoe
 
 quotas = st.lists(st.integers(0, EXPERTS), min_size=LAYERS, max_size=LAYERS)
@@ -36,17 +37,22 @@ quotas = st.lists(st.integers(0, EXPERTS), min_size=LAYERS, max_size=LAYERS)
     st.sampled_from([0, 1, 2, 7]),
     st.booleans(),
     st.sampled_from(sorted(COSTS)),
+    st.sampled_from(["coldest", "least recent", "first in"]),
+    st.sampled_from(["keep", "renormalize"]),
 )
-def test_any_predictions_and_steps(steps, low, high, retention, high_by, reuse_high, skip_low, staging, nested, costs):
+def test_any_predictions_and_steps(
+    steps, low, high, retention, high_by, reuse_high, skip_low, staging, nested, costs, evicts, skipped_weights
+):
     """Nothing is prefetched where the low version is nested in the high one."""
     options = {"skip_low": skip_low, "staging": staging, "nested": nested, "costs": COSTS[costs]}
-    policy = Dymoe(retention=retention, high_by=high_by, reuse_high=reuse_high)
+    chosen = {"retention": retention, "high_by": high_by, "reuse_high": reuse_high}
+    policy = Dymoe(**chosen, evicts=evicts, skipped_weights=skipped_weights)
     twins = Twins({LOW: low, HIGH: high}, policy=policy, **options)
     for foreseen, layer, tokens, seed in steps:
         ids, weights = random_step(seed, tokens)
         if foreseen and not nested:
             twins.stage(layer, seed)
-        twins.step(layer, ids, weights, real=seed % (tokens + 1))
+        twins.step(layer, ids, weights, real=seed % (tokens + 3))
         check_integrity(twins.plain.on_host(), ranges=True)
 
 
@@ -126,11 +132,37 @@ def test_an_expert_outside_the_model_is_told_and_the_others_are_served(wrong):
     assert torch.equal(alone.ring_ids, twins.plain.ring_ids)
 
 
+@pytest.mark.parametrize("costs", ["fetch", "share", "compute"])
 @pytest.mark.parametrize("nested", [False, True])
-def test_recorded_routing(nested):
+def test_where_others_write_the_rows_what_weighs_much_is_streamed_or_executed(nested, costs):
+    """Every expert is there, half of them high; no row changes, and a threshold of 1.2 even shares stays."""
+    policy = Adaptive(threshold=1.2)
+    twins = Twins({LOW: [EXPERTS] * 2, HIGH: [EXPERTS] * 2}, policy=policy, nested=nested, costs=COSTS[costs])
+    held, slots = torch.ones(LAYERS, EXPERTS, dtype=torch.int8), torch.arange(EXPERTS, dtype=torch.int32)
+    held[:, ::2] = HIGH
+    for table in (twins.plain, twins.table):
+        table.precision.copy_(held)
+        table.slot.fill_(-1)
+        table.slot[0] = slots
+        if nested:
+            table.slot[1, :, ::2] = slots[::2]
+    before = {name: getattr(twins.plain, name).clone() for name in ("precision", "slot", "threshold")}
+    for seed in range(12):
+        twins.step(seed % LAYERS, *random_step(seed))
+    assert all(torch.equal(values, getattr(twins.plain, name)) for name, values in before.items())
+    counts = twins.plain.counters.sum(0)
+    promoted = Counter.CPU_EXECUTED if costs == "compute" else Counter.STREAMED
+    assert counts[promoted] > 0
+    assert counts[Counter.EVICTIONS] == 0
+    assert counts[Counter.HITS] > 0
+
+
+@pytest.mark.parametrize("evicts", ["coldest", "least recent", "first in"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_recorded_routing(nested, evicts):
     """Choices of a trained model's routers: popular experts, and steps that resemble their neighbours."""
     sizes = {"experts": recorded_routing.EXPERTS, "top_k": recorded_routing.TOP_K}
-    twins = Twins({LOW: [4, 3], HIGH: [5, 6]}, policy=Dymoe(retention=0.75), nested=nested,
+    twins = Twins({LOW: [4, 3], HIGH: [5, 6]}, policy=Dymoe(retention=0.75, evicts=evicts), nested=nested,
                   costs=COSTS["share"], **sizes)  # fmt: skip
     for step, (layer, ids, weights) in enumerate(recorded_routing.recorded_steps(3)):
         twins.step(layer, ids, weights, real=min(3, step))

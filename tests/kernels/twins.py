@@ -54,7 +54,7 @@ class Twins:
         plan_small_batch_on_gpu(self.table.at(layer), layer, *placed, found.tensors, on_cpu=on_cpu)
         for name, values in expected.tensors.items():
             if name != "scratch":
-                assert torch.equal(values, getattr(found, name).cpu()), name
+                assert torch.equal(values.nan_to_num(7), getattr(found, name).cpu().nan_to_num(7)), name
         self.compare()
         return expected
 
@@ -72,7 +72,7 @@ class Twins:
         copies = shape.spans(shape.groups if ahead else shape.groups - 1).stop if shape.streamed_groups else shape.items
         for name, values in vars(large).items():
             mine = slice(copies if name == "spans" else None)
-            assert torch.equal(values[mine], getattr(lists, name)[mine].cpu()), name
+            assert torch.equal(values[mine].nan_to_num(7), getattr(lists, name)[mine].cpu().nan_to_num(7)), name
         count = int(plan.count)
         assert int(found.count) == count
         pairs = int((large.ids >= 0).sum())

@@ -58,7 +58,7 @@ def test_dymoe_chooses_by_equations_2_to_5_and_fetches_the_top_t_ahead():
             named = list(range(active))
             assert policy.precision.precisions_ahead(layer, LAYERS, named) == dict.fromkeys(named[:t], Precision.HIGH)
     assert policy.precision.heavy_hitters == 0.2
-    assert policy.needs_host
+    assert not policy.needs_host
 
 
 def test_with_lru_the_expert_goes_whose_last_use_is_longest_ago():
@@ -66,10 +66,11 @@ def test_with_lru_the_expert_goes_whose_last_use_is_longest_ago():
         POLICIES["dymoe-paper"]().residency.evicts is POLICIES["firm-paper"]().residency.evicts is Eviction.LEAST_RECENT
     )
     table = Table.allocate(1, 6)
+    table.evicts[:] = Eviction.LEAST_RECENT
     set_pools(table, {HIGH: [(0, 1, 2)]}, {HIGH: [2]})
     wanted, gone = np.full(1, HIGH, np.int8), []
     for expert in (0, 0, 0, 1, 2, 1, 3):  # 0 is used most often
-        places = table.begin_step(0, np.array([expert]), wanted, evicts=Eviction.LEAST_RECENT)
+        places = table.begin_step(0, np.array([expert]), wanted)
         gone.append(int(places[0, 0]))
         if gone[-1] >= -1:
             table.keep(0, np.array([expert]), wanted, places)

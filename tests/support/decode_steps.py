@@ -53,6 +53,9 @@ def make_table(
     pools = {code: [(POOL[code], 1 << 12, sum(quotas[code]) + staging)] for code in (LOW, HIGH)}
     set_pools(table, pools, quotas)
     table.reuse_high.fill_(policy.precision.reuses_high)
+    table.renormalizes.fill_(policy.precision.renormalizes)
+    table.evicts.fill_(policy.residency.evicts)
+    table.admits.fill_(policy.residency.migrating is None)
     for code, base in SOURCE.items():
         table.source[:, :, code] = base + (torch.arange(LAYERS * experts).view(LAYERS, experts) << 12)
     return table

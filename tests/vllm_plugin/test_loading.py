@@ -93,20 +93,9 @@ def test_layers_have_the_numbers_of_the_model_and_none_has_anothers():
     assert layer_numbers(both) == (1, 4, 2, 5)
 
 
-@pytest.mark.parametrize(
-    ("on_input", "drafting", "why"),
-    [
-        (False, None, ""),
-        (True, None, "multiply the experts' inputs"),
-        (False, 4, "a draft with experts"),
-        (False, 0, ""),
-    ],
-)
-def test_models_whose_decode_steps_need_the_host(on_input, drafting, why):
-    draft = None if drafting is None else SimpleNamespace(get_num_experts=lambda: drafting)
-    drafts = SimpleNamespace(draft_model_config=draft)
-    config = SimpleNamespace(model_config=object(), speculative_config=drafts, parallel_config=CONFIG.parallel_config)
-    model = Loading(config, Options(policy="on-demand"), None)
+@pytest.mark.parametrize(("on_input", "why"), [(False, ""), (True, "multiply what experts read")])
+def test_models_whose_decode_steps_need_the_host(on_input, why):
+    model = Loading(CONFIG, Options(policy="on-demand"), None)
     model.add_layer(SPEC)
     model.add_layer(replace(SPEC, name="layers.2.x", weights_on_input=on_input))
     assert why in model._obstacle
@@ -148,7 +137,7 @@ def test_narrower_and_fewer_experts_are_filled_up_with_zeros(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("readable", "obstacle", "by_device"), [(True, "", True), (False, "", False), (True, "a draft", False)]
+    ("readable", "obstacle", "by_device"), [(True, "", True), (False, "", True), (True, "a draft", False)]
 )
 def test_a_start_on_a_gpu_tests_the_kernels_that_it_will_use(readable, obstacle, by_device, monkeypatch, tmp_path):
     asked = {}

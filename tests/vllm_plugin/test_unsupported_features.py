@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from tests.vllm_plugin.test_prepare import MODEL, configure, refusal
 from vllm_dymoe.cache.store import MANIFEST, Manifest
-from vllm_dymoe.options import ConfigError, Options
+from vllm_dymoe.options import ConfigError
 from vllm_dymoe.vllm_plugin import moe_method, patches, prepare
 from vllm_dymoe.vllm_plugin.balance import refuse_balancing
 from vllm_dymoe.vllm_plugin.moe_method import DymoeMoEMethod
@@ -143,12 +143,6 @@ def test_every_stage_says_how_many_layers_are_its_own_once(monkeypatch, layers):
         initialize(vllm_config=config, prefix="", model_config=SimpleNamespace(runner_type=runner))
         assert said == [layers]
     assert method.loading.around == ((5, 7) if layers else (0, 0))
-
-
-def test_beside_a_draft_with_experts_the_device_cannot_decide():
-    config = SimpleNamespace(model_config=object(), speculative_config=draft(4))
-    with pytest.raises(ConfigError, check=lambda error: error.option == "planning"):
-        prepare._plans_on_device(config, None, Options(planning="device", host_store="pinned"))
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,12 @@ class HostCache(HostStore):
             held = self.slots.held.get(key)
             return held is not None and held.complete
 
+    def keeps(self, key: SliceKey) -> bool:
+        """Return whether a slice is in a slot that its layer keeps, or on its way there, and a device can read it."""
+        with self._changed:
+            held = self.slots.held.get(key)
+            return held is not None and held.kept and (self._page_lock is None or held.slot.pinned)
+
     @contextlib.contextmanager
     def _hold(self, key: SliceKey, projections: range, wait: bool) -> Iterator[Slot]:
         held = self._arrive(key, wait, first=projections.start == 0)

@@ -137,11 +137,10 @@ class Migration:
         self._stats.choices[Precision.LOW] += total - high
         self.uses.fill(0)
 
-    def count_decoded(self, tokens: int, *, large: bool = False) -> None:
-        """Count a device-planned step of all layers, after it; layers of a large batch have been counted already."""
+    def count_decoded(self, tokens: int) -> None:
+        """The same of all layers, behind a step without the host; layers of large batches have been counted."""
         assert self._decoded is not None
-        if not large:
-            self._decoded.add(tokens)
+        self._decoded.add()
         self._seen += tokens * self._memory.experts.top_k * len(self._memory.experts.layers)
 
     # -- between steps ----------------------------------------------------------------------------

@@ -53,11 +53,8 @@ class CpuExecutor:
         self._cache, self._kernel, self._library, self._policy = cache, kernel, library, policy
         self._records = records
         table, experts = cache.table, cache.experts
-        layers = len(experts.layers) - experts.draft_layers
-        critical = policy.precision.critical_counts(layers, experts.num_experts)
-        critical = np.concatenate([critical, np.repeat(critical[-1:], experts.draft_layers, axis=0)])
         formats = [{code: of_layer.get(width) for code, width in bits.items()} for of_layer in experts.of_layers]
-        set_precision(table, formats, critical)
+        set_precision(table, formats, policy.precision.all_critical_counts(experts))
         widths = {code: width for code, width in bits.items() if width}
         in_slots = {CODES[precision]: bits for precision, bits in cache.bits.items()}
         self._slice_bits = widths | in_slots  # of the slices of LOW and HIGH

@@ -70,6 +70,7 @@ class DevicePrefetch:
         rows: int32 [1], number of real tokens of a step.
         projections: how many projections of an expert are fetched, gate first.
         staging: number of staging slots of each precision in use.
+        layers: of the model; those behind them are a draft's, which run several times in a step.
         pace: decides between steps whether the next one prefetches; None if all do.
 
     Attributes:
@@ -78,11 +79,11 @@ class DevicePrefetch:
 
     def __init__(
         self, table: Table, kernel: PrefetchKernel, branch: Branch, rows: Tensor, predictor: DevicePredictor,
-        listed: PrefetchList, projections: int, staging: Mapping[int, int], pace: StepPace | None = None,
+        listed: PrefetchList, projections: int, staging: Mapping[int, int], layers: int, pace: StepPace | None = None,
     ) -> None:  # fmt: skip
         self._table, self._kernel, self._branch, self._rows = table, kernel, branch, rows
         self._predictor, self._listed, self._projections = predictor, listed, projections
-        self._staging, self.pace = staging, pace
+        self._staging, self._layers, self.pace = staging, layers, pace
         self._runs, self._listed_for = False, -1  # whether the branch is out; the layer that it has a list for
         self._list_made: Any = None  # mark after that list
         self._predicted: Any = None  # mark after the predictions of the running layer
@@ -141,7 +142,7 @@ class DevicePrefetch:
         """After a layer is computed: fetch for the next one, or join the branch at the end of the step."""
         if not self._runs:
             return
-        if layer + 1 == self._table.layers:
+        if layer + 1 == self._layers:
             self._join()
             return
         self._branch.join(self._predicted)  # x and ids may be freed, and other work may reuse their memory

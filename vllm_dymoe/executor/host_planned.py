@@ -7,13 +7,13 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 
 from vllm_dymoe.cache.counters import PrefetchStats, ResidencyCounts
 from vllm_dymoe.cache.device_cache import DeviceCache
+from vllm_dymoe.cache.device_table import DeviceWaits
 from vllm_dymoe.cache.expert_cache import Fetch, Fetcher
 from vllm_dymoe.cache.host_cache import HostCache
 from vllm_dymoe.cache.migration import Agree, Migration
@@ -66,6 +66,8 @@ class HostPlannedLayers:
         host_cache: the host-memory tier in front of a disk; None without one.
         records_actions: write each expert's action into ``Routing.actions``.
         agree: exchanges values with ranks that have other parts of the same experts.
+        device_waits: what device-planned steps have waited for the link, and where the thresholds go that follow it;
+            None where there are no such steps.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class HostPlannedLayers:
         host_cache: HostCache | None = None,
         records_actions: bool = False,
         agree: Agree = list,
+        device_waits: DeviceWaits | None = None,
     ) -> None:
         self.fetcher, self.cache, self.engine, self.kernel = fetcher, fetcher.cache, fetcher.engine, kernel
         self.policy, self.bits, self.predictor = policy, bits, predictor
@@ -94,6 +97,7 @@ class HostPlannedLayers:
         self._observed = True  # tokens belong to requests
         thresholds, share = policy.precision.thresholds, policy.precision.link_share
         self.link_share = None if share is None else LinkShare(thresholds, share, agree)
+        self._device_waits = device_waits
         if predictor is not None:
             predictor.predictor.slots_changed()
             experts = self.cache.experts
@@ -120,7 +124,10 @@ class HostPlannedLayers:
         if self.migration is not None:
             self.migration.turn()
         if self.link_share is not None:
-            self.link_share.begin_step(self.engine.stats.exposed_wait_seconds)
+            waited = self.engine.stats.exposed_wait_seconds
+            self.link_share.begin_step(waited if self._device_waits is None else waited + self._device_waits.seconds())
+            if self._device_waits is not None:
+                self._device_waits.follow(self.policy.precision.thresholds)
         if self.predictor is not None:
             self.predictor.begin_step(phase)
         prefetch = self.policy.prefetch
@@ -128,10 +135,10 @@ class HostPlannedLayers:
         if asked and self.predictor is not None and self.prefetcher is not None:
             self.prefetcher.predict_first_layer(phase, self.predictor)
 
-    def end_decode(self, tokens: int, *, large: bool = False) -> None:
+    def end_decode(self, tokens: int) -> None:
         """Record a step of requests that ran, or is about to run, without the host."""
         if self.migration is not None:
-            self.migration.count_decoded(tokens, large=large)
+            self.migration.count_decoded(tokens)
 
     # -- in a step --------------------------------------------------------------------------------
 
@@ -250,9 +257,7 @@ class HostPlannedLayers:
             if not self.cache.store.whole:
                 rows[self.cache.far(layer, wanted)] = _FAR
         counted = None if routing.uses is None else routing.uses[experts] > 0
-        evicts = self.policy.residency.evicts
-        how: dict[str, Any] = {"evicts": evicts, "counted": counted, "admits": self.migration is None}
-        places = self.cache.table.begin_step(layer, experts, codes, rows, **how)
+        places = self.cache.table.begin_step(layer, experts, codes, rows, counted=counted)
         if self.records_actions:
             held = self.cache.table.precision[layer]
             routing.actions = torch.from_numpy(actions_of(routing.host_ids, experts, codes, held, places))

@@ -75,6 +75,7 @@ class LargeBatches:
 
     Args:
         top_k: experts of a token.
+        layers: of the model; those behind them are a draft's, which run several times in a step.
         rows: int32 [1], how many rows are tokens.
         quotas: slots of each layer, by LOW and HIGH of the precisions in use.
         staging: number of staging slots of each precision in use, for each kind of layers.
@@ -82,21 +83,25 @@ class LargeBatches:
         captured: steps whose memory captured graphs use; filled here, and kept by the caller.
         count: called with a layer, its ids int32 and its weights float32 [tokens, top_k], to count uses; None to count
             nothing.
+        foresees: experts of the next layer are copied before it is routed.
+        overlaps: experts arrive while others are computed; otherwise a group is computed when all copies have ended.
 
     Attributes:
         most_streamed: most experts that a layer does not keep.
     """
 
     def __init__(
-        self, top_k: int, table: Table, kernel: LargeBatchKernel, branch: Branch, rows: Tensor,
+        self, top_k: int, layers: int, table: Table, kernel: LargeBatchKernel, branch: Branch, rows: Tensor,
         quotas: Mapping[int, Sequence[int]], staging: Mapping[int, int], kinds: Sequence[int], captured: CapturedSteps,
-        count: Callable[[int, Tensor, Tensor], None] | None = None,
+        count: Callable[[int, Tensor, Tensor], None] | None = None, *, foresees: bool = True, overlaps: bool = True,
     ) -> None:  # fmt: skip
-        self._top_k, self._table, self._kernel, self._branch, self._rows = top_k, table, kernel, branch, rows
+        self._top_k, self._layers, self._table, self._kernel = top_k, layers, table, kernel
+        self._branch, self._rows = branch, rows
         half = min(staging.values()) // 2
         self._half = half if half >= _LEAST_HALF else 0  # staging slots of a group
         self.most_streamed = table.experts - min(map(min, quotas.values()))
-        self._ahead_code = next(iter(quotas)) if len(quotas) == 1 and not table.nested else 0
+        self._overlaps, foresees = overlaps, foresees and overlaps
+        self._ahead_code = next(iter(quotas)) if foresees and len(quotas) == 1 and not table.nested else 0
         self._groups = 0  # number of groups streamed so far: groups use the two halves in turn
         self._pending: tuple[int, Any] | None = None  # layer for which experts were copied ahead; mark after the copies
         self._kinds, self._captured, self._count = kinds, captured, count
@@ -125,7 +130,7 @@ class LargeBatches:
         shape = step.shape
         active = 1 - (1 - shape.top_k / max(shape.experts, shape.top_k)) ** shape.tokens
         follows = self._kinds[layer + 1 : layer + 2] == (kind,)  # a layer with these formats
-        foresees = shape.streamed_groups and follows and active >= _MOST_ACTIVE
+        foresees = shape.streamed_groups and follows and layer + 1 != self._layers and active >= _MOST_ACTIVE
         ahead = self._ahead_code if foresees else 0
         step.plan(layer, x, weights, ids, self._rows, self._groups % 2, ahead, marks)
         if self._count is not None:
@@ -143,22 +148,30 @@ class LargeBatches:
             coming = branch.mark()
         if pending is not None:
             branch.join(pending[1])
+        if not self._overlaps:
+            branch.join(coming)
         step.compute(RESIDENT)
         for group in range(STREAMED, shape.groups):
             # The fork waits for everything enqueued by now, so a half is refilled only after its last reader.
-            following = None
-            if group + 1 < last:
-                with branch.fork():
-                    step.copy(group + 1)
-                    following = branch.mark()
+            following, more = None, group + 1 < last
+            if more and self._overlaps:
+                following = self._copy(step, group + 1)
             branch.join(coming)
             step.compute(group)
+            if more and not self._overlaps:
+                following = self._copy(step, group + 1)
             coming = following
         if ahead:
             self._pending = layer + 1, coming
         branch.join(kept)
         step.compute(ADMITTED)
         return step.finish()
+
+    def _copy(self, step: LargeBatchStep, group: int) -> Any:
+        """Enqueue a group's copies on the branch; return a mark after them."""
+        with self._branch.fork():
+            step.copy(group)
+            return self._branch.mark()
 
     def actions(self, ids: Tensor) -> Tensor:
         """Return :meth:`~.LayerPlan.actions` of the layer that was launched last; not for captured launches."""

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from vllm_dymoe.cache.store.disk import sleep_until
 from vllm_dymoe.executor.cpu_worker import CpuQueue
+from vllm_dymoe.executor.disk_queue import DiskQueue
 from vllm_dymoe.experts.format import ExpertFormat, PackedExpert
 from vllm_dymoe.experts.matrix import MatrixFormat, PackedMatrix
 from vllm_dymoe.kernels import Activation, ExpertKernel, combine
-from vllm_dymoe.kernels.cpu_queue import collect_plain, post_plain
+from vllm_dymoe.kernels.cpu_queue import ask_plain, collect_plain, post_plain, take_plain
 from vllm_dymoe.planner.constants import Action
 from vllm_dymoe.planner.large_batch import RESIDENT, LargeBatchShape, LargeBatchWork, plan_large_batch
 from vllm_dymoe.planner.plan import Grouped, LayerPlan
@@ -40,13 +41,19 @@ class PlainKernels:
     name = "planned and fetched as by a device, on the CPU"
 
     def __init__(
-        self, kernel: ExpertKernel, formats: Sequence[Mapping[int, ExpertFormat]], link_gbps: float | None = None
-    ) -> None:
+        self, kernel: ExpertKernel, formats: Sequence[Mapping[int, ExpertFormat]], link_gbps: float | None = None,
+        disk_queue: DiskQueue | None = None,
+    ) -> None:  # fmt: skip
+        self._disk_queue, self._given = disk_queue, (kernel, formats, link_gbps)
         self._coming: _Coming | None = None
         self._seconds_per_byte, self._free = 1e-9 / link_gbps if link_gbps else 0.0, 0.0
         self.kernel = kernel
         self._of_layers = [{fmt.encoding.tag: fmt for fmt in of_layer.values()} for of_layer in formats]
         self._formats: Mapping[int, ExpertFormat] = {}  # of the layer that was planned last, by tag
+
+    def with_disk(self, disk_queue: DiskQueue) -> "PlainKernels":
+        """Return the same kernels with a worker that brings what is missing into memory."""
+        return type(self)(*self._given, disk_queue)
 
     def forward(
         self,
@@ -61,7 +68,7 @@ class PlainKernels:
         cpu_queue: CpuQueue | None,
     ) -> Tensor:
         self.decide(table, layer, ids, weights, rows, plan)
-        begun, real = time.perf_counter(), int(rows)
+        begun, real = time.perf_counter(), min(int(rows), len(x))
         if cpu_queue is not None:
             cpu_queue.serve(activation)
             post_plain(cpu_queue.queue, cpu_queue.turn, layer, x[:real], ids[:real], plan)
@@ -76,8 +83,8 @@ class PlainKernels:
         if cpu_queue is not None:
             collect_plain(cpu_queue.queue, cpu_queue.turn, out, plan.computed)
         if int((plan.computed > 0).sum()) == ids.numel():
-            return combine(out, weights)
-        return combine(out, weights, torch.where(plan.computed > 0, ids, -1))
+            return combine(out, plan.weights)
+        return combine(out, plan.weights, torch.where(plan.computed > 0, ids, -1))
 
     def begin(self, x: Tensor, plan: LayerPlan, activation: Activation) -> tuple[LayerPlan, Tensor]:
         """Start a step for a device-side plan; return its host-side plan and its outputs [tokens * top_k, hidden]."""
@@ -101,6 +108,9 @@ class PlainKernels:
             self._free = min(self._free, max(coming.begun, now))  # the others are not fetched
         self._formats = self._of_layers[layer]
         plan_small_batch(table, layer, ids, weights, rows, plan, **how)
+        if (disk := self._disk_queue) is not None:
+            ask_plain(disk.queue, disk.turn, layer, plan)
+            take_plain(disk.queue, disk.turn, table, layer, plan)
 
     list_predicted = staticmethod(list_predicted)
     judge_predicted = staticmethod(judge_predicted)
@@ -190,7 +200,7 @@ class PlainLargeBatch:
         self._groups = plan_large_batch(
             self._table, layer, ids, plan, self.shape, half, ahead, self._steps, self._large
         )
-        self._weights, self._slots = weights, slot_ranges(self._table)
+        self._slots = slot_ranges(self._table)
         self._step, self._out = owner.begin(x, plan, self._activation)
 
     def copy(self, group: int) -> None:
@@ -208,7 +218,7 @@ class PlainLargeBatch:
         owner.kernel.compute(items)
 
     def finish(self) -> Tensor:
-        return combine(self._out, self._weights, self.ids)
+        return combine(self._out, self._large.weights, self.ids)
 
 
 def slot_ranges(table: Table) -> list[range]:

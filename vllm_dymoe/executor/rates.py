@@ -141,6 +141,21 @@ def measure(
     return Rates(moved[0] / moved[1], first, following, trip, worker.threads, measured_for)
 
 
+def link_rate(store: HostStore, device: torch.device, seconds: float = 0.05) -> float:
+    """Return bytes per second of plain copies from a store that a CUDA device can read."""
+    largest = max(store.experts.all_formats, key=lambda fmt: fmt.nbytes)
+    keys, moved = _keys(store.experts, largest), 0
+    slots = [torch.empty(largest.nbytes, dtype=torch.uint8, device=device) for _ in range(_AT_ONCE)]
+    torch.cuda.synchronize(device)
+    begun = time.perf_counter()
+    while time.perf_counter() - begun < seconds:
+        for slot in slots:
+            slot.copy_(store.packed(next(keys)), non_blocking=True)
+        torch.cuda.synchronize(device)
+        moved += len(slots) * largest.nbytes
+    return moved / (time.perf_counter() - begun)
+
+
 def _keys(experts: ModelExperts, fmt: ExpertFormat) -> Iterator[SliceKey]:
     """Yield every expert of a format in turn, for ever, so that no CPU cache holds them."""
     return cycle([key for key in all_keys(experts) if experts.format(key) == fmt])

@@ -5,6 +5,7 @@ quotas, precisions and retention are values in the table; the graph stays valid 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 from vllm_dymoe.executor.copy_branch import Branch
 from vllm_dymoe.executor.cpu_worker import CpuQueue
 from vllm_dymoe.executor.device_prefetch import DevicePrefetch, PrefetchKernel
+from vllm_dymoe.executor.disk_queue import DiskQueue
 from vllm_dymoe.executor.large_batch import CapturedSteps, LargeBatches, LargeBatchKernel
 from vllm_dymoe.experts.format import ModelExperts
 from vllm_dymoe.kernels import Activation
@@ -48,6 +50,10 @@ class SmallBatchKernel(LargeBatchKernel, PrefetchKernel, Protocol):
         """Enqueue plan, fetches and computation; return [rows, hidden], the weighted sum over each token's experts."""
         ...
 
+    def with_disk(self, disk_queue: DiskQueue) -> "SmallBatchKernel":
+        """Return the same kernels with a thread that brings what plans miss into memory."""
+        ...
+
 
 class StepMemory:
     """What captured graphs read and write: allocated once per server, so that a resize moves none of it.
@@ -57,7 +63,8 @@ class StepMemory:
     Attributes:
         table: on the device; between two steps the host changes values in it.
         plans: for each layer, or for all of them, a view of its plan for each number of rows; slicing costs host time.
-        rows: int32 [1], how many rows are tokens.
+        rows: int32 [1], how many rows are tokens: the first of ``told``, where nothing in a step writes another number.
+        told: int32 [2], what :meth:`SmallBatches.tell` says, twice.
         firsts: int32 [parts, 1], the first rows of the small steps that replace a large one.
         of_parts: int32 [parts, 4], the row counts of these steps in column 0, with the alignment of ``rows``.
         captured: the large-batch steps of captured graphs.
@@ -75,7 +82,8 @@ class StepMemory:
             [scratch.of(rows, experts.num_experts) for rows in range(SMALL_BATCH_ROWS + 1)]
             for scratch in (LayerPlan.allocate(*sizes, slices=1 + table.nested) for _ in range(layers))
         ]
-        self.rows = torch.zeros(1, dtype=torch.int32, device=device)
+        self.told = torch.zeros(2, dtype=torch.int32, device=device)
+        self.rows = self.told[:1]
         self.firsts = torch.arange(MOST_PARTS, dtype=torch.int32, device=device).mul_(SMALL_BATCH_ROWS).view(-1, 1)
         self.of_parts = torch.zeros(MOST_PARTS, 4, dtype=torch.int32, device=device)
         self.captured: CapturedSteps = {}
@@ -86,7 +94,7 @@ class StepMemory:
     @property
     def nbytes(self) -> int:
         """Bytes of device memory of the table and the plans; slots, scratch and predictor are counted elsewhere."""
-        tensors = *vars(self.table).values(), self.rows, self.firsts, self.of_parts
+        tensors = *vars(self.table).values(), self.told, self.firsts, self.of_parts
         tensors += tuple(tensor for of_layer in self.plans for tensor in of_layer[-1].tensors.values())
         tensors += tuple(vars(self.listed).values())
         return sum(tensor.nbytes for tensor in tensors)
@@ -106,8 +114,12 @@ class SmallBatches:
         count: see :class:`LargeBatches`.
         projections: how many of a predicted expert are fetched; 0 to fetch nothing ahead.
         pace: decides between steps whether the next one prefetches; None if all do.
+        spare: number of staging slots of each precision that steps leave to moves of versions.
+        overlaps: experts arrive while others are computed; without, every step is a large batch.
+        foresees: experts are copied before their layer is routed; not where their addresses become known with a plan.
 
     Attributes:
+        most_rows: of a small batch.
         large: runs prompts and steps of more rows.
     """
 
@@ -115,17 +127,23 @@ class SmallBatches:
         self, memory: StepMemory, kernel: SmallBatchKernel, branch: Branch, quotas: Mapping[int, Sequence[int]],
         staging: Mapping[int, int], *, cpu_queue: CpuQueue | None = None, costs: NDArray[np.int64] | None = None,
         count: Callable[[int, Tensor, Tensor], None] | None = None, projections: int = PROJECTIONS,
-        pace: StepPace | None = None,
+        pace: StepPace | None = None, foresees: bool = True, spare: Mapping[int, int] = MappingProxyType({}),
+        overlaps: bool = True,
     ) -> None:  # fmt: skip
         self.memory, self.table, self.kernel = memory, memory.table, kernel
-        self.cpu_queue, self.costs = cpu_queue, costs
-        self._plans, slots = memory.plans, (quotas, staging, memory.experts.kinds, memory.captured)
-        self.large = LargeBatches(memory.experts.top_k, memory.table, kernel, branch, memory.rows, *slots, count)
+        self.cpu_queue, self.costs, self.most_rows = cpu_queue, costs, SMALL_BATCH_ROWS if overlaps else 0
+        experts, table, rows = memory.experts, memory.table, memory.rows
+        self._plans, slots = memory.plans, (quotas, staging, experts.kinds, memory.captured)
+        self._layers = layers = len(experts.layers) - experts.draft_layers  # of the model; a draft's come behind them
+        self.large = LargeBatches(
+            experts.top_k, layers, table, kernel, branch, rows, *slots, count, foresees=foresees, overlaps=overlaps
+        )
         self.prefetch: DevicePrefetch | None = None
-        set_prefetch(memory.table, {})
+        set_prefetch(table, {}, spare)
         if memory.predictor is not None:  # also without slots: a graph that is captured now is replayed with some
-            how = memory.predictor, memory.listed, projections, staging if projections else {}, pace
-            self.prefetch = DevicePrefetch(memory.table, kernel, branch, memory.rows, *how)
+            ahead = staging if projections and foresees and overlaps else {}
+            how = memory.predictor, memory.listed, projections, ahead, layers, pace
+            self.prefetch = DevicePrefetch(table, kernel, branch, rows, *how)
         self._told = -1  # unknown, because an earlier object may have set it
 
     def warm_up(self, activation: Activation) -> None:
@@ -154,16 +172,39 @@ class SmallBatches:
         self.tell(tokens)
 
     def tell(self, rows: int) -> None:
-        """Set how many rows are tokens in the next launches or replays; 0 for a step without requests."""
+        """Set how many rows are tokens in what is launched or replayed next, or at most all of a layer's are; 0 for a
+        step without requests."""
         if rows != self._told:
             memory, self._told = self.memory, rows
-            memory.rows.fill_(rows)
-            if self.costs is not None:
-                memory.of_parts.copy_(memory.rows - memory.firsts).clamp_(0, SMALL_BATCH_ROWS)
+            memory.told.fill_(rows)
+            self._divide()
+
+    def _divide(self) -> None:
+        if self.costs is not None:
+            self.memory.of_parts.copy_(self.memory.rows - self.memory.firsts).clamp_(0, SMALL_BATCH_ROWS)
+
+    def meet(self, ids: Tensor) -> None:
+        """Set from the device how many of a layer's rows are tokens, where those of several engines meet.
+
+        Args:
+            ids: int [rows, top_k], experts of all ranks; all -1 in rows that are no tokens, which lie anywhere. If
+                there is any other row, all of them count.
+        """
+        torch.mul((ids != -1).any(), len(ids), out=self.memory.rows[0])
+        self._divide()
+
+    def own_tokens(self, ids: Tensor, first: int = 0) -> Tensor:
+        """Return ids [rows, top_k] with -1 in the rows that are no tokens of this rank, by what it was told.
+
+        Args:
+            first: number of the first row among those of the step.
+        """
+        number = torch.arange(first, first + len(ids), device=ids.device).unsqueeze(1)
+        return torch.where(number < self.memory.told[1], ids, -1)
 
     def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> Tensor:
         self.large.settle()
-        prefetch = self.prefetch
+        prefetch = self.prefetch if layer < self._layers else None  # a draft's layers are not predicted
         if prefetch is not None:
             prefetch.begin_layer(layer, x, ids)
         out = self.run(layer, x, weights, ids, activation)
@@ -188,7 +229,7 @@ class SmallBatches:
             self.prefetch.settle()
             self.prefetch.observe(layer, x, ids)
         parts, experts = 0, self.table.experts
-        if self.costs is not None and marks is None:
+        if self.costs is not None and marks is None and self.most_rows:
             sizes = len(x), SMALL_BATCH_ROWS, ids.shape[1], experts
             parts = small_batch_parts(*sizes, self.large.most_streamed / experts, self.costs)
         if not parts:

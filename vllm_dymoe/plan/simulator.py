@@ -15,7 +15,6 @@ and a layer ends when its last expert does. The result is the same on every mach
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -210,6 +209,7 @@ class Simulator:
         if all(list(of) == [self._each] * layers for of in quotas.values()):  # filled at start
             self.table.precision[:] = HIGH if HIGH in quotas else LOW
         self.table.reuse_high[:] = policy.precision.reuses_high
+        self.table.evicts[:], self.table.admits[:] = policy.residency.evicts, policy.residency.migrating is None
         self._nbytes = {CODES[precision]: formats[width].nbytes for precision, width in bits.items()}
         whole = {HIGH: options.high, LOW: options.low}
         self._whole = {code: formats[width].whole_nbytes if width else 0 for code, width in whole.items()}
@@ -295,8 +295,7 @@ class Simulator:
         executes = bool(table.cpu_costs.any()) and not (
             graph and tokens > SMALL_BATCH_ROWS
         )  # such a step may fetch all
-        how: dict[str, Any] = {"evicts": self.policy.residency.evicts, "admits": self._moves is None}
-        places = table.begin_step(layer, active, codes, rows if executes else None, **how)
+        places = table.begin_step(layer, active, codes, rows if executes else None)
         before = table.precision[layer].copy()
         if self._moves is None:
             table.keep(layer, active, codes, places)

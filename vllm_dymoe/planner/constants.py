@@ -16,7 +16,7 @@ class Action(IntEnum):
 class Eviction(IntEnum):
     """Which of a layer's experts is evicted first."""
 
-    FIRST_IN = 0  # the one that was admitted first; its score is the step of its admission
+    FIRST_IN = 0  # the one that came first: all scores are equal, and its last use is the step in which it came
     COLDEST = 1  # the one with the lowest score
     LEAST_RECENT = 2  # the one not used for the longest time (LRU): scores forget everything before the running step
 

@@ -100,6 +100,7 @@ class LargeBatchWork:
 
     spans: Tensor  # int64 [copies, 3]: source address, destination address, bytes; 0 bytes for no copy
     ids: Tensor  # int32 [tokens, top_k], the expert of each pair that is computed, -1 for the others
+    weights: Tensor  # float32 [tokens, top_k], as :attr:`~.plan.LayerPlan.weights`
     work: Tensor
     """int32 [groups, classes, any, 3]: an item, its first position and its last + 1. Unused entries are
     (`items`, 0, 0), without positions."""
@@ -111,6 +112,7 @@ class LargeBatchWork:
         return cls(
             torch.zeros(shape.spans(STREAMED + shape.streamed_groups).stop, 3, dtype=torch.int64, device=device),
             torch.zeros(shape.tokens, shape.top_k, dtype=torch.int32, device=device),
+            torch.zeros(shape.tokens, shape.top_k, device=device),
             torch.zeros(work, dtype=torch.int32, device=device),
         )
 
@@ -252,6 +254,7 @@ def _list_work(
                       for item in items for at in range(begins[item], begins[item] + sizes[item], step)]  # fmt: skip
             large.work[of_group, number, : len(pieces)] = torch.tensor(pieces, dtype=torch.int32).view(-1, 3)
     large.ids.copy_(torch.where(plan.computed > 0, ids, -1))
+    large.weights.copy_(plan.weights)
     begin_of = np.full(shape.experts + 1, -1)  # the last element is for id -1
     begin_of[plan.experts[:count].numpy()] = begins
     list_positions(begin_of[large.ids.flatten().numpy()], shape.top_k, plan)

@@ -72,6 +72,8 @@ class LayerPlan:
     destinations: Tensor = _column("slices", "items", 3, dtype=torch.int64)
     """Addresses to which the bytes are copied as well; 0 for none."""
     computed: Tensor = _column("tokens", "top_k")  # 1 for pairs computed by the device, 2 for those of the CPU, else 0
+    weights: Tensor = _column("tokens", "top_k", dtype=torch.float32)
+    """Of each pair's output; those of a token's skipped experts may have gone to its others. 0 for rows of padding."""
     scratch: Tensor = _column("scratch")  # memory of the GPU planner
     victims: Any = None  # int64 [slices, items], the expert that an admitted item evicts; -1 for a free slot
     views: list[PackedExpert | None] = field(default_factory=list)  # each item's bytes; None until they have a place

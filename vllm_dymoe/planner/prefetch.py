@@ -14,6 +14,7 @@ that has not arrived is an ordinary miss.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum, auto
+from types import MappingProxyType
 from typing import Any, Self
 
 import numpy as np
@@ -25,6 +26,7 @@ from vllm_dymoe.planner.rule import ABSENT, HIGH, LOW
 from vllm_dymoe.planner.small_batch import bytes_ahead, slot_address
 from vllm_dymoe.planner.table import Table
 
+_NONE: Mapping[int, int] = MappingProxyType({})
 NAMED, UNITS, MOST_SCORE = 1 << 40, 1 << 30, 4
 """Of a tally: what a token adds for an expert that it would choose, the units of its score, and the largest score."""
 
@@ -212,7 +214,10 @@ def prefetch_slots(staging: int) -> int:
     return staging - staging // 4
 
 
-def set_prefetch(table: Table, staging: Mapping[int, int]) -> None:
-    """Write ``Table.prefetch_slots`` for the number of staging slots of LOW and HIGH; 0 disables prefetch."""
-    slots = [prefetch_slots(staging.get(code, 0)) for code in (ABSENT, LOW, HIGH)]
+def set_prefetch(table: Table, staging: Mapping[int, int], spare: Mapping[int, int] = _NONE) -> None:
+    """Write ``Table.prefetch_slots`` for so many staging slots of LOW and HIGH; nothing is prefetched without any.
+
+    Those that are ``spare`` belong to others, and no step streams through them either.
+    """
+    slots = [spare.get(code, prefetch_slots(staging.get(code, 0))) for code in (ABSENT, LOW, HIGH)]
     table.prefetch_slots.copy_(torch.tensor(slots, dtype=torch.int32))

@@ -20,9 +20,10 @@ _UNUSABLE = 1 << 24  # added to an expert's number if its weight is unusable, wh
 class RoutingError(ValueError):
     """A router chose an expert that the model does not have; the message is for the user."""
 
-    def __init__(self, layer: int, expert: int, experts: int) -> None:
+    def __init__(self, layer: int, expert: int, experts: int, *, bounded: bool = False) -> None:
+        beyond = (" or a lower one" if expert < 0 else " or a higher one") if bounded else ""
         super().__init__(
-            f"the router of MoE layer {layer} (from 0) chose expert {expert}, but the model has {experts}; "
+            f"the router of MoE layer {layer} (from 0) chose expert {expert}{beyond}, but there are {experts}; "
             "check the checkpoint and its config.json."
         )
         self.layer, self.expert = layer, expert

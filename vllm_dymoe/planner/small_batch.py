@@ -17,6 +17,7 @@ from vllm_dymoe.planner.plan import LayerPlan
 from vllm_dymoe.planner.routing import PromptTokens
 from vllm_dymoe.planner.rule import CPU, HIGH, HIT, LOW, STREAM, Ints
 from vllm_dymoe.planner.table import ID_BITS, Counter, Table
+from vllm_dymoe.planner.weights import renormalized
 
 PROJECTIONS = 3
 
@@ -32,13 +33,13 @@ def plan_small_batch(
         ids: int32 or int64 [tokens, top_k]; -1 where another rank has the expert. Other ids outside of the experts are
             reported in ``Table.outside`` and not computed.
         weights: float32 [tokens, top_k].
-        rows: int32 [1], number of real tokens, which come first.
+        rows: int32 [1], number of real tokens, which come first; at most all are.
         plan: for ``tokens`` rows, overwritten.
         large: a large-batch step, which is not recorded in the ring and executes nothing on the CPU.
         marks: int8 [tokens], 1 for tokens of prompts, 2 for heavy hitters among these, 0 for others; None if all are 0.
     """
     _empty(plan)
-    real, top_k, host = int(rows), ids.shape[1], table.on_host()
+    real, top_k, host = min(int(rows), len(ids)), ids.shape[1], table.on_host()
     host.planned[0] = layer
     if not real:
         if not large:
@@ -90,6 +91,9 @@ def plan_small_batch(
     if not large:  # a large batch reads it again
         host.staged_for[layer % 2] = -1
     list_positions(np.where(np.isin(chosen, active), chosen, -1), top_k, plan)
+    plan.weights[:real] = weights[:real]
+    if host.renormalizes[0]:
+        plan.weights[:real] = renormalized(weights[:real], plan.computed[:real] == 0, ids < 0)
     plan.computed.numpy().reshape(-1)[np.isin(chosen, active[on_cpu]).nonzero()] = 2
 
 

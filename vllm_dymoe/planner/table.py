@@ -67,17 +67,22 @@ class Table:
     """Index in the pool of the version, or of the slice; -1 for none."""
     score: Any = _column("slices", "layers", "experts")
     used_at: Any = _column("slices", "layers", "experts")
-    """The layer's step that last used an expert, or its residual slice."""
+    """The layer's step that last used an expert, or its residual slice; in which it came, if the first in leaves."""
     step: Any = _column("layers")  # the layer's last step
     quotas: Any = _column("layers", 3, dtype="int32")  # slots that a layer may fill, by version
     reuse_high: Any = _column(1, dtype="int32", fill=1)
     """Whether a high version serves where a low one is wanted; then results depend on what is held. Otherwise a held
     high version is replaced if the low one is wanted, and vice versa.
     """
+    evicts: Any = _column(1, dtype="int32", fill=Eviction.COLDEST)  # an Eviction: which expert leaves first
+    admits: Any = _column(1, dtype="int32", fill=1)  # whether misses may be kept; otherwise others write the rows
+    renormalizes: Any = _column(1, dtype="int32")  # whether weights of skipped experts go to the token's other experts
     counters: Any = _column("layers", len(Counter))  # incremented by the planner in C++ and on the device
     outside: Any = _column("layers", fill=-1)
     """The highest id of a step that is neither an expert's nor -1, without its sign bit (:data:`ID_BITS`); -1 for none.
     Written by the device, and read and cleared by the host after each step."""
+    unread: Any = _column("layers", fill=-1)
+    """The highest expert of a step whose bytes could not be read; -1 for none. As :attr:`outside`."""
     first_slot: Any = _column("layers", 3, dtype="int32")
     """First slot of the layer's own range in each pool. With device-side planning a free slot is the lowest of the
     range that no row names, so no list of free slots is needed."""
@@ -184,24 +189,22 @@ class Table:
 
     def begin_step(
         self, layer: int, active: Ints, wanted: NDArray[np.int8], rows: Ints | None = None, *,
-        evicts: Eviction = Eviction.COLDEST,
-        counted: NDArray[np.bool_] | None = None, admits: bool = True,
+        counted: NDArray[np.bool_] | None = None,
     ) -> Ints:  # fmt: skip
         """Count the uses of a layer's step and decide; return int64 [slices, n], see :func:`~.rule.decide`.
 
         Args:
-            evicts: which expert is evicted first.
             counted: bool [n], experts whose use counts; None for all.
         """
         self.step[layer] += 1
-        score, used_at = self.score[:, layer], self.used_at[:, layer]
-        if evicts is Eviction.FIRST_IN:
-            score[:, active[self.precision[layer, active] == ABSENT]] = self.step[layer]
+        score, used_at, evicts = self.score[:, layer], self.used_at[:, layer], int(self.evicts[0])
+        if evicts == Eviction.FIRST_IN:  # equal scores are ordered by the step in which an expert came
+            used_at[:, active[self.precision[layer, active] == ABSENT]] = self.step[layer]
         else:
-            uses, aging = slice(None) if counted is None else counted, AGING if evicts is Eviction.COLDEST else 0
+            uses, aging = slice(None) if counted is None else counted, AGING if evicts == Eviction.COLDEST else 0
             record_uses(score, used_at, active[uses], wanted[uses], int(self.step[layer]), aging)
         quotas, reuse = self.quotas[layer].tolist(), bool(self.reuse_high[0])
-        where: Any = {"reuse_high": reuse, "rows": rows, "costs": self.cpu_costs, "admits": admits}
+        where: Any = {"reuse_high": reuse, "rows": rows, "costs": self.cpu_costs, "admits": bool(self.admits[0])}
         return decide(active, wanted, self.precision[layer], score, used_at, quotas, **where)
 
     def keep(self, layer: int, active: Ints, wanted: NDArray[np.int8], places: Ints) -> None:

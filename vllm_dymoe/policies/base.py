@@ -86,6 +86,11 @@ class PrecisionPolicy:
         """
         return np.tile(np.arange(experts + 1, dtype=np.int32), (num_layers, 1))
 
+    def all_critical_counts(self, experts: ModelExperts) -> NDArray[np.int32]:
+        """``critical_counts`` of a model and its draft, whose layers get what the model's last one gets."""
+        counts = self.critical_counts(len(experts.layers) - experts.draft_layers, experts.num_experts)
+        return np.concatenate([counts, np.repeat(counts[-1:], experts.draft_layers, axis=0)])
+
     def begin(self, curves: Sequence[Sequence[float]]) -> None:
         """Set thresholds that have not moved yet to a calibration's start values, if there are any."""
 
@@ -171,7 +176,7 @@ class ResidencyPolicy:
 
     keeps: bool = True  # layers keep experts for later steps
     overlaps: bool = True  # experts arrive while others are computed
-    evicts: Eviction = Eviction.COLDEST  # a GPU planner knows COLDEST only
+    evicts: Eviction = Eviction.COLDEST
     whole: bool = False  # compute an expert only when all its projections have arrived, instead of one by one
     migrating: Migrating | None = None
     """How versions move between steps, so that every expert stays resident; None if steps fetch misses."""
@@ -236,22 +241,10 @@ class Policy(BaseModel):
         """Return why a device cannot plan this policy's steps, as text to follow "because"; empty if it can.
 
         A GPU planner knows quotas (zero if layers keep nothing), admission by score, precision by thresholds or counts,
-        and streaming. It runs no Python, redistributes no routing weights, and waits for no transfer within a step.
+        counts, and streaming. It runs no Python.
         """
-        precision, residency = self.precision, self.residency
-        chosen = len(precision.precisions) > 1
-        if not precision.planned:
+        if not self.precision.planned:
             return f'policy "{self.name}" chooses precisions with Python code, which runs on the host'
-        if precision.renormalizes:
-            return 'skipped_weights = "renormalize" redistributes routing weights, which only the host does'
-        if chosen and not precision.thresholds and (precision.heavy_hitters or 1) < 1:
-            return "heavy_share below 1 without a threshold ranks experts by heavy hitters, which only the host does"
-        if residency.evicts is not Eviction.COLDEST:
-            return "evicts ranks experts by last use or arrival, but a device can only evict the coldest"
-        if residency.rescues:
-            return f'policy "{self.name}" limits the time that steps wait for the link, which only the host measures'
-        if not residency.overlaps:
-            return "overlap = false waits for each transfer before it computes the next expert"
         return ""
 
     def staging_slots(self, slots: int) -> int:

@@ -1,5 +1,6 @@
 """The expert server of one rank: budget, cache and executors of all MoE layers, and changes between steps."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from vllm_dymoe.cache.budget import (
 )
 from vllm_dymoe.cache.device_cache import Budget, DeviceCache, SlotPools, Writer, check_cache
 from vllm_dymoe.cache.device_memory import make_device_memory
-from vllm_dymoe.cache.device_table import DeviceCounts, DeviceTable
+from vllm_dymoe.cache.device_table import DeviceCounts, DeviceTable, DeviceWaits
 from vllm_dymoe.cache.expert_cache import Fetcher
 from vllm_dymoe.cache.host_cache import HostCache
 from vllm_dymoe.cache.migration import Agree, Migration
@@ -31,10 +32,12 @@ from vllm_dymoe.cache.transfer import TransferEngine, make_engine
 from vllm_dymoe.executor.copy_branch import Branch, make_branch
 from vllm_dymoe.executor.cpu_execution import CpuExecution
 from vllm_dymoe.executor.cpu_executor import CpuExecutor
-from vllm_dymoe.executor.cpu_worker import CpuWorker
-from vllm_dymoe.executor.device_planning import DRAFTED, plans_on_device
+from vllm_dymoe.executor.cpu_worker import CpuWorker, longest_wait
+from vllm_dymoe.executor.device_planning import plans_on_device
+from vllm_dymoe.executor.disk_queue import DiskQueue, unreadable
 from vllm_dymoe.executor.host_planned import HostPlannedLayers, StepCounts
 from vllm_dymoe.executor.plain_kernels import PlainKernels
+from vllm_dymoe.executor.rates import link_rate
 from vllm_dymoe.executor.small_batch import SmallBatches, SmallBatchKernel, StepMemory
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts
 from vllm_dymoe.kernels import CpuKernel, Decode, ExpertKernel, make_kernel
@@ -175,16 +178,22 @@ class ExpertServer:
             raise ConfigError(f"vllm-dymoe: {error}") from error
         largest, timeout = max(fmt.nbytes for fmt in formats), options.transfer_timeout_s or None
         self.engine = engine or make_engine(store, device, largest, timeout, options.link_gbps)
-        obstacle = DRAFTED if self.experts.draft_layers else obstacle
         if not obstacle and any(fmt.down is not None for fmt in formats):
             obstacle = "down projections have another format than gate and up"
         if store.readable and not obstacle and not parts.device_memory.shares_addresses():
             obstacle = "the device and the host have different addresses for pinned memory"
         _check_misses(options, store, on_cpu=on_cpu)
-        decides, why_not = plans_on_device(options, policy, device.type, readable=store.readable, obstacle=obstacle)
-        decoding = None
+        given: dict[str, str] = {"unreadable": unreadable(store), "obstacle": obstacle}
+        decides, why_not = plans_on_device(options, policy, device.type, **given)
+        decoding: SmallBatchKernel | None = None
+        self.disk_queue: DiskQueue | None = None
         if decides:
             decoding, why_not = _make_decode_kernel(parts, self.kernel, self.experts, options)
+        if decoding is not None and not store.readable:
+            watched = parts.device_memory.ends_long_kernels()
+            waits = longest_wait(options.transfer_timeout_s, ends_long_kernels=watched) or None
+            self.disk_queue = _make_disk_queue(store, waits, device, parts.lock)
+            decoding = decoding.with_disk(self.disk_queue)
         self.host_plans_because = why_not  # empty if planning on the host was requested
         execution = options, store, self.engine, device, parts.lock, on_late, rates
         watched = parts.device_memory.ends_long_kernels()
@@ -211,6 +220,7 @@ class ExpertServer:
         files = self.host_cache.files if self.host_cache else store
         self._step_counts = StepCounts(disk=files.counts) if isinstance(files, FileStore) else StepCounts()
         self._agree, self._around = agree, around
+        self._link_rate = _known_rate(options, device)
         self.asleep = 0  # sleep level; 0 while awake
         self._spending = _Spending(self.experts, decoding is not None, automatic_budget)
         plan = self._spending.plan(options.expert_budget, options, policy, self.overhead)
@@ -331,11 +341,19 @@ class ExpertServer:
             raise ConfigError(f"vllm-dymoe: {what} is impossible while the engine sleeps; wake it up first.")
         if self.small_batches is not None:
             self.small_batches.settle()  # its copies write into slots
+        self._release_disk()
         if not self.host_planned.end():
             raise ConfigError(
                 f"vllm-dymoe: {what} is impossible while reads that were given up have not ended "
                 f"({self.store.description}); try again later."
             )
+
+    def _release_disk(self) -> None:
+        """Give back the host memory that the last layer of a device-planned step was lent."""
+        if self.disk_queue is not None:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self.disk_queue.release()
 
     def _replace(self, what: str, options: Options, policy: Policy, plan: SlotPlan, *, forgets: bool = False) -> None:
         """Replace the slots; hotness is kept unless ``forgets``.
@@ -410,9 +428,13 @@ class ExpertServer:
         bits = {precision: precision_bits(options, precision) for precision in Precision}
         costs = self.cpu_execution.costs(bits)
         table.cpu_costs[:], table.reuse_high[:] = costs, policy.precision.reuses_high
+        table.evicts[:], table.admits[:] = policy.residency.evicts, migration is None
         small_batches = None
         if (on_device := self._on_device) is not None:
             on_device.table.serve(policy, bits, cache.bits)
+            if self.disk_queue is not None:
+                versions = cache.bits if table.nested else bits
+                self.disk_queue.serve({CODES[precision]: width for precision, width in versions.items()})
             on_device.table.table.cpu_costs.copy_(torch.from_numpy(costs))
             # Recorded actions cover whole steps, so these are not split. With migration the staging slots are for
             # moves.
@@ -426,11 +448,14 @@ class ExpertServer:
                 on_device.branch,
                 cache.quotas,
                 cache.staging if migration is None else dict.fromkeys(cache.staging, 0),
+                spare=cache.staging if migration is not None else {},
                 cpu_queue=self.cpu_execution.cpu_queue,
                 costs=costs if shares and costs.any() else None,
                 count=None if on_device.counts is None else on_device.counts.add_layer,
                 projections=0 if predictor is None or prefetch is None else prefetch.projections,
                 pace=StepPace() if prefetch is not None and prefetch.paced else None,
+                foresees=self.disk_queue is None,
+                overlaps=policy.residency.overlaps,
             )
         worker = self.cpu_execution.worker
         layers = HostPlannedLayers(
@@ -447,8 +472,21 @@ class ExpertServer:
             host_cache=self.host_cache,
             records_actions=records,
             agree=self._agree,
+            device_waits=self._device_waits(policy, bits),
         )
         return _Serving(options, cache, layers, small_batches)
+
+    def _device_waits(self, policy: Policy, bits: Mapping[Precision, int]) -> DeviceWaits | None:
+        """Return what device-planned steps have waited for the link, if the policy follows that."""
+        if self._on_device is None or policy.precision.link_share is None:
+            return None
+        if self._link_rate is None:
+            self._link_rate = link_rate(self.store, self.device)
+        seconds = {}
+        for precision, width in bits.items():  # of the largest layer
+            sizes = [of_layer[width].nbytes for of_layer in self.experts.of_layers if width in of_layer]
+            seconds[CODES[precision]] = max(sizes, default=0) / self._link_rate
+        return DeviceWaits(self._on_device.table.table, seconds)
 
     def _make_cpu_executor(
         self, cache: DeviceCache, policy: Policy, bits: Mapping[Precision, int], migration: Migration | None,
@@ -506,6 +544,7 @@ class ExpertServer:
         predictor = max(self._predictor_room, self.predictor_bytes)
         on_device, cpu_queue = self._on_device, self.cpu_execution.cpu_queue
         decides = 0 if on_device is None else on_device.memory.nbytes + (0 if cpu_queue is None else cpu_queue.nbytes)
+        decides += 0 if self.disk_queue is None else self.disk_queue.nbytes
         return self.kernel.workspace_bytes + predictor + self._training_bytes + decides
 
     @property
@@ -553,6 +592,9 @@ class ExpertServer:
         """
         if self.small_batches is not None:
             self.small_batches.settle()
+        if self.disk_queue is not None:
+            self._release_disk()
+            self.disk_queue.close()
         self.engine.close()
         self.cpu_execution.close()
         self.cache.pools.free()
@@ -565,6 +607,7 @@ class ExpertServer:
         Call it between steps.
         """
         self.host_planned.fetcher.collect()
+        self._release_disk()
         flying = ((fetch.precision, fetch.slot, fetch.kept) for fetch in self.host_planned.on_their_way())
         check_cache(self.cache, flying, moving=self.policy.residency.migrating is not None)
         if self.host_cache is not None:
@@ -603,6 +646,25 @@ def _check_misses(options: Options, store: HostStore, *, on_cpu: bool) -> None:
             'host_store "pinned", or leave the option out.',
             option="misses",
         )
+
+
+def _known_rate(options: Options, device: torch.device) -> float | None:
+    """Return bytes per second of an emulated link, infinitely many without a link; None for one to be measured."""
+    return None if device.type == "cuda" else 1e9 * (options.link_gbps or math.inf)
+
+
+def _make_disk_queue(
+    store: HostStore, timeout: float | None, device: torch.device, lock: Callable[[torch.Tensor], str | None]
+) -> DiskQueue:
+    """ConfigError if there is no memory to read into."""
+    try:
+        return DiskQueue(store, timeout, device, lock)
+    except OSError as error:
+        raise ConfigError(
+            f"vllm-dymoe: the device cannot plan while experts are on disk, because {error}; free host memory, or set "
+            'planning to "host".',
+            option="planning",
+        ) from error
 
 
 def check_together(fmt: ExpertFormat) -> None:

@@ -91,6 +91,8 @@ def _prefetch(server: ExpertServer) -> str:
         return "none"
     file = server.options.predictor_file
     unused = f"; predictor {file} is not used and takes no memory" if file is not None and server.unasked else ""
+    if server.small_batches is not None and server.disk_queue is not None:
+        return f"none, because a thread brings experts from the disk when the device has planned{unused}"
     if server.small_batches is not None:
         prefetch = server.small_batches.prefetch
         few = _by_name(server) if prefetch is not None and prefetch.has_slots else "none"

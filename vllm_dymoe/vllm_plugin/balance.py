@@ -14,6 +14,7 @@ from vllm.config import ParallelConfig
 from vllm.distributed.eplb.eplb_state import EplbState
 
 from vllm_dymoe.options import ConfigError
+from vllm_dymoe.vllm_plugin.expert_ids import bounded_map
 
 
 def owned(local: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -24,7 +25,7 @@ def owned(local: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor
     """
     redundant = len(local) - experts
     stands_for = local.new_tensor(EplbState.build_initial_global_physical_to_logical_map(experts, redundant))
-    numbers = torch.cat((torch.where(local >= 0, stands_for, -1), local.new_full((1,), -1)))
+    numbers = bounded_map(torch.where(local >= 0, stands_for, -1))
     mine = (local >= 0).nonzero().flatten()
     return numbers, numbers[int(mine[0]) : int(mine[-1]) + 1].unsqueeze(1)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from vllm.distributed import get_ep_group
 
+from vllm_dymoe.executor.small_batch import SmallBatches
 from vllm_dymoe.planner.routing import Phase
 
 _NOTHING, _DECODED, _PREFILLED = range(3)
@@ -42,6 +43,31 @@ class Gathered:
         everything = out.new_zeros(self._shape)
         everything[self._rows] = out
         combined: torch.Tensor = get_ep_group().combine(everything, self._sequence_parallel)
+        return combined
+
+
+class GatheredOnDevice:
+    """The same for a device-planned layer, in fixed places and without the host: other rows have no experts.
+
+    Args:
+        small_batches: what runs the layer; it knows how many tokens this rank has, and is told of those of all ranks.
+        part: which of the step's rows a rank of tensor parallelism has; None where each has all.
+
+    Attributes:
+        x, weights, ids: of all rows of all ranks; ids are -1 in rows that are no tokens.
+    """
+
+    def __init__(
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, small_batches: SmallBatches, part: int | None
+    ) -> None:  # fmt: skip
+        self._sequence_parallel = part is not None
+        ids = small_batches.own_tokens(ids, len(ids) * (part or 0))
+        self.x, self.weights, self.ids = get_ep_group().dispatch(x, weights, ids, self._sequence_parallel)
+        small_batches.meet(self.ids)
+
+    def combine(self, out: torch.Tensor) -> torch.Tensor:
+        """Add the outputs of all ranks' experts: [rows of all ranks, hidden] to [rows of this rank, hidden]."""
+        combined: torch.Tensor = get_ep_group().combine(out, self._sequence_parallel)
         return combined
 
 

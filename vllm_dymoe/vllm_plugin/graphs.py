@@ -15,6 +15,7 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm_dymoe.options import ConfigError
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.vllm_plugin.announcements import logger
+from vllm_dymoe.vllm_plugin.model_files import meets
 
 OPERATOR = "vllm_dymoe::moe_forward_into"
 # Modes of graphs that contain MoE layers.
@@ -115,14 +116,15 @@ def _decode_sizes(config: VllmConfig, *, recorded: bool) -> list[int]:
     A step of few rows needs a graph of a small batch, or its routing would remain unknown. With speculative decoding a
     size is a number of whole requests, rounded up as vLLM's two runners do, and dropped if it gets too large.
     """
-    speculative = config.speculative_config
+    parallel, speculative = config.parallel_config, config.speculative_config
+    most = SMALL_BATCH_ROWS // (parallel.data_parallel_size if meets(parallel) else 1)  # rows of all engines meet
     if speculative is not None and speculative.method == "ngram_gpu":
         return []  # drafts are removed on the device, so the remaining number of rows is not known
     query = 1 + (speculative.num_speculative_tokens if speculative is not None else 0)
     given = config.compilation_config.cudagraph_capture_sizes or [0]
     sizes = {rows for size in given if query <= (rows := -(-size // query) * query) <= max(given)}
-    few = {size for size in sizes if size <= SMALL_BATCH_ROWS}
-    return sorted(few if recorded or few in (set(), sizes) else sizes | {SMALL_BATCH_ROWS // query * query})
+    few = {size for size in sizes if size <= most}
+    return sorted(few if recorded or few in (set(), sizes) else sizes | {most // query * query})
 
 
 def _say(asked: CUDAGraphMode, mode: CUDAGraphMode, reason: str, largest: int) -> None:

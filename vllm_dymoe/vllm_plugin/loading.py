@@ -14,7 +14,8 @@ from vllm_dymoe.cache.host_cache import join
 from vllm_dymoe.cache.migration import Agree
 from vllm_dymoe.cache.pages import available_host_memory
 from vllm_dymoe.cache.store import HostStore
-from vllm_dymoe.executor.device_planning import DRAFTED, plans_on_device, without_device
+from vllm_dymoe.executor.device_planning import plans_on_device, without_device
+from vllm_dymoe.executor.disk_queue import unreadable
 from vllm_dymoe.experts.format import ModelExperts
 from vllm_dymoe.experts.identity import ModelIdentity
 from vllm_dymoe.kernels import Decode
@@ -34,7 +35,7 @@ from vllm_dymoe.vllm_plugin.automatic_budget import automatic_budget, budget_in_
 from vllm_dymoe.vllm_plugin.failures import make_step_failures
 from vllm_dymoe.vllm_plugin.gates import PredictorObserver
 from vllm_dymoe.vllm_plugin.graphs import leave_layers_out
-from vllm_dymoe.vllm_plugin.model_files import expert_ranks, host_needed, meets
+from vllm_dymoe.vllm_plugin.model_files import expert_ranks, meets
 from vllm_dymoe.vllm_plugin.model_store import LayerSpec, ModelStore, held_bytes
 from vllm_dymoe.vllm_plugin.observers import Observation, observe_trace
 from vllm_dymoe.vllm_plugin.rank_server import RankServer
@@ -148,7 +149,7 @@ class Loading:
                 model.close(served=rank_server is not None)
 
     def _run(self, num_experts: int) -> None:
-        options, config, spec, store = self.options, self.config, self._model.layers[0], self._model.store
+        options, config, spec, store = self._served_options, self.config, self._model.layers[0], self._model.store
         assert store is not None
         device = torch.device(config.device_config.device)
         self._predictor_observer.model_loaded(len(self._model.layers))
@@ -164,8 +165,6 @@ class Loading:
                 return training.predictor()
             return self._predictor_observer.predictor(self._routed_model())
 
-        if options.trace is not None and config.parallel_config.enable_expert_parallel:
-            options = without_device(options)
         observation, step = Observation(self._recordable()), RunningStep()
         late = options.computes_misses or not _computes_in_place(options, device)
         failures = make_step_failures(
@@ -173,11 +172,7 @@ class Loading:
             on_device=lambda number: "" if self.rank_server is None else self.rank_server.device_failure(number),
         )  # fmt: skip
         server = self._server(store, options, device, predictor, self._obstacle, failures.record_late)
-        if server.small_batches is not None:
-            for activation in dict.fromkeys(layer.activation for layer in self._model.layers):
-                server.small_batches.warm_up(activation)
-        else:
-            leave_layers_out(config, server.host_plans_because or "the host plans")
+        self._warm_up(server)
         self._announce(server, self._model)
 
         observation.start_trace(observe_trace(options, header, lambda: self._predictor_observer.gates))
@@ -192,17 +187,35 @@ class Loading:
         before.close(keep_store=True)  # two arenas at a time would exceed the budget
         store = join(before.store, draft.store)
         predictor = None if before.predictor is None else before.predictor.predictor
-        server = self._server(store, self.options, before.device, predictor, DRAFTED, rank_server.failures.record_late)
-        leave_layers_out(self.config, DRAFTED)
+        late = rank_server.failures.record_late
+        server = self._server(store, self._served_options, before.device, predictor, self._obstacle, late)
+        self._warm_up(server)
         rank_server.extend(server)
         self._announce(server, draft)
 
     @property
+    def _served_options(self) -> Options:
+        """The options, with host-side planning where a rank's trace needs it."""
+        shared = self.options.trace is not None and self.config.parallel_config.enable_expert_parallel
+        return without_device(self.options) if shared else self.options
+
+    def _warm_up(self, server: ExpertServer) -> None:
+        """Compile what steps of a server need before the first request, and say what graphs can hold."""
+        if server.small_batches is None:
+            leave_layers_out(self.config, server.host_plans_because or "the host plans about experts")
+            return
+        for activation in dict.fromkeys(layer.activation for layer in self._layers):
+            server.small_batches.warm_up(activation)
+
+    @property
+    def _layers(self) -> list[LayerSpec]:
+        """The MoE layers of the model and its draft, so far."""
+        return [*self._model.layers, *([] if self._draft is None else self._draft.layers)]
+
+    @property
     def _obstacle(self) -> str:
         """Return why the model needs host-side planning in decode; empty if it does not."""
-        if reason := host_needed(self.config):
-            return reason
-        on_input = any(layer.weights_on_input for layer in self._model.layers)
+        on_input = any(layer.weights_on_input for layer in self._layers)
         return "the router's weights multiply the experts' inputs" if on_input else ""
 
     def _announce(self, server: ExpertServer, store: ModelStore) -> None:
@@ -269,16 +282,16 @@ class Loading:
         self, store: HostStore, options: Options, device: torch.device, policy: Policy, obstacle: str
     ) -> KernelChoice:
         """Return which kernels pass the self-test on this card, with any other obstacle to device-side planning."""
-        rates = self._model.rates
+        rates, missing = self._model.rates, unreadable(store)
         slowest = max(Decode)
         while True:
-            decides = plans_on_device(options, policy, device.type, readable=store.readable, obstacle=obstacle)[0]
+            decides = plans_on_device(options, policy, device.type, unreadable=missing, obstacle=obstacle)[0]
             found = [
                 tested(
                     store.experts.of_kind(kind),
                     options,
                     device,
-                    list(dict.fromkeys(layer.activation for layer in self._model.layers)),
+                    list(dict.fromkeys(layer.activation for layer in self._layers)),
                     device_plans=decides,
                     kept=None if rates is None else rates.with_name(RESULTS),
                     say=lambda sentence: logger.warning("vllm-dymoe: %s", sentence),

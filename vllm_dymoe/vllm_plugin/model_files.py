@@ -13,7 +13,6 @@ from vllm.transformers_utils.config import get_safetensors_params_metadata
 from vllm.transformers_utils.utils import convert_model_repo_to_path
 
 from vllm_dymoe.cache.store import MANIFEST, Manifest, StoreError
-from vllm_dymoe.executor.device_planning import DRAFTED, MET
 from vllm_dymoe.quantize.checkpoint import check_representatives, group_experts
 from vllm_dymoe.quantize.model_config import EXPERT_INPUTS, INTERMEDIATE
 from vllm_dymoe.quantize.readers import Reader
@@ -112,13 +111,6 @@ def drafted_by_experts(config: VllmConfig) -> bool:
     draft = getattr(config.speculative_config, "draft_model_config", None)
     # Methods without a draft model, such as ngram, have the target's own config there.
     return draft is not None and draft is not config.model_config and bool(draft.get_num_experts())
-
-
-def host_needed(config: VllmConfig) -> str:
-    """Return why host-side planning is needed in every step, according to vLLM's configuration; empty otherwise."""
-    if drafted_by_experts(config):
-        return DRAFTED
-    return MET if meets(config.parallel_config) else ""
 
 
 def meets(parallel: ParallelConfig) -> bool:

@@ -29,6 +29,7 @@ from vllm.utils.torch_utils import LayerNameType, direct_register_custom_op
 from vllm_dymoe.options import ConfigError
 from vllm_dymoe.vllm_plugin.activations import activation_of
 from vllm_dymoe.vllm_plugin.balance import owned
+from vllm_dymoe.vllm_plugin.expert_ids import bounded_map
 from vllm_dymoe.vllm_plugin.expert_loader import ExpertLoader
 from vllm_dymoe.vllm_plugin.loading import Loading, layers_around
 from vllm_dymoe.vllm_plugin.model_store import LayerSpec
@@ -131,7 +132,7 @@ class DymoeMoEMethod(FusedMoEMethodBase):
         """See ``RankLayer.expert_map``."""
         local = layer.expert_map
         if not self._balanced:
-            return torch.cat((local, local.new_full((1,), -1)))
+            return bounded_map(local)
         numbers, mine = owned(local, self.loading.experts.num_experts)
         layer.get_expert_weights = lambda: [mine]
         return numbers

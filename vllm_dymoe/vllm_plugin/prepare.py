@@ -35,7 +35,6 @@ from vllm_dymoe.vllm_plugin.model_files import (
     drafted_by_experts,
     expert_ranks,
     has_drafts,
-    host_needed,
     local_folder,
     meets,
     ranks_of_machine,
@@ -77,8 +76,8 @@ def prepare(config: VllmConfig) -> None:
     except (StoreError, PredictorError, CheckpointError) as error:
         raise ConfigError(f"vllm-dymoe: {error}") from error
     if current_platform.support_static_graph_mode():
-        decides, policy, share = _plans_on_device(config, experts, options), make_policy(options), options.expert_budget
-        there = policy.residency.migrating is not None or (
+        decides, policy, share = _plans_on_device(config, options), make_policy(options), options.expert_budget
+        there = (policy.residency.migrating is not None and not policy.residency.rescues) or (
             (share.share or 0) >= 1 and len(policy.precision.precisions) == 1
         )
         recorded = options.trace is not None
@@ -239,15 +238,11 @@ def _room(config: VllmConfig, options: Options) -> HostRoom:
     return HostRoom(available, ranks_of_machine(parallel), options.host_memory, replicas=replicas)
 
 
-def _plans_on_device(config: VllmConfig, experts: ModelExperts | None, options: Options) -> bool:
+def _plans_on_device(config: VllmConfig, options: Options) -> bool:
     """Return whether decode steps will need no host, as far as known here; ConfigError if required but impossible."""
     if options.trace is not None and config.parallel_config.enable_expert_parallel:
         options = without_device(options)
-    device_type, pinned = current_platform.device_type, options.host_store == "pinned"
-    if options.host_store == "auto" and experts is not None:
-        pinned = choose_host_place("auto", device_type, experts, _room(config, options)).pinned
-    obstacle = host_needed(config)
-    return plans_on_device(options, make_policy(options), device_type, readable=pinned, obstacle=obstacle)[0]
+    return plans_on_device(options, make_policy(options), current_platform.device_type)[0]
 
 
 def _add_worker_methods(config: VllmConfig) -> None:

@@ -13,6 +13,7 @@ from vllm_dymoe.server import ExpertServer
 from vllm_dymoe.vllm_plugin.announcements import logger
 from vllm_dymoe.vllm_plugin.data_parallel import Gathered, own_tokens
 from vllm_dymoe.vllm_plugin.decode_steps import DecodeSteps
+from vllm_dymoe.vllm_plugin.expert_ids import own_ids
 from vllm_dymoe.vllm_plugin.failures import StepFailures
 from vllm_dymoe.vllm_plugin.gates import PredictorObserver
 from vllm_dymoe.vllm_plugin.graphs import is_captured, refused_capture
@@ -42,12 +43,18 @@ class RankServer:
         takes = server.policy.prefetch is not None and server.policy.prefetch.takes_predictor
         if takes or server.policy.precision.heavy_hitters is not None:
             self.prompts = PromptTap(lambda: self.server.policy, step, drafted, self._predictor_asks)
-        self._decode: DecodeSteps | None = None
-        if server.small_batches is not None:
-            self._decode = DecodeSteps(server, server.small_batches.table, step, observation, 1 + drafted, self.prompts)
+        self._drafted = drafted
+        self._decode = self._decode_steps()
         self._num_layers = len(server.experts.layers)  # without a draft's, which are added later
         self._preemptions = Preemptions()
         predictor_observer.listen(observation, lambda: self.server.drop_predictor())
+
+    def _decode_steps(self) -> DecodeSteps | None:
+        """Return what runs the layers of device-planned steps; None if the host plans."""
+        if (small_batches := self.server.small_batches) is None:
+            return None
+        given = small_batches.table, self.step, self.observation, 1 + self._drafted, self.prompts
+        return DecodeSteps(self.server, *given)
 
     def _predictor_asks(self) -> bool:
         predictor = self.server.predictor
@@ -69,10 +76,7 @@ class RankServer:
         if training is not None and layer.position < self._num_layers and (capturing or step.phase is Phase.DECODE):
             training.see(layer.position, x, ids)
         if self._decode is not None:
-            here = ids if layer.expert_map is None else layer.expert_map[ids.long()]
-            if self._decode.enter_layer(rows, capturing=capturing):
-                return self._decode.path.forward(layer.position, x, weights, here, layer.activation)
-            return self._decode.run_large(layer, x, weights, ids, here, capturing=capturing)
+            return self._decode.run(layer, x, weights, ids, capturing=capturing)
         if capturing:
             raise refused_capture(layer.name)
         phase, gathered = step.phase, None
@@ -83,7 +87,7 @@ class RankServer:
             x, weights, ids, phase = gathered.x, gathered.weights, gathered.ids, gathered.phase
         elif tokens < rows:
             x, weights, ids = x[:tokens], weights[:tokens], ids[:tokens]
-        here = ids if layer.expert_map is None else layer.expert_map[ids.long()]
+        here = own_ids(layer.expert_map, ids)
         draft = layer.position >= self._num_layers
         reads_prompts = phase is Phase.PREFILL and not draft and gathered is None
         prompts = self.prompts if reads_prompts else None
@@ -109,6 +113,9 @@ class RankServer:
                     if observer.needs_actions:
                         observer.see(routing)
         except (TransferError, RoutingError) as error:
+            if isinstance(error, RoutingError) and layer.expert_map is not None:  # which has bounded the id
+                experts = len(layer.expert_map) - 3
+                error = RoutingError(error.layer, error.expert, experts, bounded=True)
             self._failed(error)
             out = torch.zeros_like(x)
         if gathered is not None:
@@ -140,16 +147,23 @@ class RankServer:
         """Run a step without requests, a dummy batch: this rank's experts serve the tokens of other ranks."""
         self.step.begin_idle()
         self.server.host_planned.begin_step(self.step.phase)
+        if self._decode is not None:
+            self._decode.begin()
         try:
             yield
         finally:
+            if self._decode is not None:
+                self._decode.end()
+                self._decode.failure(self.step.number - 2)  # of steps that nobody asks about any more
             self.failures.finish(None)
 
     def end_model(self, runner: Any, scheduler_output: Any, output: Any) -> Any:
         """End a step's model; return its output, marked as failed if the step is."""
         failed = self.failures.sentence is not None
         if self._decode is not None:
-            self._decode.end()
+            self._decode.end_model()
+            if output is not None:
+                self._decode.end()
         for observer in self.observation.observers:
             observer.end_step(runner, scheduler_output, self.step.number, failed=failed)
         if self.training is not None and not failed and (better := self.training.end_step(self.step)) is not None:
@@ -158,12 +172,16 @@ class RankServer:
 
     def end_step(self, output: Any) -> Any:
         """End a step after sampling, and return its output as ``end_model`` does."""
-        return output if self.step.warming_up else self.failures.finish(output)
+        if self.step.warming_up:
+            return output
+        if self._decode is not None:
+            self._decode.end()
+        return self.failures.finish(output)
 
     def extend(self, server: ExpertServer) -> None:
-        """Append a draft's layers to the model's; then the host plans in all of them."""
-        assert server.small_batches is None
-        self.server, self._decode = server, None
+        """Append a draft's layers to the model's."""
+        self.server = server
+        self._decode = self._decode_steps()
 
     def _use(self, predictor: TrainedPredictor) -> None:
         """Use a predictor that was trained here; its network changes in place, so one call suffices."""

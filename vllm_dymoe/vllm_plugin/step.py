@@ -39,12 +39,11 @@ class RankLayer:
     position: int  # among the model's MoE layers, from 0
     activation: Activation
     expert_map: torch.Tensor | None
-    """int [experts of all ranks + 1], this rank's number of each, -1 for another rank's; the last entry is -1, for
-    rows whose expert is -1. None if the rank has all experts.
-    """
-    weights_on_input: bool = False  # the router's weights multiply the experts' inputs instead of their outputs
-    meets: bool = False  # tokens of all data-parallel ranks are exchanged at this rank's experts
-    part: int | None = None  # part of the step's rows that a tensor-parallel rank has; None if each rank has all
+    """int [experts of all ranks + 3], this rank's number of each, -1 for another rank's, and what ``bounded_map``
+    appends; None where the rank has all experts."""
+    weights_on_input: bool = False  # the router's weights multiply what experts read, and not what they give
+    meets: bool = False  # tokens of all data-parallel ranks meet at this rank's experts
+    part: int | None = None  # which of the step's rows a rank of tensor parallelism has; None where each has all
 
 
 class RunningStep:
